@@ -13,8 +13,8 @@ from app.parallel import SplitForward
 class BatchShapes(Callback):
     """Callback that prints the shapes of each replica's input and output, once per distinct set of shapes.
 
-    The shapes show how a global batch is split. Under `dp`, another line shows the gathered output. Rank zero prints
-    the shapes of all ranks at the end of each epoch; a single rank prints its shapes at once.
+    The shapes show how a global batch is split. Under `dp`, another line shows the gathered output. In a run of one
+    process, new shapes are printed immediately. Otherwise, rank zero prints all ranks' shapes at the end of each epoch.
     """
 
     def __init__(self) -> None:

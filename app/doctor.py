@@ -191,9 +191,8 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
     """Train one step under each strategy."""
     gpus = torch.cuda.device_count()
     several = "2" if gpus != 1 else "1"
-    runs = {"auto": "1", **dict.fromkeys(("dp", "ddp", "ddp_spawn"), several)}
-    if not gpus:
-        runs["ddp_fork"] = several  # CUDA does not work in a forked process
+    forks = () if gpus else ("ddp_fork",)  # CUDA does not work in a forked process
+    runs = {"auto": "1", **dict.fromkeys(("dp", "ddp", "ddp_spawn", *forks), several)}
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for strategy, devices in runs.items():

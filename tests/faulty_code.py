@@ -185,7 +185,7 @@ class LogsItsOwn(Model):
 
 class MeanOfMeans(LogsItsOwn):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+        self.log("val_loss", cross_entropy(self(batch[0]), batch[1]), batch_size=1, sync_dist=True)
 
 
 # -- learning rate --------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from app.system.machine import busy, usable_cores
 LEFT = [
     ({}, "green", "none"),
     ({"RANK": "3", "MASTER_ADDR": "node7"}, "red", "RANK=3 left over"),
-    ({"LOCAL_RANK": "0"}, "red", "LOCAL_RANK=0 left over"),
     ({"MASTER_ADDR": "node7", "MASTER_PORT": "1"}, "yellow", "MASTER_ADDR=node7, MASTER_PORT=1 set"),
     ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, "green", "torchrun"),
     ({"TORCHELASTIC_RUN_ID": "x"}, "red", "TORCHELASTIC_RUN_ID=x left over"),
@@ -68,17 +67,13 @@ QUIET, BUSY = 0.1, 1e4
 Records = dict[str, Record]  # by strategy
 
 
-def under_load(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
-
-
 @pytest.mark.parametrize(
     ("load", "usable", "there", "is_busy"),
     [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 64, True), (1.5, 1, 2, True)],
 )
 def test_busy(load: float, usable: int, there: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine is busy if its load exceeds both the usable cores and the number of other cores."""
-    under_load(load, monkeypatch)
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
     monkeypatch.setattr(os, "cpu_count", lambda: there)
     said = busy()
@@ -137,7 +132,7 @@ def test_what_is_slow_is_not_broken(
     outcomes: Records, load: float, levels: dict[str, str], quick: Records, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick.update(outcomes)
-    under_load(load, monkeypatch)
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
     code, out = app("doctor", "--json")
     checks = {check["name"]: check for check in json.loads(out)["checks"]}
     tested = {name: check["level"] for name, check in checks.items() if name == "one step" or name.endswith(" x2")}
@@ -149,7 +144,7 @@ def test_what_is_slow_is_not_broken(
 
 @pytest.mark.usefixtures("quick")
 def test_what_people_see(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_load(BUSY, monkeypatch)
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (BUSY, 0.0, 0.0))
     monkeypatch.setenv("RANK", "3")
     lines = output_of(*app("doctor"), 1).splitlines()
     assert re.match(r"yellow +load +.* load of 10000\.0 on \d+ cores", lines[0])

@@ -51,7 +51,6 @@ COMMUNICATION = [
     ("[unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete", "silent"),
     ("Socket Timeout", "silent"),
     ("DataLoader timed out after 5 seconds", None),
-    ("mat1 and mat2 shapes cannot be multiplied", None),
 ]
 
 
@@ -76,8 +75,8 @@ def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) 
         output_of(*fork_app("fit", *flags, *on_cpu(strategy, devices, root=tmp_path, name=strategy)))
         run = tmp_path / strategy / "version_0"
         output_of(*app("validate", *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt"))
-        assert pd.read_csv(run / "metrics.csv")["their_val_loss"].count() == 1, "a number"
-        values.append(weights(run))
+        (logged,) = pd.read_csv(run / "metrics.csv")["their_val_loss"].dropna()
+        values.append({**weights(run), "logged": logged})
     torch.testing.assert_close(*values)
 
 

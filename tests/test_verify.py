@@ -81,7 +81,7 @@ FAULTS: list[tuple[str, str, str, Sequence[str], str]] = [
     ("Model", "Noisy", "ddp", ["samples"], "the same samples with other pixels: augmentation uses the global"),
     ("Model", "DropsLast", "ddp", ["evaluation"], "1 of 21 samples are not evaluated"),
     ("LogsItsOwn", "Data", "ddp", ["evaluation"], "each rank has its own val_loss: logged without sync_dist"),
-    ("MeanOfMeans", "Data", "ddp", ["evaluation"], "a mean of the ranks' values, of unequal shares: val_loss"),
+    ("MeanOfMeans", "Data", "ddp", ["evaluation"], "a mean of the ranks' values, not the value over all samples: "),
     ("ScaledRate", "Data", "ddp", RATE, "the learning rate is 2 times the reference's from the first step on"),
     ("ByEpoch", "Stock", "ddp", RATE, "StepLR advances with each epoch, which has 4 steps, 8 in the reference"),
     ("ByEstimate", "Stock", "ddp", RATE, "its total_steps is 200, 400 in the reference"),

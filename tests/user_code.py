@@ -75,13 +75,14 @@ class PoisonedUpdate(CIFARCNN):
 
 
 class BuildsLate(TheirModel):
-    """Creates its layers in a hook, and takes images of this application."""
+    """Creates a layer at once and another in a hook, and takes images of this application."""
 
     def __init__(self) -> None:
         LightningModule.__init__(self)
+        self.first = nn.Linear(3 * 32 * 32, 4)
 
     def configure_model(self) -> None:
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+        self.net = nn.Sequential(nn.Flatten(), self.first, nn.Linear(4, 10))
 
 
 class SkipsForward(TheirModel):
@@ -258,6 +259,20 @@ class LogsAccuracy(LogsNothing):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+
+
+class AccuracyFalls(TheirModel):
+    """Logs an accuracy that gets worse with each epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_acc", -float(self.current_epoch))
+
+
+class LossRises(TheirModel):
+    """Logs a loss that gets worse with each epoch, and no accuracy."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.current_epoch))
 
 
 class LogsOtherNames(LogsNothing):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
@@ -129,12 +130,9 @@ def _row(outcome: Outcome) -> dict[str, Any]:
     return row
 
 
-def _field(record: Record, path: str) -> Any:
+def _field(record: Any, path: str) -> Any:
     """Return a field by its dotted path; None if a parent is missing."""
-    value: Any = record
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    return value
+    return reduce(lambda value, name: getattr(value, name, None), path.split("."), record)
 
 
 def _peaks(record: Record, first: bool) -> list[tuple[float, float]]:

@@ -83,7 +83,7 @@ class Geometry:
         return v2.functional.center_crop(whole, list(self.size))
 
     def random_crop(self) -> nn.Module:
-        """Return the module that crops a resized training image, uint8 (C, h, w), at random: uint8 (C, H, W)."""
+        """Return a module that takes a random crop, uint8 (C, H, W), of a resized training image, uint8 (C, h, w)."""
         if self.crop == "random":
             return v2.RandomCrop(self.size)
         return v2.RandomResizedCrop(self.size, self.scale, self.ratio, v2.InterpolationMode(self.interpolation))

@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,6 +25,7 @@ from app.system.lightning_patches import is_stopped
 from app.system.patches import expects
 
 WEIGHTS_ALONE = "it holds only weights"
+NEWEST = "keeping the newest checkpoint instead of the best: --best_checkpoint.monitor NAME chooses another metric"
 _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 
 
@@ -33,9 +36,14 @@ _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 class RunCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, adapted to resumed runs and to any model.
 
-    A run resumed in a new directory keeps the best score so far. For a model that does not log the monitored metric,
-    the newest checkpoint is kept instead of the best.
+    A run resumed in a new directory keeps the best score so far. For a model that does not log `val_acc`, the best
+    checkpoint is the one with the lowest `val_loss`; without this metric, too, the newest checkpoint is kept.
     """
+
+    @cached_property
+    def state_key(self) -> str:
+        """Key of the scores in a checkpoint; fixed, although the monitored metric may change."""
+        return super().state_key
 
     @property
     def looks_every(self) -> int:
@@ -44,6 +52,8 @@ class RunCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the scores, which Lightning would drop in a new directory."""
+        if (self.monitor, state_dict["monitor"]) == ("val_acc", "val_loss"):
+            self._minimise("val_loss")
         super().load_state_dict({**state_dict, "dirpath": self.dirpath})
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -94,14 +104,19 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop monitoring the default metric if validation did not log it; then save."""
-        if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in trainer.callback_metrics:
-            why = f"{type(pl_module).__name__} does not log {self.monitor}: keeping the newest checkpoint, not the best"
-            rank_zero_info(f"{why}: give --best_checkpoint.monitor NAME, and for a loss --best_checkpoint.mode min")
-            self.monitor = None
+        """Replace the default metric if validation did not log it; then save."""
+        logged = trainer.callback_metrics
+        if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in logged:
+            loss = "val_loss" if "val_loss" in logged else None
+            kept = f"the best checkpoint is the one with the lowest {loss}" if loss else NEWEST
+            rank_zero_info(f"{type(pl_module).__name__} does not log val_acc: {kept}")
+            self._minimise(loss)
         super().on_validation_end(trainer, pl_module)
         if not trainer.is_last_batch:  # early stopping may end training after a validation within an epoch
             self._save_if_stopped(trainer)
+
+    def _minimise(self, metric: str | None) -> None:
+        self.monitor, self.mode, self.kth_value = metric, "min", torch.tensor(torch.inf)
 
 
 def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> str:

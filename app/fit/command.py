@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import DoublePrecision
@@ -222,7 +223,7 @@ class CLI(Flags):
             raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
 
     def _record(self, decided: dict[str, Any]) -> None:
-        """Add the run's record and loggers to the Trainer."""
+        """Add the run's loggers to the Trainer, and complete its record."""
         run, earlier = self.flags.run, decided["earlier"]
         mode = tracking_mode(run.wandb) if self.subcommand == "fit" else "off"
         folder = Path(run.root, decided["folder"])
@@ -282,6 +283,7 @@ class CLI(Flags):
             for tracker in trackers(trainer.loggers) if start_method(trainer.strategy) == "fork" else []:
                 tracker.share_with_forks()
         timeout = self.flags.cluster.timeout if several else None
+        reset_seed()  # as in Lightning's several processes, because a hook of the module may draw weights
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
             try:
                 super()._run_subcommand(subcommand)

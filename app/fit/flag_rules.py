@@ -52,11 +52,8 @@ def flag_problems(s: Resolved) -> Iterator[str]:
     name, known = s.config.trainer.strategy, ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(name, str) and name not in known:
         yield f"--trainer.strategy {name}: unknown{nearest(name, known)}"
-    yield from _values(s)
-    yield from _strategy_options(s)
-    yield from _cuda_graph(s)
-    yield from _execution(s)
-    yield from _order(s)
+    for rule in (_values, _strategy_options, _cuda_graph, _execution, _order):
+        yield from rule(s)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,11 +26,6 @@ SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # number of processes that mpirun started
 
 
-def _raise_first(problems: Iterator[str]) -> None:
-    for problem in problems:
-        raise UserError(problem)
-
-
 def check_flags(config: Namespace) -> None:
     """Check the rules that hold on every machine.
 
@@ -40,7 +35,8 @@ def check_flags(config: Namespace) -> None:
     Raises:
         UserError: When the flags break a rule.
     """
-    _raise_first(flag_problems(Resolved(config)))
+    for problem in flag_problems(Resolved(config)):
+        raise UserError(problem)
 
 
 def check(command: str, config: Namespace) -> Resolved:
@@ -54,20 +50,15 @@ def check(command: str, config: Namespace) -> Resolved:
         UserError: When the flags break a rule.
     """
     resolved = Resolved(config, command, launched())
-    _raise_first(chain(flag_problems(resolved), machine_problems(resolved)))
+    for problem in chain(flag_problems(resolved), machine_problems(resolved)):
+        raise UserError(problem)
     return resolved
 
 
 def machine_problems(s: Resolved) -> Iterator[str]:
     """Yield messages about flags that cannot work on this machine, each with a remedy."""
-    yield from _devices(s)
-    yield from needs_cuda(s)
-    yield from _compiler(s)
-    yield from _starter(s)
-    yield from _rendezvous(s)
-    yield from _strategy(s)
-    yield from _sync_batchnorm(s)
-    yield from _sizes(s)
+    for rule in (_devices, needs_cuda, _compiler, _starter, _rendezvous, _strategy, _sync_batchnorm, _sizes):
+        yield from rule(s)
     size = s.given("data.batch_size")
     if s.command == "fit" and s.virtual_devices is None and isinstance(size, int) and size > 0 and size % s.world_size:
         yield unequal_shares(size, s.world_size)
@@ -80,8 +71,7 @@ def _sizes(s: Resolved) -> Iterator[str]:
     if launcher.per_node is None:
         flag = "--ntasks-per-node" if launcher.by == "srun" else "the same --nproc-per-node"
         yield f"{launcher.by} started {launcher.world_size} processes, not the same number on each node: give {flag}"
-    is_single = s.world_size == 1 == launcher.world_size
-    if not is_single and (launcher.nodes, launcher.per_node) != (s.nodes, s.processes):
+    if (s.world_size, launcher.world_size) != (1, 1) and (launcher.nodes, launcher.per_node) != (s.nodes, s.processes):
         started = f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es)"
         run = f"the run is --trainer.num_nodes {s.nodes} of {s.processes}"
         yield f"{started}, but {run}: leave --trainer.num_nodes and --trainer.devices out to follow {launcher.by}"

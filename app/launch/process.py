@@ -49,7 +49,7 @@ def check_environment() -> None:
     for name, (pattern, meaning) in VARIABLES.items():
         value = os.environ.get(name)
         if value is not None and not re.fullmatch(pattern, value):
-            del os.environ[name]  # because the code that reports the error reads it
+            del os.environ[name]  # so that the error report does not use the invalid value
             raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
     for name in (STARTER, AGENT):
         if (parent := os.environ.get(name)) is not None and int(parent) != os.getppid():
@@ -123,7 +123,7 @@ def end_undisturbed() -> None:
 
 
 def _handle(interrupt: Any, terminate: Any) -> None:
-    """Set the handlers of SIGINT and SIGTERM in a rank."""
+    """Set the handlers of SIGINT and SIGTERM in a rank that an agent started; keep signals that are ignored."""
     if is_worker() and threading.current_thread() is threading.main_thread():
         for number in heard((signal.SIGINT, signal.SIGTERM)):
             signal.signal(number, interrupt if number == signal.SIGINT else terminate)

@@ -213,11 +213,9 @@ class ShardedStep(Step):
         assert self.outputs is not None
         return self.outputs
 
+    @torch.enable_grad()
     def compute(self) -> Tensor | None:
         """Compute loss and gradients over all shards, as the optimizer's closure."""
-        if not torch.is_grad_enabled():
-            with torch.enable_grad():
-                return self.compute()
         batch: Any = self.batch
         logged = Logged(self.module)
         self._buffers.save()

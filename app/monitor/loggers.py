@@ -283,7 +283,7 @@ class RateMonitor(LearningRateMonitor):
             super().on_train_batch_start(*args, **kwargs)
 
     def _extract_lr(self, param_group: dict[str, Any], name: str) -> dict[str, Any]:
-        """Skip an optimizer that finds its own rate, such as Adafactor."""
+        """Skip a parameter group without a learning rate, as in Hugging Face's Adafactor."""
         return {} if param_group.get("lr") is None else super()._extract_lr(param_group, name)
 
     def _extract_stats(self, trainer: Any, interval: str) -> dict[str, float]:

@@ -29,7 +29,7 @@ class NonFinite(Callback):
     Attributes:
         since: First epoch with a non-finite loss, counted from 0; set only by the action `warn`.
         step: First step with a non-finite loss, counted from 1.
-        skipped: Number of skipped updates.
+        skipped: Number of skipped updates; 0 in float16, where the gradient scaler skips them.
     """
 
     looks_every = 0

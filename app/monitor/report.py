@@ -277,9 +277,8 @@ def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
     figures["confusion"] = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
     parts.append('![Counts of label against prediction](confusion "Confusion matrix: label against prediction")')
     picture = folder / "most_wrong.png"
-    if wrong.any() and picture.exists():
-        with open_file(picture) as file:
-            figures["most_wrong"] = file.read()
+    if wrong.any() and picture.is_file():
+        figures["most_wrong"] = picture.read_bytes()
         parts.append('![Test images, each with its label and its prediction](most_wrong "Most confidently wrong")')
     return "\n\n".join(parts)
 

@@ -112,7 +112,7 @@ class StepClock(Callback):
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer, *_: Any) -> None:
-        """Start the wait for data."""
+        """Mark the start of the wait for data."""
         self._step = trainer.global_step + 1
         beat = self._beat
         beat[0], beat[1], beat[2] = self._step, DATA, beat[2] + 1

@@ -186,7 +186,7 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
 
 
 def spread_of_link(measured: Sequence[tuple[int, float]], link: Link, ranks: int) -> tuple[float, float]:
-    """Return the times of the fastest and the slowest all-reduce, relative to the fitted link's prediction.
+    """Return the range of the ratio of measured times to the fitted link's prediction, extended to include 1.
 
     Args:
         measured: Bytes and seconds of each all-reduce.

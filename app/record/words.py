@@ -51,7 +51,7 @@ def threads(record: Record) -> str:
 
 
 def batch(record: Record) -> str:
-    """Format the global batch: `64 = 2 × 32, at most 16 at once`."""
+    """Format the global batch as replicas × share, with the micro-batch: `64 = 2 × 32, at most 16 at once`."""
     size = record.global_batch_size or 0
     share = f" = {record.replicas} × {size / record.replicas:g}" if record.replicas > 1 else ""
     return (

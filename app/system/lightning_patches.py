@@ -194,7 +194,7 @@ def set_device(module: LightningModule, device: torch.device) -> None:
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
 )
 class DDPWithHooks(DDPStrategy):
-    """Lightning's DDP strategy, with three corrections.
+    """Lightning's DDP strategy, with four corrections.
 
     Communication hooks work on every device. Lightning registers them only on CUDA, and drops them silently elsewhere.
     Source: strategies/ddp.py, `_register_ddp_hooks`.
@@ -204,6 +204,9 @@ class DDPWithHooks(DDPStrategy):
     https://github.com/Lightning-AI/pytorch-lightning/pull/21746.
 
     With gloo, DDP has a process group of its own. Lightning uses the default group, which the user's code shares.
+
+    `self.log(…, sync_dist=True)` weights each rank's mean by its number of samples. Lightning rounds the mean of these
+    numbers down. Source: result.py, `_ResultMetric.compute`.
 
     At an upgrade: does `setup_optimizers` still read the period of model averaging, and does `_setup_model` still enter
     a new stream?
@@ -220,6 +223,11 @@ class DDPWithHooks(DDPStrategy):
             distributed.set_debug_level(level)
         devices = self.determine_ddp_device_ids()
         return DistributedDataParallel(model, device_ids=devices, process_group=group, **self._ddp_kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over ranks; compute the mean of integers in floating point."""
+        rounds = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op == "mean"
+        return super().reduce(tensor.float() if rounds else tensor, group, reduce_op)
 
     def keep_buffers(self) -> None:
         """Disable the broadcast of buffers, because virtual devices keep them equal."""

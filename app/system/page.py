@@ -1,6 +1,6 @@
-"""HTML pages for all reports: one file without scripts, for light and dark screens and for paper.
+"""HTML page of a report: one self-contained file without scripts, for light and dark screens and for print.
 
-A page has a title with the result, a lead, and sections of Markdown with figures. Secondary sections are folded.
+The title states the result. An introduction follows, then sections of Markdown with figures; secondary ones are folded.
 """
 
 import base64
@@ -46,7 +46,7 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
 
     Args:
         title: Result, one line of plain text.
-        lead: Markdown below the title.
+        lead: Introduction below the title, Markdown.
         sections: Sections; empty ones are dropped.
         figures: Figures, or contents of PNG files, by their names in the text.
     """

@@ -114,16 +114,17 @@ def _samples(case: Case) -> Cause | None:
 def _other_pixels(case: Case) -> bool:
     """Return whether only the pixels of the samples differ, as with unseeded augmentation.
 
-    In this case, every step has the reference's labels. Ids of samples are digests of their pixels, so the first
-    different step shares no id with the reference.
+    In this case, every step has the reference's labels. Ids of samples are digests of their pixels, so the reference
+    never saw the ids that differ in the first different step.
     """
     place = case.differences.get("samples")
     if place is None or place.step is None:
         return False
-    pairs = list(zip(case.way.steps, case.reference.steps, strict=False))
-    here, there = pairs[place.step]
-    shared = set(map(str, here.samples)) & set(map(str, there.samples))
-    return bool(here.labels) and not shared and all(Counter(a.labels) == Counter(b.labels) for a, b in pairs)
+    both = list(zip(case.way.steps, case.reference.steps, strict=False))
+    here, there = both[place.step]
+    seen = {str(sample) for step in case.reference.steps for sample in step.samples}
+    new = {*map(str, here.samples)} - {*map(str, there.samples)}
+    return bool(here.labels and new) and not new & seen and all(Counter(a.labels) == Counter(b.labels) for a, b in both)
 
 
 def _split(case: Case) -> Cause | None:
@@ -298,10 +299,9 @@ def _evaluation(case: Case) -> Iterator[Cause]:
         text = f"each rank has its own {_some(sorted(of_a_rank))}: logged without sync_dist"
         yield Cause(text, remedy, changes_loss=False)
     elif not more and not fewer and not {"loss", "gradients", "weights"} & case.differences.keys():
-        shares = {sum(len(batch) for loader in rank["evaluation"].values() for batch in loader) for rank in way.ranks}
-        of = "of unequal shares" if len(shares) > 1 else "which is not the value over all samples"
+        text = f"a mean of the ranks' values, not the value over all samples: {case.differences['evaluation']}"
         remedy = "log a metric of torchmetrics, which counts samples, instead of a value with sync_dist=True"
-        yield Cause(f"a mean of the ranks' values, {of}: {case.differences['evaluation']}", remedy, changes_loss=False)
+        yield Cause(text, remedy, changes_loss=False)
 
 
 def _some(names: list[str]) -> str:
