@@ -31,7 +31,7 @@ class LeNet(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 6, 5),
-            nn.MaxPool2d(2),  # before ReLU: same values, at a quarter of ReLU's cost
+            nn.MaxPool2d(2),  # pooling before ReLU gives the same values, and ReLU costs a quarter
             nn.ReLU(),
             nn.Conv2d(6, 16, 5),
             nn.MaxPool2d(2),
@@ -99,7 +99,7 @@ def resnet18_cifar(num_classes: int) -> nn.Module:
 
 
 class WhitenedCNN(nn.Module):
-    """CNN for small images whose first layer whitens patches of 2×2 pixels, and does not train: 2.0 million parameters.
+    """CNN for small images: 2.0 million parameters, and a frozen first layer that whitens patches of 2×2 pixels.
 
     The other convolutions are initialised to copy their input channels; further output channels start at random.
     Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", https://arxiv.org/abs/2404.00498.
@@ -247,7 +247,7 @@ def _read(source: str) -> Any:
     except ImportError:
         raise UserError(f"--model.weights {source}: safetensors is not installed: pip install safetensors") from None
     except Exception as error:  # torch, zipfile, pickle and safetensors raise different types
-        has_code = "weights_only" in str(error)  # torch advises `weights_only=False`, which would run the file's code
+        has_code = "weights_only" in str(error)  # hide torch's advice, `weights_only=False`: it runs the file's code
         reason = "it holds more than tensors: save the model's state_dict()" if has_code else one_line(str(error))[:200]
         raise UserError(f"--model.weights {source}: {file} cannot be read ({reason})") from error
 
@@ -276,7 +276,7 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
     if source == "DEFAULT" and name in names_of_torchvision():
         preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
         sizes = {"size": preset.crop_size[0], "resize": preset.resize_size[0]}
-        if name in ("googlenet", "inception_v3"):  # trained with these, although torchvision's preset says otherwise
+        if name in ("googlenet", "inception_v3"):  # the preset's mean and std are not those of the training
             preset.mean = preset.std = [0.5] * 3
         return {"mean": preset.mean, "std": preset.std, "interpolation": preset.interpolation.value, **sizes}
     if source == "DEFAULT" and name is not None and name.startswith("timm/"):
@@ -294,7 +294,7 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
 
 
 def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
-    """Load weights into a network, and return a message. A head of another size keeps its own weights.
+    """Load weights into a network, and return a message. If the head's size differs, the network keeps its own head.
 
     Args:
         network: The network.

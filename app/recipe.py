@@ -25,9 +25,9 @@ Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
 
 
 def name_defaults(cls: type) -> type:
-    """Make lambdas that are default arguments picklable, for `ddp_spawn`: store them as attributes of the class.
+    """Store default arguments that are lambdas as attributes of the class, so that `ddp_spawn` can pickle them.
 
-    The default arguments are lambdas because jsonargparse reads default settings only from lambdas.
+    The defaults are lambdas, because jsonargparse reads the settings of a default optimizer only from a lambda.
     """
     for name, parameter in inspect.signature(cls).parameters.items():
         if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
@@ -52,7 +52,7 @@ class Recipe:
             last layer.
         schedule: Learning rate over the whole run, step by step: `constant`; `cosine` or `linear`, which fall to 0;
             `step`, divided by 10 after each third; `onecycle`, which rises from 1/25 and falls to 0.
-        warmup: Steps of linear warm-up, or epochs as `5ep`. `onecycle` rises for 30 % of the run by default.
+        warmup: Steps of warm-up, or epochs as `5ep`. It is linear; a cosine for `onecycle`, by default 30 % of the run.
         scheduler: Learning-rate scheduler class with its arguments, instead of `schedule`.
         scheduler_interval: Advance `scheduler` after each `epoch` or each `step`.
         ema: Decay of an exponential moving average of the weights, such as 0.999. The average is evaluated and saved.
@@ -166,7 +166,7 @@ class Recipe:
             warmup = int(0.3 * steps)
         if warmup >= max(steps, 1):
             raise UserError(f"--model.warmup is {warmup:,} steps, but the run has only {steps:,.0f}: give less")
-        # a partial: checkpoints do not store its arguments, so a resumed run may have another length
+        # LambdaLR does not save the arguments of a partial, so that a resumed run can change its length
         return LambdaLR(optimizer, partial(rate, self.schedule, warmup, int(steps)))
 
 
@@ -206,7 +206,7 @@ _AVERAGING = "lightning.pytorch.callbacks.weight_averaging:WeightAveraging"
 
 @expects(f"{_AVERAGING}._average_model", f"{_AVERAGING}._latest_update_step", "torch:_foreach_lerp_")
 class MovingAverage(EMAWeightAveraging):
-    """Lightning's exponential moving average of the weights, updated in one call and without a device read.
+    """Lightning's exponential moving average of the weights, updated in one call without a device-to-host sync.
 
     Args:
         decay: Decay at each optimizer step.
@@ -231,7 +231,7 @@ class MovingAverage(EMAWeightAveraging):
         if not self._averages:
             sides: Any = [[*model.parameters(), *model.buffers()] for model in (averaged, pl_module)]
             for average, value in zip(*sides, strict=True):
-                average.data = average.data.to(value.dtype)  # copied before the strategy set the precision
+                average.data = average.data.to(value.dtype)  # the average predates the model's conversion to this dtype
             self._averages, self._values = ([e.detach() for e in side if e.is_floating_point()] for side in sides)
             self._counts = [pair for pair in zip(*sides, strict=True) if not pair[0].is_floating_point()]
         torch._foreach_lerp_(self._averages, self._values, share)

@@ -1,4 +1,4 @@
-"""Command `python -m app replay`: repeats a training step, and prints its samples, the largest loss first.
+"""Command `python -m app replay`: repeats a training step, and reports its samples, the largest loss first.
 
 The run's seed, a checkpoint and the step's number determine a step. `replay` resumes the run from the nearest earlier
 checkpoint on one device, and scores the step's samples with the weights before the step. Each sample is scored as a
@@ -62,7 +62,7 @@ class Replay(Callback):
         self._worst: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reject manual optimization, because `training_step` would then train on each sample that it scores.
+        """Reject manual optimization, because scoring a sample calls `training_step`, which would then train on it.
 
         Raises:
             UserError: When the module optimizes manually.
@@ -229,7 +229,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:
-    """Return the first and the last step of the range with the first non-finite loss, or else the sharpest rise.
+    """Return the first and the last step to search: where the loss is first not finite, or else rises most.
 
     Raises:
         UserError: When the run logged no per-step losses.

@@ -90,7 +90,7 @@ class Variant:
         """Return the commands that run the variant, one line per node.
 
         Args:
-            threads: CPU threads of a node whose environment does not set them; None sets nothing.
+            threads: Value of OMP_NUM_THREADS for nodes without this variable; None adds no variable.
         """
         nodes = [{"OMP_NUM_THREADS": str(threads)} | node if threads else node for node in self.nodes()]
         return " &\n".join(map(str, on_nodes(self.arguments, nodes, "tcp://127.0.0.1:29500")))

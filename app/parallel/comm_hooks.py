@@ -112,7 +112,7 @@ class LocalSGD(FixedHook):
     def comm_state(self) -> PostLocalSGDState:
         """Return the hook's state with one process group per node.
 
-        Torch's default group size is the node's number of CUDA devices, which is 0 on a CPU.
+        The group size is explicit, because torch's default, the node's number of CUDA devices, is 0 on a CPU.
         """
         node, _ = dist.new_subgroups(group_size=self.num_processes)
         return PostLocalSGDState(process_group=None, subgroup=node, start_localSGD_iter=self.start_localsgd_iter)

@@ -27,7 +27,7 @@ from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tre
 class Replica(nn.Module):
     """Replica of the model on one device, with the calling thread's autocast state.
 
-    Of an `ImageClassifier` without views, only the network is copied, because its forward pass only calls the network.
+    For an `ImageClassifier` without test-time views, only the network is copied, because `forward` calls nothing else.
     Any other LightningModule is copied whole.
 
     The replica sets the autocast state itself, because `parallel_apply` enables autocast without its dtype: bf16 would
@@ -55,7 +55,7 @@ class Replica(nn.Module):
         """Run the model's forward pass on this replica."""
         inference = torch.inference_mode() if self.inference else nullcontext()
         with inference, self.autocast():
-            if isinstance(self.module, LightningModule):  # not the instance's `forward`: `SplitForward` replaced it
+            if isinstance(self.module, LightningModule):  # `SplitForward` replaced the instance's `forward`
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self.module(*args, **kwargs)
 
@@ -72,8 +72,8 @@ class SplitForward(Traits, Strategy):
     parallel_devices: Any  # list[torch.device]; Lightning sets it
     replica: Replica | None = None
     _forwards = 0
-    # One thread for each replica. Autograd orders its work by a counter in each thread. If one pool served all
-    # replicas, their threads, and so the order of additions, would vary between steps.
+    # One thread for each replica, because autograd orders backward work by a counter of each forward thread. With a
+    # shared pool, a replica's thread would vary between steps, and so would the order of additions.
     _threads: Sequence[ThreadPoolExecutor] = ()
 
     def setup(self, trainer: Any) -> None:

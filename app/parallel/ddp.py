@@ -16,8 +16,8 @@ class DDP(Traits, DDPWithHooks):
 
     Args:
         process_group_backend: Communication library: `gloo`, `nccl` or `mpi`; by default nccl on CUDA, gloo on CPU.
-        ddp_comm_hook: Import path of a function that averages each bucket of gradients instead of an all-reduce, such
-            as `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook`.
+        ddp_comm_hook: Import path of a function that replaces the all-reduce of each bucket of gradients, such as
+            `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook`.
         ddp_comm_state: First argument of the hook.
         ddp_comm_wrapper: Wrapper of the hook, such as `default_hooks.fp16_compress_wrapper`.
         find_unused_parameters: Search on each step for parameters that the loss does not use. Costs time.

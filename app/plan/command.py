@@ -190,7 +190,7 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
             )
     devices = gpus if cuda else max(usable_cores() // threads, 1)
     _require_links(options, devices, cuda)
-    fit += ["--model.warmup", "0"] if "warmup" in config["model"]["init_args"] else []  # it may exceed the measurement
+    fit += ["--model.warmup", "0"] if "warmup" in config["model"]["init_args"] else []  # 30 steps may be too few for it
     measured = [timed(record) for record in records] or measure_steps(fit, say)
     sizes = ", ".join(f"{each.images:.0f}" for each in measured)
     source = f"the steps of {', '.join(options.run)}" if records else f"steps measured here, with batches of {sizes}"

@@ -85,7 +85,7 @@ class Step:
         buckets: Gradients, in the order in which they become ready.
         launch_known: Whether data, forward and backward were fitted to several batch sizes. With one size, their launch
             is taken as 0.
-        spread: Times of the fastest and the slowest measured step, relative to the fitted time.
+        spread: Range of the ratio of measured to fitted step times, extended to include 1.
     """
 
     data: Line
@@ -225,7 +225,7 @@ class Machines:
         node_link: Link between nodes; None if unknown, so that only one node can be predicted.
         shared: Whether the devices of a node are cores of one CPU. If so, dp copies no parameters, and one thread runs
             the backward pass of all replicas.
-        link_spread: Times of the fastest and the slowest measured all-reduce, relative to `link`'s prediction.
+        link_spread: Range of the ratio of measured all-reduce times to `link`'s prediction, extended to include 1.
         price_per_hour: Price of one device for an hour, or None.
     """
 
@@ -237,7 +237,7 @@ class Machines:
     price_per_hour: float | None = None
 
     def slowest(self, devices: int) -> Link:
-        """Return the slowest link of a ring over a number of devices."""
+        """Return a link with the lowest bandwidth and highest latency in a ring of devices."""
         if devices <= self.per_node:
             return self.link
         assert self.node_link is not None

@@ -1,7 +1,7 @@
 """Run record: the only package that reads and writes `run.json`.
 
-Every field has a default, because a run may end early and older versions wrote fewer fields. Field names are the names
-in the file; `app/monitor/README.md` explains them.
+Every field of `Record` has a default, because a run may end early and older versions wrote fewer fields. Field names
+are the names in the file; `app/monitor/README.md` explains them.
 """
 
 from contextlib import suppress
@@ -15,7 +15,7 @@ from app.system.files import read_json, write_json
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
 
-LIMIT = 1e15  # larger numbers are rejected, because only a damaged file has them; except losses
+LIMIT = 1e15  # larger numbers are rejected as damage, except losses, which may diverge
 Int = Annotated[int, Interval(gt=-LIMIT, lt=LIMIT)]
 Float = Annotated[float, Interval(gt=-LIMIT, lt=LIMIT)]
 Count = Annotated[int, Interval(gt=0, lt=LIMIT)]
@@ -100,7 +100,7 @@ class RankTime:
 
 @dataclass
 class DeviceMemory:
-    """Peak memory of a rank on a device, GiB."""
+    """Memory of a rank on a device, GiB; see `peak_memory`."""
 
     rank: Int
     device: str

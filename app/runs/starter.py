@@ -51,7 +51,7 @@ def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str
 
     Args:
         flags: Arguments of `fit`; later ones override earlier ones.
-        folder: Parent of the run's directory, `version_0`.
+        folder: Parent of the run's directory, the next free `version_N`.
         nodes: Environment variables of each node.
     """
     arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
@@ -90,8 +90,8 @@ def run_fit(
         reason in `error`. `time_limit` is set if the limit ended the run.
 
     Raises:
-        KeyboardInterrupt: On Ctrl-C, after the run has ended.
-        SystemExit: On SIGTERM, after the run has ended.
+        KeyboardInterrupt: On Ctrl-C, after stopping the run.
+        SystemExit: On SIGTERM, after stopping the run.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
@@ -110,7 +110,7 @@ def run_fit(
                     stdout=stack.enter_context(output.open("w")),
                     stderr=subprocess.STDOUT,
                     env=environment_of_a_run() | dict(command.environment),
-                    start_new_session=True,  # so that only this process receives Ctrl-C
+                    start_new_session=True,  # so that only the parent receives Ctrl-C
                 )
             )
         codes = [process.poll() for process in processes]

@@ -205,8 +205,8 @@ class DDPWithHooks(DDPStrategy):
 
     With gloo, DDP has a process group of its own. Lightning uses the default group, which the user's code shares.
 
-    `self.log(…, sync_dist=True)` weights each rank's mean by its number of samples. Lightning rounds the mean of these
-    numbers down. Source: result.py, `_ResultMetric.compute`.
+    `self.log(…, sync_dist=True)` averages over the samples of all ranks. Lightning divides by the mean number of
+    samples per rank, rounded down. Source: result.py, `_ResultMetric.compute`.
 
     At an upgrade: does `setup_optimizers` still read the period of model averaging, and does `_setup_model` still enter
     a new stream?
@@ -261,7 +261,7 @@ def set_timeout(strategy: Strategy, seconds: float) -> None:
 
 @expects(f"{_LAUNCHER}._start_method")
 def start_method(strategy: Strategy) -> Any:
-    """Return how the strategy's launcher starts processes: `spawn` or `fork`; None for other launchers."""
+    """Return the start method of the strategy's launcher, such as `spawn`; None for a launcher without one."""
     return getattr(strategy.launcher, "_start_method", None)
 
 

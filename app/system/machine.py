@@ -91,7 +91,7 @@ def busy_seconds(cores: Collection[int] = ()) -> float:
     """Return the CPU seconds of all programs since boot, summed over the given cores; by default over all cores."""
     some = 0 < len(cores) < (os.cpu_count() or 1)
     times = [t for i, t in enumerate(psutil.cpu_times(True)) if i in cores] if some else [psutil.cpu_times()]
-    idle = ("idle", "iowait", "guest", "guest_nice")  # the time of guests is part of user time
+    idle = ("idle", "iowait", "guest", "guest_nice")  # guests are excluded, because user time includes them
     return sum(seconds for each in times for name, seconds in each._asdict().items() if name not in idle)
 
 
@@ -130,7 +130,7 @@ def _control_groups() -> list[Path]:
 def driver() -> str | None:
     """Return the version of NVIDIA's driver, or None.
 
-    `torch.utils.collect_env` fails, because it expects a heading that nvidia-smi 610 no longer prints.
+    `torch.utils.collect_env` is no alternative: it expects a heading that nvidia-smi 610 no longer prints.
     """
     return next(iter(_nvidia_smi("driver_version")), None)
 

@@ -10,8 +10,8 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]|.*\.p(yx|xi)$")
-# `maker` stops its search at frames of Lightning's loops and of autograd: an optimizer, strategy or precision plugin
-# calls them, but does not cause their errors
+# `maker` stops its search at frames of Lightning's loops and of autograd, because their callers (an optimizer, strategy
+# or precision plugin) do not cause their errors
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
 # beginning of a traceback, with the sentence that links it to the previous one in a chain

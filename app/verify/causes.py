@@ -31,7 +31,7 @@ class Case(NamedTuple):
     Attributes:
         reference: Recording of the reference.
         way: Recording of the variant.
-        differences: Difference in each column of the table, such as `loss`; see `differences`.
+        differences: Difference by column of the table, such as `loss`; see `app.verify.differences.differences`.
         replicas: Number of devices that share a batch.
     """
 

@@ -178,7 +178,7 @@ def first_operation(reference: Recorded, way: Recorded) -> str | None:
             shards = [(_joined(here.operations), _joined(there.operations))]
         for number, pair in enumerate(shards):
             for (_, _, ours), (module, name, theirs) in zip(*pair, strict=False):
-                # an in-place operation outside all modules updates a metric
+                # skip in-place operations outside all modules, because they update metrics
                 counts = module == "Global" and name.endswith("_")
                 if ours != theirs and len(ours) == len(theirs) and not counts:
                     place = f", shard {number + 1}" if len(shards) > 1 else ""
@@ -226,7 +226,7 @@ def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Difference
 
 
 def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:
-    """Yield the weights and buffers that differ after training, from the reference or between ranks."""
+    """Yield the differences after training: weights and buffers from the reference, and weights between ranks."""
     for name in {*reference.weights, *way.weights}:
         here, there = (run.weights.get(name, torch.empty(0)).double() for run in (way, reference))
         if here.shape != there.shape:

@@ -29,7 +29,7 @@ class Settings:
     Args:
         steps: Number of optimizer steps of each run.
         ways: Further variants: their flags of `fit` by variant name.
-        quick: Run only one device, two processes, and stop and resume.
+        quick: Run only ddp on two processes, stop and resume, and `ways`.
         bits: Require the same bits, and print the first operation whose output differs.
         time_limit: Seconds after which a run is stopped and counts as failed.
     """
@@ -123,7 +123,7 @@ class Prover:
         return Verdict(reference.recorded, results, self.settings.bits)
 
     def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
-        """Return the training with a variant's flags, as a `Variant`.
+        """Create a `Variant`. Its flags override those of the command line.
 
         Raises:
             UserError: When `fit` rejects the flags.
@@ -219,7 +219,7 @@ class Prover:
         return reference, self._run(name, {**flags, **more}, reference, series=series)
 
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
-        """Repeat a variant without the known causes of its difference, to find other causes behind them.
+        """Repeat a variant with flags that remove the known causes of its difference, to find hidden causes.
 
         Adds the hidden causes to the result, and sets each cause's effect on the loss.
 

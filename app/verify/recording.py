@@ -92,7 +92,7 @@ class Recording(Callback):
         if trainer.fit_loop.max_batches > batches:
             trainer.fit_loop.max_batches = batches
             if trainer.val_check_batch == float("inf"):
-                # for a loader without a length, Lightning validates after this many batches
+                # for a loader without a length, Lightning validates after every `limit_train_batches` batches
                 trainer.limit_train_batches = batches
             elif trainer.val_check_batch is not None:
                 trainer.val_check_batch = min(trainer.val_check_batch, batches)
@@ -214,7 +214,7 @@ def singles(batch: Any) -> list[Any]:
 
 
 def unstacked(batch: Any) -> list[Any]:
-    """Cut a batch that is not stacked into tensors, as for detection, into batches of one; return [] if it is."""
+    """Cut a batch of lists, as for detection, into batches of one; return [] for a batch of stacked tensors."""
     if len({leaf.ndim and len(leaf) for leaf in tensors(batch)}) < 2 or not isinstance(batch, Mapping | list | tuple):
         return []
     columns = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
@@ -230,7 +230,7 @@ def unstacked(batch: Any) -> list[Any]:
 
 
 def unpadded(sample: Tensor) -> Tensor:
-    """Remove the padding at the end of a sequence of integers: zeros and -100, then repetitions of the last value."""
+    """Remove trailing padding of an integer sequence: first zeros and -100, then repetitions of the last value."""
     if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
         return sample
     kept = sample[: int(((sample != 0) & (sample != -100)).nonzero()[-1:].sum()) + 1]

@@ -134,7 +134,7 @@ class Verdict:
         return [["", *(column.removeprefix("learning ") for column in COLUMNS)], *rows]
 
     def explained(self) -> Iterator[str]:
-        """Yield lines that explain the table: a block for each fault, and for each variant with rounding or a skip."""
+        """Yield lines that explain the table: a block per fault, and per variant that is skipped or only rounded."""
         faults: dict[str, list[Result]] = {}
         for result in self.results:
             if not result.same or result.rounding or result.skipped:
