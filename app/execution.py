@@ -29,7 +29,7 @@ class Execution:
             network has convolutions; on a GPU in 16 bits, if some of them have 32 channels or more.
         compile: Mode of `torch.compile`, or `off`.
         matmul_precision: Precision of float32 matrix products and convolutions on a GPU: `highest` is float32, `high`
-            is TF32, `medium` is lower.
+            is TF32, `medium` is bfloat16 or TF32.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class ImageClassifier(LightningModule):
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
         cuda_graph: Replay training steps as CUDA graphs; only on a single GPU. With the images on the GPU
             (`--data.placement device`), a graph holds up to 16 steps.
-        matmul_precision: Precision of float32 products on a GPU: `highest` is float32, `high` TF32, `medium` is lower.
+        matmul_precision: Float32 products on a GPU: `highest` in float32, `high` in TF32, `medium` in bfloat16 or TF32.
         views: Test-time augmentation: evaluate an image by the mean logits of several views. `mirror` adds the mirror
             image. `shift` adds two copies moved by one pixel, up left and down right, and mirrors all three: 6 views.
         **recipe: Arguments of `Recipe`.
@@ -65,7 +65,7 @@ class ImageClassifier(LightningModule):
 
     convolutional = True
     accepts_empty = True  # `training_step` weights batches by their samples; a batch may be empty
-    sums_losses = True  # False during the capture of a CUDA graph that starts the backward pass from each sample's loss
+    sums_losses = True  # whether `training_step` sums losses; False in a graph with a backward pass from each loss
     sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -322,7 +322,7 @@ class ImageClassifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
     def on_train_start(self) -> None:
-        """Set the learning rate by this run's schedule, because a resumed run may have had another length before.
+        """Set the learning rate by this run's schedule, because the resumed training may have had another length.
 
         Raises:
             UserError: When `cuda_graph` is true and the Trainer has a loop without graphs.

@@ -40,12 +40,12 @@ def stopped_by(trainer: Trainer, record: Record) -> str | None:
 def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> int:
     """Return the process's exit code, and requeue a SLURM job that is about to end.
 
-    Launchers treat a nonzero exit as a failure; torchrun continues without this node only after a nonzero exit.
+    The code is nonzero after Ctrl-C or SIGTERM, because torchrun continues without this node only after a nonzero exit.
     """
     signal = stopped_by(trainer, record)
     if signal == "SIGUSR1":
         signal = None if requeue() else "SIGTERM"
-    # our agent and srun need a nonzero exit code from one rank only
+    # one nonzero exit code is enough: per node for our agent, per run for srun
     reports = {OWN_AGENT: trainer.local_rank == 0, "srun": trainer.is_global_zero}
     if signal is None or (launcher is not None and not reports.get(launcher.by, True)):
         return 0

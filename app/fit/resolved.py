@@ -168,7 +168,7 @@ class Resolved:
 
     @cached_property
     def agent_processes(self) -> int:
-        """Number of ranks to start as their agent; 0 for one rank, or if a launcher or the strategy starts them."""
+        """Number of this node's ranks that this process starts; 0 for one rank in all, or if others start the ranks."""
         is_agent = self.stands_alone and not self.spawns and self.world_size > 1
         return self.processes if is_agent else 0
 

@@ -36,8 +36,8 @@ class Run:
         tags: Tags of the run in Weights & Biases.
         top_k: Number of classes per image in predictions.csv, most likely first.
         warmup_epochs: Epochs excluded from the throughput in run.json.
-        on_nonfinite: Reaction to an infinite or NaN loss: `stop` before it reaches a checkpoint, `warn` and continue,
-            or `skip` updates with non-finite gradients, at the cost of a device read per step.
+        on_nonfinite: Reaction to an infinite or NaN loss: `stop` before the next checkpoint, `warn` and continue, or
+            `skip` updates with non-finite gradients, at the cost of a device read per step.
         threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal share of the cores.
         virtual_devices: Train as if on this many devices, with bitwise equal results on 1 to this many processes.
             Each global batch is cut into this many shards, whose gradients are added in a fixed order.
@@ -147,8 +147,8 @@ def _folder(
     """Return the folder of this run, and the record of the earlier training that this run continues, or None.
 
     `fit` continues in a run's folder if it resumes from the run's newest checkpoint with the same settings. Otherwise,
-    it creates a new folder. Other commands create a folder inside the folder of the checkpoint's run. If this run is
-    unknown, or does not match `--run.name` and `--run.root`, every command creates a new folder.
+    it creates a new folder. Other commands create a folder inside the folder of the checkpoint's run. Without such a
+    run, or if it does not match the given `--run.name` and `--run.root`, every command creates a new folder.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
     is_chosen = run.name is not None or run.root != Run.root

@@ -102,7 +102,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
     environment: ClusterEnvironment | None = getattr(strategy, "cluster_environment", None)
     launcher = launched()
     if launcher is None and trainer.world_size > 1 and environment and environment.creates_processes_externally:
-        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # a user's plugin launches
+        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # a user's plugin reports it
     if launcher is None or launcher.world_size == 1 or environment is None:
         return
     if launcher.nodes > 1:

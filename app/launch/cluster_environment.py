@@ -63,7 +63,7 @@ def launch_id() -> str | None:
 
 
 def may_resume() -> bool:
-    """Return whether a launcher may have restarted this run. Always true under torchrun, whose count is incomplete."""
+    """Return whether a launcher may have restarted this run. Always true under torchrun, which miscounts restarts."""
     launcher = launched()
     if launcher is None:
         return False

@@ -56,7 +56,7 @@ def lost(text: str) -> RankError | None:
 
 
 def who_hangs() -> str:
-    """Describe the hung ranks by the watchdogs' stacks, if this node can read their folder."""
+    """Describe the hung ranks from the watchdogs' stacks, or the possible causes without readable stacks."""
     unknown = "it hangs, or the link to it is cut"
     if watchdog.heartbeat is None or not (places := watchdog.where(watchdog.heartbeat.folder)):
         return unknown
@@ -123,8 +123,8 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
         code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
         was_stopped = code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
         has_lost = message.startswith(RankLostError.__name__)
-        # a message that names the lost node comes before one with ANOTHER; a timeout comes before SIGKILL, because its
-        # message names the hung rank, which the watchdog has killed
+        # prefer a message that names the lost node; prefer a timeout to SIGKILL, because the watchdog kills a hung
+        # rank, and only the timeout's message names this rank
         return was_stopped, has_lost, has_lost and ANOTHER in message, code == -signal.SIGKILL, rank
 
     cause = min(failures, key=order)

@@ -58,7 +58,7 @@ def check_environment() -> None:
 
 
 def trust_flags() -> list[str]:
-    """Return the `--trust` flags for all modules in APP_TRUST, which includes the command line's."""
+    """Return `--trust` flags for all modules in APP_TRUST, to which `app.cli` adds the command line's modules."""
     return [part for module in os.environ.get(TRUST, "").split(",") if module for part in ("--trust", module)]
 
 

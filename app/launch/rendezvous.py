@@ -98,7 +98,7 @@ class Deadline:
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
     """Host a store that listens on `address` only, or on all addresses if no interface of this machine has `address`.
 
-    An interface may lack the address behind NAT, or on Debian, where a machine's own name may resolve to 127.0.1.1.
+    Behind NAT, no interface has it. On Debian, a host's name may resolve to 127.0.1.1, which other nodes cannot reach.
 
     Args:
         address: Name or address of this machine for the other processes.

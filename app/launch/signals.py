@@ -1,6 +1,7 @@
 """Signals (Ctrl-C, SIGTERM, SLURM's warning): training stops after the current step and saves a checkpoint.
 
-Signal handlers only set a flag. Several ranks agree to stop one step later, so that none blocks in a collective call.
+Signal handlers only set a flag. Several ranks stop at the same step, one step later, so that none blocks in a
+collective call.
 """
 
 import multiprocessing
@@ -66,7 +67,7 @@ class Signals(_SignalConnector):
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # not for a loader's workers
+            os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # workers must not use the pipe
             threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def teardown(self) -> None:

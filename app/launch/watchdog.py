@@ -66,7 +66,7 @@ class Heartbeat:
         self._memory[PEERS:] = peers.encode().ljust(SIZE - PEERS, b"\0")
 
     def end(self) -> None:
-        """Stop watching, because no rank waits for this one any more."""
+        """Suspend the watchdog, because no rank waits for this one."""
         self.values[1] = ELSEWHERE
 
 
@@ -228,7 +228,7 @@ class Place(NamedTuple):
         return cls(int(step), phase, line, users is not None or not stacks, communicates)
 
     def __str__(self) -> str:
-        """Format the place: `in …` for the user's code; `at …` for a library's, where the rank may only be waiting."""
+        """Format the place: `in …` for the user's code; `at …` for library code, where the rank may only be waiting."""
         evaluates = self.phase == PHASES[EVALUATION]
         step = "" if self.phase in PHASES[:2] else "the evaluation, " if evaluates else f"step {self.step:,}, "
         return f"{'in' if self.is_users else 'at'} {step}{self.line}"

@@ -187,7 +187,7 @@ class Graphs:
                 raise UserError(f"--model.cuda_graph true: {problem}: {remedy}")
             self._settings, self._replays = settings, 0
             for each in self._blocks.values():
-                each.training = None  # frees its memory first
+                each.training = None  # free it before the new capture
         if block.training is None:
             self._step.optimizer.zero_grad()
             block.training = Graph(self._train)
@@ -269,7 +269,7 @@ class GraphStep(Step):
         self.on_before_optimizer_step(self.optimizer)
 
     def _most_steps(self) -> int:
-        """Return the number of steps per graph with the fewest replays per logging window.
+        """Return the number of steps per graph that minimizes the replays per logging window.
 
         Return 1 with a profiler, a batch hook of the module, or a scheduler whose rates are unknown in advance.
         """

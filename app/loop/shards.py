@@ -99,7 +99,7 @@ class ShardSums:
             try:
                 future.set_result(self.tree.sum(nodes))
             except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch declares a result here
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation expects a result
 
         if self.thread:
             self.thread.submit(work)
@@ -127,7 +127,7 @@ class ShardSums:
         self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
-            flats[node] = buffer  # already holds the sum of the last shard's node: `_plus` adds in place
+            flats[node] = buffer  # the buffer already holds this node's sum, because `_plus` adds in place
             if node in self.nodes:
                 flats[node] = torch.zeros_like(buffer)
                 for view, gradient in zip(views(flats[node]), gradients, strict=True):

@@ -167,7 +167,7 @@ class Step:
         self.steps, self.zero_grads = progress.step, progress.zero_grad
         self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         order = order_of(trainer.train_dataloader)
-        # `ImageClassifier.training_step` weights its own loss, and "keep" is the setting of its loaders only
+        # do not weight the loss of an `ImageClassifier`, which does so itself; only its loaders have `empty="keep"`
         self.order = None if getattr(order, "empty", None) == "keep" else order
         self._window = trainer.accumulate_grad_batches, int(min(self.batches, sys.maxsize))
         self.batch, self.index = None, 0

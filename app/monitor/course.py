@@ -1,7 +1,7 @@
 """Time series of measurements over a run."""
 
 MOST = 200  # maximum number of points in a series, because a plot shows no more
-NUMBERS = 12_800  # a series has at most this many values (points times values per point), or 20 points if that is more
+NUMBERS = 12_800  # maximum number of values in a series (points times values per point), but allow 20 points
 
 
 class Course:

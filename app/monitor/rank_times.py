@@ -31,9 +31,9 @@ KEPT = 1000  # number of latest windows that enter the medians
 class RankTimes:
     """Step times of all ranks, exchanged in the background once per logging window, and detection of slow ranks.
 
-    A rank counts as slow if it was slower than the others in more than n/2 + 4·√n/2 of n windows: the mean plus four
-    standard deviations, if chance makes a rank slower in half of the windows. If ranks share cores, the wait for a core
-    is subtracted from compute, because chance decides which rank waits.
+    A rank counts as slow if it was slower than the others in more than n/2 + 4·√n/2 of n windows. For a rank that is
+    slower by chance in half of the windows, this is the mean plus four standard deviations. If ranks share cores, the
+    wait for a core is subtracted from compute, because chance decides which rank waits.
 
     Args:
         timeout: Timeout of an exchange in seconds.

@@ -24,7 +24,7 @@ from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
 
 SHOWN = 5  # number of rows in each table of mistakes
-CELLS = 20  # maximum number of classes for counts in a confusion matrix, and of ranks for one bar per rank
+CELLS = 20  # maximum number of classes for which a confusion matrix shows counts, and of ranks with a bar each
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),
@@ -197,7 +197,7 @@ def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
 
 
 def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
-    """Draw a confusion matrix. A cell's shade is its share of its row, the images with one label.
+    """Draw a confusion matrix. A cell's shade is its share of the images with the row's label.
 
     Args:
         axes: Axes to draw on.

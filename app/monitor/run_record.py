@@ -373,7 +373,7 @@ class RunRecord(Callback):
         self.record.peak_memory = memory
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the record, because a resumed run without steps never ends an epoch."""
+        """Update the record, because a resumed run with no steps left never ends an epoch."""
         self._measure(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ class StepClock(Callback):
         self.ranks.connect(trainer, watchdog.heartbeat)
 
     def _stop_beating(self, *_: Any, **__: Any) -> None:
-        """Stop the watchdog, because this rank ends."""
+        """Suspend the watchdog, because no rank waits for this one."""
         if watchdog.heartbeat is not None:
             watchdog.heartbeat.end()
         self._beat = [0, 0, 0]
@@ -168,7 +168,7 @@ class StepClock(Callback):
             self._profile(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Share the step times that are not yet shared, with all ranks. Collective."""
+        """Share the remaining step times with all ranks. Collective."""
         self._unhook()
         self._end_profile()
         if self._cuda:
@@ -185,7 +185,7 @@ class StepClock(Callback):
 
     @property
     def looks_every(self) -> int:
-        """1 until the clock has profiled its steps, then 0."""
+        """Steps between two reads (see `GraphStep`): 1 until the steps are profiled, then 0."""
         return int(self._seen <= self.skipped + self.window)
 
     @property
