@@ -99,7 +99,7 @@ def _throughput(
     if ideals.notna().any():
         axes.vlines(ideals, places - 0.38, places + 0.38, color=ORANGE, linewidth=2)
         legend.append(Line2D([], [], color=ORANGE, label=f"ideal: {baseline} times the devices"))
-    room = 0.2 * most.max()  # width of a label; a label that would cover the mark of the ideal starts at the mark
+    room = 0.2 * most.max()  # width of a label; a label that would cover the mark of the ideal moves behind it
     ends = most.where(~ideals.between(most, most + room), ideals)
     for place, (name, end) in enumerate(ends.items()):
         axes.annotate(rate(rates[str(name)]), (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)

@@ -96,8 +96,8 @@ class Runner:
         """Run a variant once.
 
         Raises:
-            KeyboardInterrupt: On Ctrl-C, after the run has ended.
-            SystemExit: On SIGTERM, after the run has ended.
+            KeyboardInterrupt: On Ctrl-C, after stopping the run.
+            SystemExit: On SIGTERM, after stopping the run.
         """
         variant, folder = outcome.variant, self.folder(outcome.variant, repeat)
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run

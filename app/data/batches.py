@@ -86,7 +86,7 @@ class Rows(NamedTuple):
         return self
 
     def alone(self, batches: int = 1) -> "Rows":
-        """Return the samples of this batch and of the following ones, without the rest of the epoch."""
+        """Return this batch and the next `batches` - 1 as one batch, without the rest of the epoch."""
         start, size = self.place.start, batches * self.size
         return Rows(self.epoch[:, start : start + size], slice(0, size), self.loader)
 

@@ -22,7 +22,7 @@ from app.data.sources import Errors, RaggedSplit, Source, Split, SplitName, mapp
 from app.errors import UserError
 from app.system.files import open_file, remove_parts, whole
 
-HEADER = 4096  # bytes; one page on most machines, because the pixels after it are memory-mapped
+HEADER = 4096  # bytes; a page on most machines, so that the memory-mapped pixels begin at a page
 
 
 class ImageCache:

@@ -93,7 +93,7 @@ class Geometry:
 
 
 def _covering(height: int, width: int, cover: tuple[int, int]) -> tuple[int, int]:
-    """Scale a height and width, at the same ratio, to the smallest that cover a rectangle; return both."""
+    """Return the smallest height and width, at the same ratio, that cover a rectangle."""
     if cover[0] * width >= cover[1] * height:
         return cover[0], width * cover[0] // height
     return height * cover[1] // width, cover[1]

@@ -112,7 +112,7 @@ class FileSplit(Split):
                 if wrong is not None:
                     wrong.update({part[place]: error for place, error in errors.items()})
                 elif errors:
-                    # pop, because an error that this frame refers to would keep the frame and its workers alive
+                    # pop the error, because a reference from this frame would keep the frame and its workers alive
                     raise errors.pop(min(errors))
                 yield images
                 progress.advance(task)

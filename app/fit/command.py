@@ -283,7 +283,7 @@ class CLI(Flags):
             for tracker in trackers(trainer.loggers) if start_method(trainer.strategy) == "fork" else []:
                 tracker.share_with_forks()
         timeout = self.flags.cluster.timeout if several else None
-        reset_seed()  # as in Lightning's several processes, because a hook of the module may draw weights
+        reset_seed()  # Lightning does this only in several processes, but a hook of the module may draw weights
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
             try:
                 super()._run_subcommand(subcommand)
