@@ -27,14 +27,14 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                         (its page)
     launch              processes: start (elastic: torch's agent; spawn), connection (rendezvous,
                         cluster_environment), agreement (agree), end (signals, failures, watchdog, process)
-    parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits; importing it registers their names;
-                        tree (sums over shards)
+    parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits, tree (sums over shards); importing the
+                        package registers the strategies' names
     loop                straight_step (a fast training step), step_patches (Lightning's private names), graph_step (the
                         step as CUDA graphs), shards (the step over virtual devices), buffers (of the module)
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (data sets), image_files (the user's own), hugging_face, synthetic (drawn), geometry
                         (sizes and crops), cache (decoded once, mapped), shares (a rank's share of the global order),
-                        batches (its loader), global_order (for a user's DataLoader), transforms (pixels), module
+                        batches (a share's loader), global_order (for a user's DataLoader), transforms (pixels), module
                         (ImageData), datasets (--data)
     training_sums       loss, accuracy and samples of a logging window and of an epoch
     recipe              loss, parameter groups, learning-rate schedule, frozen blocks

@@ -62,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if "--verbose" in argv:
         argv.remove("--verbose")
         os.environ["APP_DEBUG"] = "1"  # the ranks inherit it
-    if "APP_DEBUG" not in os.environ:  # before torch is imported: hide c10d's warnings
+    if "APP_DEBUG" not in os.environ:  # hide c10d's warnings; torch reads the level when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         check_environment()

@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 def ranked(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of measured variants, indexed by name, the fastest first.
 
-    Variants with a non-finite loss or a lower accuracy are excluded.
+    Variants with a non-finite loss, or a lower accuracy than the baseline's, are excluded.
     """
     measured = table.dropna(subset=["samples_per_s"]).set_index("variant")
     measured = measured[measured["not_finite_since"].isna() & ~measured["less_accurate"].eq(1)]
@@ -92,9 +92,8 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     """Return whether other programs' load may explain why a variant is slower than the fastest.
 
-    Each second that a core spends on another program delays a run by at most one second. A run that lacked the
-    fraction s of a core would thus be faster by at most the factor 1 / (1 - s) on a quiet machine. For a run that
-    lacked a whole core, this factor has no bound.
+    Each second that a core spends on another program delays a run by at most one second. If a run lacked s cores, a
+    quiet machine would thus speed it up by at most the factor 1 / (1 - s). From s = 1 on, this factor has no bound.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -109,7 +108,7 @@ def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
 
 
 def excluded(table: pd.DataFrame, baseline: str) -> list[str]:
-    """Return Markdown warnings that name the variants whose loss is not finite, or whose accuracy is lower."""
+    """Return Markdown warnings that name variants with a non-finite loss, or a lower accuracy than the baseline's."""
     warnings = []
     names = [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]
     if names:
@@ -176,7 +175,7 @@ def _apart(one: pd.Series, other: pd.Series) -> bool:
 
 
 def _as_good(rows: pd.DataFrame, best: pd.Series) -> list[pd.Series]:
-    """Return the variants that tie with the best one; two variants with a single run each cannot tie."""
+    """Return the variants that tie with the best one; a tie needs several runs of one of the two."""
     others = [row for _, row in rows.iterrows() if row.name != best.name and max(row["n"], best["n"]) > 1]
     return [row for row in others if not _apart(best, row)]
 

@@ -133,13 +133,13 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     experiment.configs += configs
     replaced = {name for file in configs for name in read_yaml(file)}
     replaced |= {name for name in typed if typed[name] != experiment.flags.get(name)}
-    replaced &= {"model", "data"}  # the experiment's arguments of a class do not fit another class
+    replaced &= {"model", "data"}  # drop the experiment's arguments of a class that the user replaces
     experiment.flags = {name: v for name, v in experiment.flags.items() if name.partition(".")[0] not in replaced}
     return options, experiment, typed
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
-    """Return the settings that all runs of a report share. `compare` with other settings begins a new report."""
+    """Return the settings, hardware and versions of a report. If one of them differs, `compare` begins a new report."""
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},

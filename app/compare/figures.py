@@ -18,7 +18,7 @@ from app.monitor.report import stacked_bars
 from app.record import PHASES
 from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, label_lines
 
-ALIKE = 0.005  # curves coincide if they differ by at most this fraction of the losses' range, less than a line's width
+ALIKE = 0.005  # largest difference of coinciding curves, as a fraction of the losses' range; a drawn line is wider
 NAMED = 5  # with more curves than this, only the baseline and the recommended variant get a colour and a label
 
 
@@ -111,7 +111,7 @@ def _throughput(
 
 
 def _alike(lines: dict[str, pd.DataFrame], baseline: str) -> dict[str, float]:
-    """Return the variants whose curves coincide with the baseline's, each with its largest difference from it."""
+    """Return the variants whose curve coincides with the baseline's, with the largest difference of each curve."""
     losses = {name: line["loss"] for name, line in lines.items()}
     reference = losses.get(baseline, next(iter(losses.values())))
     close = ALIKE * (max(map(max, losses.values())) - min(map(min, losses.values())))

@@ -68,7 +68,7 @@ class Rows(NamedTuple):
     Attributes:
         epoch: int64 (2 + k, N): each sample's row in the loader's images, its label, and its k draws, in the epoch's
             order.
-        place: Place of the n samples in the epoch's order.
+        place: Columns of `epoch` that belong to this batch.
         loader: Loader that keeps the images on the device.
     """
 
@@ -100,8 +100,8 @@ class Reader:
 
     Args:
         split: The images.
-        crop: Function that crops an image from uint8 (C, h, w) to (C, H, W), or None. It may use torch's global random
-            state; `augment` also NumPy's and Python's.
+        crop: Function that crops an image from uint8 (C, h, w) to (C, H, W), or None. `crop` and `augment` may use the
+            global random states, which are seeded for each sample.
         augment: Modules that augment an image, uint8 (C, H, W), and keep its shape.
     """
 
@@ -145,8 +145,8 @@ def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
 class GlobalBatches(GlobalOrder):
     """Loader that yields this rank's share of each global batch.
 
-    The last, smaller batch is divided as evenly as possible. A rank without a sample gets a batch of size 0, so that
-    all ranks take the same number of steps.
+    The last, smaller batch is divided as evenly as possible. By default, a rank without a sample gets an empty batch,
+    so that all ranks take the same number of steps.
 
     Args:
         split: Images and labels.

@@ -81,7 +81,7 @@ class EncodedImages(ImageData):
         **kwargs: Any,
     ) -> None:
         sides = (size, size) if isinstance(size, int) else size
-        resize = int(resize) if isinstance(resize, int) else resize  # checkpoints reject jsonargparse's PositiveInt
+        resize = int(resize) if isinstance(resize, int) else resize  # a checkpoint with a PositiveInt would not load
         source.geometry = Geometry(sides, resize, interpolation, crop, scale, ratio, cache_size)
         source.image_shape = (channels, *sides)
         for flag, values in (("mean", mean), ("std", std)):

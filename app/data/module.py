@@ -145,7 +145,7 @@ class ImageData(LightningDataModule):
             for name in missing:
                 self.cache.write(self.source, name, usable_cores())
         except OSError as error:
-            reason = error.strerror or str(error).split("OSError: ")[-1].strip()  # a worker's error has a traceback
+            reason = error.strerror or str(error).split("OSError: ")[-1].strip()  # a worker's message has a traceback
             refused = f"cannot be kept in {self.cache.folder} ({reason})"
             if self.source.skips:
                 message = f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
@@ -328,7 +328,7 @@ class ImageData(LightningDataModule):
         return self._loader("predict")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Augment and normalise on the device; return images (n, C, H, W) in the run's precision, and labels (n,)."""
+        """Augment and normalise on the device; return images (n, C, H, W), and labels (n,) or, mixed, (n, classes)."""
         batch = batch.gather() if isinstance(batch, Rows) else batch
         assert isinstance(batch, RawBatch)
         images, labels = self.transform(batch.images, batch.draws), batch.labels

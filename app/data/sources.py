@@ -289,7 +289,7 @@ class TorchvisionSource(Source):
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
         folder, (channels, height, width) = self.files[0].parent, self.image_shape
-        try:  # torchvision verifies CIFAR-10's checksums before it unpickles
+        try:  # unpickling CIFAR-10 is safe: torchvision verifies its checksums first
             data = self.dataset(self.root, train=split == "train")
             images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
             pixels = images.view(len(labels), height, width, channels)

@@ -90,7 +90,7 @@ def stripes(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return the distance from a checkerboard. A point is in a square if x and y are in different bands."""
+    """Return the distance from a checkerboard. A point is in a square if both or neither of x and y are in a band."""
     across, down = _bands(x, 0.567), _bands(y, 0.567)
     edge = np.minimum(abs(across), abs(down))
     return np.maximum(_box(x, y, 0.85, 0.85), np.copysign(edge, -across * down))

@@ -67,7 +67,7 @@ class Mix(NamedTuple):
             mixed = images[:-1].clone()
             mixed[:, :, top:bottom, left:right] = images[1:, :, top:bottom, left:right]
             weight = 1 - (bottom - top) * (right - left) / (height * width)
-        # not F.one_hot, which checks the labels' values on a CPU
+        # F.one_hot on a CPU would also check the labels' values
         targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
         return mixed, targets[1:].lerp(targets[:-1], weight)
 

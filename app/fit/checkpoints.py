@@ -37,7 +37,7 @@ class RunCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, adapted to resumed runs and to any model.
 
     A run resumed in a new directory keeps the best score so far. For a model that does not log `val_acc`, the best
-    checkpoint is the one with the lowest `val_loss`; without this metric, too, the newest checkpoint is kept.
+    checkpoint is the one with the lowest `val_loss`; if the model logs neither metric, the newest checkpoint is kept.
     """
 
     @cached_property
@@ -47,7 +47,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @property
     def looks_every(self) -> int:
-        """Steps between two checkpoints within an epoch: 0 without such checkpoints, 1 if a time decides."""
+        """Steps between two checkpoints within an epoch: 0 without such checkpoints, 1 with a `train_time_interval`."""
         return self._every_n_train_steps if self._train_time_interval is None else 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

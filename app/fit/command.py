@@ -104,7 +104,7 @@ class CLI(Flags):
         self.exit_code = self.processes = 0
         self.requested_checkpoint: str | None = None
         self.checkpoint: str | None = None
-        self.decided: dict[str, Any] = {}  # rank zero's decision
+        self.decided: dict[str, Any] = {}  # this process's decision; empty except on rank zero
         self.record: RunRecord | None = None
         super().__init__(argv)
 
@@ -141,7 +141,7 @@ class CLI(Flags):
         return {"verbose": not isinstance(self.model, app.modules.ImageClassifier)}
 
     def instantiate_classes(self) -> None:
-        """Start the ranks (agent), or build model, data and Trainer, and agree on folder and checkpoint (rank)."""
+        """Start the ranks as their agent; a rank builds model, data and Trainer and agrees on folder and checkpoint."""
         config = self.flags
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
@@ -166,7 +166,7 @@ class CLI(Flags):
     def _explained(self, error: Exception) -> str:
         """Return an error's message, with the flag that caused the error if this flag is known.
 
-        The cause is the flag that created the failing object. Otherwise, it is the first flag whose name and value the
+        The cause is the flag that created the failing object or, if unknown, the first flag whose name and value the
         message contains.
         """
         while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename and (

@@ -47,8 +47,8 @@ SKIPPED = dict.fromkeys(("fit", "validate", "test", "predict"), _ARGUMENTS)
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    `--model` and `--data` get their default class only if the user chooses none. Otherwise, the default's settings
-    would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
+    `--model` and `--data` get their default class only if the user chooses none. Settings of a replaced default would
+    remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -113,7 +113,7 @@ class Flags(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the requested command and its arguments without a flag; Lightning then builds only this parser."""
+        """Return the requested command, and its arguments that get no flag; Lightning then builds only its parser."""
         return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -146,7 +146,7 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether the data sets the model's `num_classes`: if `ImageData` feeds an `ImageClassifier`."""
+    """Return whether the model takes `num_classes` from the data: an `ImageClassifier` with `ImageData` does."""
     ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
     return all(issubclass(find_class(section, classes[section]) or object, ours[section]) for section in ours)
 
