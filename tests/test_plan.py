@@ -283,7 +283,7 @@ def test_two_hosts(hosts: Network, tmp_path: Path) -> None:
     for name, rate, steps, least in (("1gbit", 1e9, 200, 0.2), ("10mbit", 1e7, 16, 0.5)):
         for host in both:
             host.run(*f"tc qdisc replace dev eth0 root tbf rate {name} burst 64kb latency 500ms".split())
-        found = fit_link(measure_all_reduce(), 2)
+        found = fit_link(measure_all_reduce(timeout=300), 2)
         link = Link(min(found.bandwidth, rate / 8), found.latency)
         flags = options(strategy="ddp", num_nodes=2, devices=1, max_epochs=-1, max_steps=steps, root=tmp_path)
         flags += options(
