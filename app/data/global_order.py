@@ -151,7 +151,7 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
     """Return the loader rebuilt in the global order.
 
     Raises:
-        UserError: When the loader's order cannot be seeded.
+        UserError: When the loader cannot be rebuilt, such as with a custom sampler or an iterable data set.
     """
     if isinstance(loader, GlobalLoader):
         return loader

@@ -238,7 +238,7 @@ class ImageData(LightningDataModule):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step over all ranks."""
+        """Samples per batch, over all ranks."""
         if isinstance(self.batch_size, int):
             return self.batch_size
         self._load_training()

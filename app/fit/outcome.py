@@ -38,9 +38,10 @@ def stopped_by(trainer: Trainer, record: Record) -> str | None:
 
 
 def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> int:
-    """Return the process's exit code, and requeue a SLURM job that is about to end.
+    """Return the process's exit code, and requeue the SLURM job after SIGUSR1.
 
-    The code is nonzero after Ctrl-C or SIGTERM, because torchrun continues without this node only after a nonzero exit.
+    After Ctrl-C or SIGTERM, the code is nonzero. If it were 0, torchrun would not continue without this node. Under our
+    agent or srun, one process returns the code for all.
     """
     signal = stopped_by(trainer, record)
     if signal == "SIGUSR1":

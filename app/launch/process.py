@@ -131,7 +131,7 @@ def _handle(interrupt: Any, terminate: Any) -> None:
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """Restore this process's signal handlers and signal mask after the block."""
+    """Restore this process's handlers of SIGTERM and SIGINT, and its signal mask, after the block."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:

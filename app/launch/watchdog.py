@@ -66,7 +66,7 @@ class Heartbeat:
         self._memory[PEERS:] = peers.encode().ljust(SIZE - PEERS, b"\0")
 
     def end(self) -> None:
-        """Suspend the watchdog, because no rank waits for this one."""
+        """Suspend the watchdog, because no rank waits for this one any more."""
         self.values[1] = ELSEWHERE
 
 

@@ -150,8 +150,8 @@ class Step:
         loop: The loop.
 
     Attributes:
-        callbacks: Callbacks at the time of the lookup.
-        profiler: Profiler at the time of the lookup.
+        callbacks: The Trainer's callbacks when this object was created.
+        profiler: The Trainer's profiler when this object was created.
         batches: Number of batches per epoch.
         steps: Lightning's progress counter of optimizer steps.
         schedules: Whether a scheduler advances with each step.

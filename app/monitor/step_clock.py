@@ -80,7 +80,7 @@ class StepClock(Callback):
         self.ranks.connect(trainer, watchdog.heartbeat)
 
     def _stop_beating(self, *_: Any, **__: Any) -> None:
-        """Suspend the watchdog, because no rank waits for this one."""
+        """Suspend the watchdog at teardown or after an exception, because no rank waits for this one any more."""
         if watchdog.heartbeat is not None:
             watchdog.heartbeat.end()
         self._beat = [0, 0, 0]

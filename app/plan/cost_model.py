@@ -201,7 +201,8 @@ def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
     """Group gradients into buckets as DDP does after its first step: the first bucket of 1 MiB, the others of 25 MiB.
 
     Args:
-        gradients: Bytes of each gradient, and share of the backward pass after which it is ready, in order.
+        gradients: For each gradient, its bytes and the share of the backward pass after which it is ready; sorted by
+            share.
     """
     buckets: list[Bucket] = []
     size = 0

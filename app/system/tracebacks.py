@@ -53,11 +53,12 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Return a UserError that names the `maker` of an exception; None for an exception without a maker.
+    """Return a UserError that starts with the flag and class that raised (see `maker`), or None if they are unknown.
 
     Args:
         error: The exception.
-        message: Message to use instead of the exception's. With a message, the result is never None.
+        message: Message to use instead of the exception's; returned without flag and class if they are unknown, or if
+            it starts with a flag.
     """
     flag = maker(error)
     if flag is None:

@@ -34,7 +34,7 @@ def same_training(
         The verdict: true if all variants are the same training. Its `repr` is the table with the causes.
 
     Raises:
-        UserError: When the training fails on one device.
+        UserError: When an argument is rejected, or the training fails on one device.
     """
     from app.verify.proof import Prover, Settings
 

@@ -62,7 +62,7 @@ def causes(case: Case) -> list[Cause]:
 
 
 def _samples(case: Case) -> Cause | None:
-    """Return the cause of different samples in a step, or None."""
+    """Return why a step's samples differ from the reference's, or None."""
     way, reference, place = case.way, case.reference, case.differences.get("samples")
     if place is None:
         return None
@@ -159,7 +159,7 @@ def _lost_order(case: Case, number: int) -> Cause:
 
 
 def _rates(case: Case) -> Cause | None:
-    """Return the cause of different learning rates, or None."""
+    """Return why the learning rates differ from the reference's, or None."""
     way, reference, place = case.way, case.reference, case.differences.get("learning rate")
     if place is None:
         return None
