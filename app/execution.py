@@ -107,7 +107,7 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, capt
     refused = any(group.get("fused") is False for group in optimizer.param_groups)
     changes: dict[str, Any] = {}
     if (device.type == "cuda" or captured) and cls in (SGD, Adam, AdamW) and not (chosen or refused or clips_scaled):
-        changes = {"foreach": None, "fused": True}  # not Adagrad, whose fused update is for CPUs only
+        changes = {"foreach": None, "fused": True}  # Adagrad is excluded, because its fused update is for CPUs only
     if captured and "capturable" not in options and cls is not SGD:
         raise UserError(f"--model.cuda_graph true: {cls.__name__} cannot be captured: use SGD, Adam or AdamW")
     if captured and cls is SGD and not changes and not all(group["fused"] for group in optimizer.param_groups):

@@ -112,7 +112,7 @@ class ImageClassifier(LightningModule):
         self.test_metrics = self.val_metrics.clone(prefix="test_")
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
         self.class_weights: Tensor | None = None  # not a buffer, because the moving average would average it
-        self.train()  # sets frozen blocks to evaluation mode, which Lightning keeps
+        self.train()  # our override keeps frozen blocks in evaluation mode
         if type(self) is ImageClassifier:
             self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 

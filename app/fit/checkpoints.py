@@ -47,7 +47,8 @@ class RunCheckpoint(ModelCheckpoint):
 
     @property
     def looks_every(self) -> int:
-        """Steps between two checkpoints within an epoch: 0 without such checkpoints, 1 with a `train_time_interval`."""
+        """Steps between two checks for a due checkpoint within an epoch: 0 for never, 1 with a
+        `train_time_interval`."""
         return self._every_n_train_steps if self._train_time_interval is None else 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> in
     """Return the process's exit code, and requeue the SLURM job after SIGUSR1.
 
     After Ctrl-C or SIGTERM, the code is nonzero. If it were 0, torchrun would not continue without this node. Under our
-    agent or srun, one process returns the code for all.
+    agent, only local rank 0 of each node returns it; under srun, only rank zero.
     """
     signal = stopped_by(trainer, record)
     if signal == "SIGUSR1":

@@ -309,7 +309,7 @@ class RunRecord(Callback):
         self.record.epochs.append(row)
         if self.path is None:
             return
-        if trainer.progress_bar_callback is not None:  # print a line per epoch that remains after the bar
+        if trainer.progress_bar_callback is not None:  # print one line per epoch, which stays above the bar
             is_best, left = (row.val_acc or 0.0) > best, self.time_left(trainer)
             memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
             logged = trainer.callback_metrics.items()

@@ -106,7 +106,7 @@ def draw_pictures(table: pd.DataFrame, machines: Machines) -> dict[str, Figure |
 
 
 def _draw_ways(axes: Axes, table: pd.DataFrame, name: str, per_node: int) -> None:
-    """Plot a column of the table against the number of devices, with one curve each for ddp, dp and the ideal."""
+    """Plot a column of the table against the number of devices: ddp and the ideal as curves, dp as points."""
     ddp, dp = (table[rows].set_index("devices") for rows in (table["strategy"] != "dp", table["strategy"] == "dp"))
     low, middle, high = (ddp[name + end] for end in ENDS)
     axes.fill_between(ddp.index, low, high, color=BLUE, alpha=0.15, linewidth=0)

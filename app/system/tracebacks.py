@@ -53,7 +53,8 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Return a UserError that starts with the flag and class that raised (see `maker`), or None if they are unknown.
+    """Return a UserError with the flag and class that raised (see `maker`); None if they are unknown and `message` is
+    None.
 
     Args:
         error: The exception.

@@ -31,7 +31,8 @@ def same_training(
         quick: Whether to run only these variants: ddp on two processes, stop and resume, and `ways`.
 
     Returns:
-        The verdict: true if all variants are the same training. Its `repr` is the table with the causes.
+        The verdict: true if all variants train the same. Its `repr` shows a table of the variants, and the causes of
+        their differences.
 
     Raises:
         UserError: When an argument is rejected, or the training fails on one device.
