@@ -86,7 +86,7 @@ def _markdown(result: Verdict, lead: str, sections: Sequence[Section]) -> str:
 
 
 def _rows(results: pd.DataFrame, outcomes: Sequence[Outcome], commands: dict[str, str]) -> list[dict[Any, Any]]:
-    """Return the variants of results.json."""
+    """Return a row for each variant, to write to results.json."""
     rows = results.astype(object).where(results.notna(), None).to_dict("records")
     for row, outcome in zip(rows, outcomes, strict=True):
         runs = [record.run_dir for record in outcome.records.values()]

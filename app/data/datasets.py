@@ -30,7 +30,7 @@ class FashionMNIST(ImageData):
     """FashionMNIST data module: 60,000 training and 10,000 test images of 28×28 in ten classes.
 
     Args:
-        root: Directory of `FashionMNIST/raw`; a missing data set is downloaded there.
+        root: Directory that contains `FashionMNIST/raw`; a missing data set is downloaded into it.
         **kwargs: As for `ImageData`.
     """
 

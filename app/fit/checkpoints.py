@@ -47,8 +47,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     @property
     def looks_every(self) -> int:
-        """Steps between two checks for a due checkpoint within an epoch: 0 for never, 1 with a
-        `train_time_interval`."""
+        """Steps between two checks for a due checkpoint within an epoch: 0 for never, 1 if a time interval is set."""
         return self._every_n_train_steps if self._train_time_interval is None else 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -98,7 +98,8 @@ class Deadline:
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
     """Host a store that listens on `address` only, or on all addresses if no interface of this machine has `address`.
 
-    Behind NAT, no interface has it. On Debian, a host's name may resolve to 127.0.1.1, which other nodes cannot reach.
+    Behind NAT, no interface has it. The same applies to 127.0.1.1, to which Debian may resolve a host's name, because
+    other nodes cannot reach it.
 
     Args:
         address: Name or address of this machine for the other processes.
@@ -175,7 +176,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         """Wait for all nodes; the agent calls this at the start and before each restart.
 
         Raises:
-            UserError: When nodes are missing at the deadline, have other flags, or cannot use the address.
+            UserError: When nodes are missing at the deadline, flags differ from node 0's, or node 0 cannot listen.
         """
         if self._rounds:
             self.before_restart()

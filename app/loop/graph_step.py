@@ -282,7 +282,7 @@ class GraphStep(Step):
         return min(range(1, MOST + 1), key=lambda steps: window // steps + window % steps)  # the fewest replays
 
     def _steps(self, batch: Rows) -> int:
-        """Return the number of steps to run in one graph, beginning with a batch."""
+        """Return the number of steps to run in one graph; the first step is that of `batch`."""
         trainer, progress, size = self.trainer, self.loop.batch_progress, batch.size
         batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
         step, every = trainer.global_step, trainer.val_check_batch or 1

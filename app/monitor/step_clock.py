@@ -185,7 +185,7 @@ class StepClock(Callback):
 
     @property
     def looks_every(self) -> int:
-        """Steps between two reads (see `GraphStep`): 1 until the steps are profiled, then 0."""
+        """Steps between two reads (see `GraphStep`): 1 until the steps are profiled, then 0, for never."""
         return int(self._seen <= self.skipped + self.window)
 
     @property

@@ -53,8 +53,7 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Return a UserError with the flag and class that raised (see `maker`); None if they are unknown and `message` is
-    None.
+    """Return a UserError with the flag and class that raised (see `maker`); without these and a message, None.
 
     Args:
         error: The exception.

@@ -218,7 +218,7 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
 
 
 def _gradients(case: Case) -> Iterator[Cause]:
-    """Yield causes of different losses or gradients: parameter hooks, means of unequal shares, and sums as losses."""
+    """Yield causes of losses or gradients that differ: parameter hooks, means over unequal shares, sums as losses."""
     way, reference, differences = case.way, case.reference, case.differences
     place = differences.get("gradients") or differences.get("loss")
     if "samples" in differences or place is None or place.step is None:
