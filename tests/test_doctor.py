@@ -22,6 +22,7 @@ from app.system.machine import busy, usable_cores
 LEFT = [
     ({}, "green", "none"),
     ({"RANK": "3", "MASTER_ADDR": "node7"}, "red", "RANK=3 left over"),
+    ({"LOCAL_RANK": "0"}, "red", "LOCAL_RANK=0 left over"),
     ({"MASTER_ADDR": "node7", "MASTER_PORT": "1"}, "yellow", "MASTER_ADDR=node7, MASTER_PORT=1 set"),
     ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, "green", "torchrun"),
     ({"TORCHELASTIC_RUN_ID": "x"}, "red", "TORCHELASTIC_RUN_ID=x left over"),

@@ -73,6 +73,7 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
     out = output_of(*app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "2", "--model.schedule", "linear"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert "report.html" in out
+    assert all(each in (run / "report.html").read_text() for each in ("currentColor", "stroke: var(--blue)"))
     found, record = read(run), record_of(run)
     accuracy = f"{100 * record['test']['acc']:.2f} %"
     assert found.title == f"{accuracy} on 80 test images after 2 epochs (one CPU)"

@@ -86,8 +86,7 @@ def test_the_best_checkpoint_so_far_is_not_forgotten(model: str, app: App, tmp_p
     flags = ["--model", f"user_code.{model}", "--data", "user_code.TheirData", "--run.name", "x"]
     for count, resume in (("2", []), ("4", ["--ckpt_path", "last"])):
         output_of(*app("fit", *flags, *resume, "--trainer.max_epochs", count))
-    record = record_of(tmp_path / "runs" / "x" / "version_0")
-    assert torch.load(record["checkpoint"]["best"], weights_only=True)["epoch"] == 0
+    assert torch.load(tmp_path / "runs/x/version_0/checkpoints/best.ckpt", weights_only=True)["epoch"] == 0
 
 
 def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from app.system.lightning_patches import is_stopped
 from app.system.patches import expects
 
 WEIGHTS_ALONE = "it holds only weights"
-NEWEST = "keeping the newest checkpoint instead of the best: --best_checkpoint.monitor NAME chooses another metric"
+NEWEST = "keeping the newest checkpoint: give --best_checkpoint.monitor NAME, and for a loss --best_checkpoint.mode min"
 _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 
 
