@@ -34,7 +34,7 @@ SIGNALS = [
 def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> None:
     way = options(placement="disk", num_workers=2) if strategy == "disk" else on_cpu(strategy, 1 + (strategy != "auto"))
     with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
-        out = run.trained(3).get(name, whom).end(20, code={"SIGINT": 130, "SIGTERM": 143}[name])
+        out = run.trained(3).get(name, whom).end(60, code={"SIGINT": 130, "SIGTERM": 143}[name])
     assert "Traceback" not in out
     found = run.record
     assert (found["status"], found["error"]) == ("interrupted", {"SIGINT": "by Ctrl-C", "SIGTERM": "by SIGTERM"}[name])

@@ -40,8 +40,8 @@ def stopped_by(trainer: Trainer, record: Record) -> str | None:
 def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> int:
     """Return the process's exit code, and requeue the SLURM job after SIGUSR1.
 
-    After Ctrl-C or SIGTERM, the code is nonzero. If it were 0, torchrun would not continue without this node. Under our
-    agent, only local rank 0 of each node returns it; under srun, only rank zero.
+    After Ctrl-C or SIGTERM, the code is nonzero, so that torchrun can continue without this node. Under our agent, only
+    local rank 0 of each node returns it; under srun, only rank zero.
     """
     signal = stopped_by(trainer, record)
     if signal == "SIGUSR1":

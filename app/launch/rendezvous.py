@@ -1,6 +1,6 @@
 """Rendezvous of nodes without a launcher: at a TCP address, through a shared file, or by environment variables.
 
-Extends torch elastic's static rendezvous: reports missing nodes, rejects nodes with other flags, and times out if
+Extends torch elastic's static rendezvous: reports missing nodes, rejects nodes with other flags, and raises an error if
 another program uses the port.
 """
 

@@ -15,7 +15,7 @@ from app.system.files import read_json, write_json
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
 
-LIMIT = 1e15  # larger numbers are rejected as damage, except losses, which may diverge
+LIMIT = 1e15  # larger numbers are rejected as damage, except losses and learning rates
 Int = Annotated[int, Interval(gt=-LIMIT, lt=LIMIT)]
 Float = Annotated[float, Interval(gt=-LIMIT, lt=LIMIT)]
 Count = Annotated[int, Interval(gt=0, lt=LIMIT)]
@@ -30,7 +30,7 @@ class Epoch:
     whole: bool = True
     seconds: Float | None = None
     samples_per_s: Float | None = None
-    lr: Float | None = None
+    lr: float | None = None
     train_loss: float | None = None
     val_loss: float | None = None
     val_acc: Float | None = None

@@ -53,12 +53,11 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Return a UserError with the flag and class that raised (see `maker`); without these and a message, None.
+    """Return a UserError that names the error's `maker`, or None if both maker and message are missing.
 
     Args:
         error: The exception.
-        message: Message to use instead of the exception's; returned without flag and class if they are unknown, or if
-            it starts with a flag.
+        message: Message to use instead of the exception's; a message that starts with a flag is returned unchanged.
     """
     flag = maker(error)
     if flag is None:
