@@ -21,7 +21,7 @@ class Choices(NamedTuple):
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
-        rows: Flat index in the padded image where each output row starts, by vertical crop position, (crops, H).
+        rows: Flat index at which each output row's padded row starts, by vertical crop position, (crops, H).
         columns: Column of the padded image for each output column, by flip (mirrored, plain) and horizontal crop
             position, (2, crops, W).
         hole_rows: Mask of the rows that cutout covers, for each centre, bool (H, H).

@@ -124,7 +124,7 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
     still, last = 0.0, [0] * 3  # seconds without progress; latest step, phase and counter
     clock, written = time.monotonic(), False
     while os.getppid() == process:
-        select.select([sys.stdin], [], [], 1.0)  # returns at once after the parent's end
+        select.select([sys.stdin], [], [], 1.0)  # returns at once when the parent has ended
         before, clock = clock, time.monotonic()
         now = values[:3].tolist()
         still, last = (still + min(clock - before, 2.0) if now == last and now[1] != ELSEWHERE else 0.0), now
