@@ -5,11 +5,11 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster.hosts import awaited
@@ -22,31 +22,29 @@ from app.launch.rendezvous import Cluster, NodeRendezvous
 Go = Callable[..., Future[NodeRendezvous]]
 
 
+def meet(method: str, node: int, nodes: int = 2, devices: int = 1, timeout: float = 20) -> NodeRendezvous:
+    rendezvous = NodeRendezvous(Cluster(method, node, timeout), nodes, devices)
+    rendezvous.store()
+    return rendezvous
+
+
 @pytest.fixture
 def go() -> Iterator[Go]:
-    """Start a node's rendezvous in a thread."""
+    """Start a node's rendezvous in a thread, with the arguments of `meet`."""
+    before = set(threading.enumerate())
     with ThreadPoolExecutor(8) as pool:
-
-        def start(method: str, node: int, nodes: int = 2, devices: int = 1, timeout: float = 20) -> Future[Any]:
-            def meet() -> NodeRendezvous:
-                rendezvous = NodeRendezvous(Cluster(method, node, timeout), nodes, devices)
-                rendezvous.store()
-                return rendezvous
-
-            return pool.submit(meet)
-
-        yield start
+        yield lambda *args, **options: pool.submit(meet, *args, **options)
+    for thread in set(threading.enumerate()) - before:  # torch would log an abandoned call's error in a later test
+        thread.join(60)
 
 
-def tcp(port: int, host: str = "127.0.0.1") -> str:
-    return f"tcp://{host}:{port}"
+def tcp(port: int) -> str:
+    return f"tcp://127.0.0.1:{port}"
 
 
 def listens(port: int) -> bool:
-    with suppress(OSError):
-        socket.create_connection(("127.0.0.1", port)).close()
-        return True
-    return False
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
