@@ -211,7 +211,7 @@ class ImageClassifier(LightningModule):
         accumulated = trainer.accumulate_grad_batches
         if accumulated == 1:
             scale = trainer.world_size / loader.global_count(batch_idx)
-        else:  # times `accumulated`, by which Lightning divides the loss
+        else:  # multiply by `accumulated`, because Lightning divides the loss by it
             count = loader.window_count(batch_idx, accumulated, int(trainer.num_training_batches))
             scale = trainer.world_size * accumulated / count
         if self.micro_batch is not None:

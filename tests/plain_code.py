@@ -42,7 +42,7 @@ class PlainModel(LightningModule):
 
 
 class WithBuffers(PlainModel):
-    """Keeps statistics in buffers: InstanceNorm's, a moving mean, and a count of shards."""
+    """Keeps buffers: InstanceNorm's statistics, a moving mean, and the number of forward passes in training."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -185,7 +185,7 @@ def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> Non
     runs = path.parent / "compare" / "tiny" / "version_0" / "runs" / "repeat_1"
     with comparing(path) as process:
         awaited((runs / "dp" / "version_0" / "run.json").exists, 100)
-        process.get("SIGKILL", "group").end()  # a run does not outlive the comparison
+        process.get("SIGKILL", "group").end()  # the kernel then kills the running `fit`
     first = (runs / "one" / "version_0" / "run.json").stat().st_mtime
 
     assert "1 runs are done already" in compare(path)

@@ -108,7 +108,7 @@ def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(error: BaseE
 
 
 def test_a_signal_in_a_device_read_leaves_nccl(nccl: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main thread waits in C code, where Python runs no signal handler."""
+    """A signal aborts NCCL even while the main thread waits in C code, where Python runs no signal handler."""
     monkeypatch.setattr("app.launch.signals.GRACE", 0.1)
     strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
     trainer = SimpleNamespace(

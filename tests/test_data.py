@@ -80,7 +80,7 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
 
 @pytest.mark.usefixtures("drawn")
 def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
-    """A batch size may be a fraction: a quarter of 54 training images is 14."""
+    """A batch size may be a fraction of the training images, rounded up: a quarter of 54 is 14."""
     data, root = attach(FashionMNIST(str(fashion_root), batch_size=0.25)), ["--data.root", fashion_root]
     assert next(iter(data.train_dataloader())).images.shape == (14, 1, 28, 28)
     assert len(data.train_dataloader()) == 4

@@ -78,7 +78,7 @@ def test_the_layout_by_default() -> None:
         (MLP(1, [8], 10), CPU, "32-true", False),
     ):
         execution = Execution("auto", "off", "highest")
-        for _ in range(2):  # fit ends with a test
+        for _ in range(2):  # for training, then for the test at its end
             assert execution.prepare(network, device, precision)["channels_last"] is channels_last
         assert len(network._forward_pre_hooks) == channels_last
 

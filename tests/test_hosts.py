@@ -19,7 +19,7 @@ SMALL = tiny(203, 20, flip=True)
 STEPS = [*SMALL, *options(accelerator="cpu", log_every_n_steps=1, test=False)]
 TCP = [*options(num_nodes=2, devices=1), "--cluster.init_method", "tcp://h1:29500"]
 FOR_EVER = ["--trainer.max_epochs", "100000"]
-ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # otherwise a joining node would wait in vain with torch 2.15
+ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it, a joining node waits in vain with torch 2.15
 SILENCE = "error: no answer from another rank within --cluster.timeout: "
 CUT = f"{SILENCE}it hangs, or the link to it is cut"
 Process = subprocess.Popen[str]

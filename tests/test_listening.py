@@ -29,7 +29,7 @@ def test_nodes_listen_on_the_given_address(scheme: str, tmp_path: Path) -> None:
     assert found - loopback <= (set(own_addresses()) if scheme == "file" else set())
 
 
-COMMANDS = {  # test_doctor checks doctor
+COMMANDS = {  # without doctor, which tests/test_doctor.py checks
     "fit": ["fit", *FLAGS[:4], *on_cpu("ddp", max_steps=4)],
     "compare": ["compare", "--experiment", "tiny.yaml"],
     "verify": ["verify", "--data", "Synthetic", "--steps", "4", "--quick"],

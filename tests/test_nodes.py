@@ -220,7 +220,7 @@ def test_a_node_is_known_by_its_whole_address() -> None:
         ("[fe80::1]:12", "node 0"),
         ("[10.0.0.21]:3", None),
         ("[10.0.0.3]:1", None),  # this node
-        ("[172.17.0.1]:3", None),  # of two candidates
+        ("[172.17.0.1]:3", None),  # an address of two nodes
     ):
         assert node_of(said) == name
     name_nodes([], this_node=0)

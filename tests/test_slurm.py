@@ -127,11 +127,11 @@ def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
     assert alone in out
     assert not list(tmp_path.glob("LeNet-Synthetic/version_*"))
     once = shlex.join([*fit, "--trainer.max_epochs", "1"])
-    # two srun steps at once, on separate ports; then one process that starts its ranks, as from a node's shell
+    # two srun steps at once, on separate ports; then one process that starts its ranks itself
     srun = "srun --overlap --ntasks=2 --ntasks-per-node=1"
     steps = f"{srun} {once} & {srun} {once}; other=$?; wait $! && test $other = 0"
     shell = f"srun --overlap --nodes=1 --ntasks=1 {once} --trainer.devices 2 --trainer.strategy ddp"
-    # as in the shell that salloc opens on a node at some sites
+    # imitate sites where salloc opens its shell on a compute node
     on_node = f"srun --interactive --preserve-env {shlex.join(fit)}; test $? = 2"
     out = slurm.run(*session, "sh", "-c", f"{steps} && {shell}", env=PATH, timeout=280)
     assert alone in slurm.run(*session, "sh", "-c", on_node, env=PATH, timeout=200)

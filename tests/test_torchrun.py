@@ -12,7 +12,7 @@ SMALL = tiny(203, 20, flip=True)
 STEPS = options(accelerator="cpu", log_every_n_steps=1, test=False)
 
 
-# a rule, which each rank checks; test_rules.py has the others
+# each rank checks this rule; tests/test_rules.py has the other rules
 STARTED = "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.num_nodes 1 of 3"
 MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # rank zero checks it for all ranks
 

@@ -224,7 +224,7 @@ class NotesPrecision(TheirModel):
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.net(x)
-        print(f"computed in {scores.dtype} from {x.dtype}\n", end="", flush=True)  # in one write: replicas are threads
+        print(f"computed in {scores.dtype} from {x.dtype}\n", end="", flush=True)  # one write: replicas are threads
         return scores
 
 
@@ -323,7 +323,7 @@ class FailingModel(CIFARCNN):
 
 def speaking_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     """Print a line for each bucket of gradients, and average it."""
-    print("averaged a bucket\n", end="", flush=True)  # in one write: other ranks print, too
+    print("averaged a bucket\n", end="", flush=True)  # one write: other ranks print, too
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
 

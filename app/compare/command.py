@@ -133,7 +133,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     experiment.configs += configs
     replaced = {name for file in configs for name in read_yaml(file)}
     replaced |= {name for name in typed if typed[name] != experiment.flags.get(name)}
-    replaced &= {"model", "data"}  # drop the experiment's arguments of a class that the user replaces
+    replaced &= {"model", "data"}  # drop the experiment's arguments of a replaced class
     experiment.flags = {name: v for name, v in experiment.flags.items() if name.partition(".")[0] not in replaced}
     return options, experiment, typed
 

@@ -235,7 +235,7 @@ class GlobalBatches(GlobalOrder):
 
     @property
     def _iterator(self) -> Any:
-        """Iterator of the worker processes; Lightning shuts it down through this attribute after a stage."""
+        """Iterator over the workers' batches. Lightning reads this attribute to end the workers after a stage."""
         return self._workers and self._workers._iterator
 
     @_iterator.setter

@@ -50,7 +50,7 @@ class ImageCache:
                 header = json.loads(file.read(HEADER))
                 shape, names = header["shape"], header["names"]
                 pixels, count = math.prod(shape), header["count"]
-                columns = 1 if len(shape) == 4 else 4  # labels; if sizes differ, heights, widths, ends, labels
+                columns = 1 if len(shape) == 4 else 4  # label; for different sizes, height, width, end, label
                 size = HEADER + pixels + 8 * columns * count + names
                 if header["key"] != key or os.fstat(file.fileno()).st_size != size:
                     return None
@@ -93,7 +93,7 @@ class ImageCache:
                 raise OSError(errno.ENOSPC, f"{needed / 2**30:.1f} GiB are over half of the free space")
             rank_zero_info(f"Decoding {len(images):,} image{'s' * (len(images) != 1)}, once, into {path}")
             file.write(b"".ljust(HEADER))
-            file.flush()  # before workers append to the file
+            file.flush()  # write the header before workers append to the file
             wrong: Errors = {}
             places: list[tuple[int, int, int]] = []
             for block in images.blocks(num_workers, wrong if source.skips else None, file.name):
@@ -103,7 +103,7 @@ class ImageCache:
                     file.write(block.numpy().data)
             pixels = file.seek(0, os.SEEK_END) - HEADER
             right = [place for place in range(len(images)) if place not in wrong]
-            first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # without the remedy after the last colon
+            first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # without the remedy at its end
             if not right:
                 raise UserError(f"none of {len(images):,} images can be read; the first one: {first}")
             if wrong:

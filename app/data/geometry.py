@@ -58,7 +58,7 @@ class Geometry:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Height and width that a resized training image should cover before its random crop."""
+        """Smallest height and width of a resized training image, from which a random crop is then cut."""
         side = self.cache_size or round(1.15 * max(self._cover))
         return (side, side) if self.crop == "random_resized" else self._cover
 

@@ -186,7 +186,7 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
         _follow_weights(arguments, classes)
         return parser.parse_args([*arguments.command, *arguments.words])
     except SystemExit as end:
-        if ExitStatus.of(end).status != "failed":  # as after --help or SIGTERM
+        if ExitStatus.of(end).status != "failed":  # --help and SIGTERM end here, too
             raise
         raise UserError(f"a module that the arguments name ends the process when it is imported ({end.code})") from end
     except PARSING as error:  # raised by jsonargparse for odd values, or by the user's module

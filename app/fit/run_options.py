@@ -89,7 +89,7 @@ TRAINING = (  # prefixes of flags that define a training
     *("trainer.gradient_clip", "trainer.limit_train_batches", "trainer.overfit_batches", "trainer.sync_batchnorm"),
     *("run.virtual_devices", "run.global_order"),
 )
-EXECUTION = (  # suffixes of flags in TRAINING that a resumed run may change: paths, and settings of execution
+EXECUTION = (  # exceptions to TRAINING, by suffix: paths and settings of execution, which a resumed run may change
     *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
     *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
 )

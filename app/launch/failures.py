@@ -76,10 +76,10 @@ def leave_nccl() -> None:
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return the exception to raise in place of a run's exception, with a one-line message for the user.
+    """Replace a run's exception by one with a one-line message for the user, if its cause is known.
 
-    A communication error becomes a RankError. These become a UserError: an out-of-memory error, an exception in an
-    object that a flag created, and Lightning's known complaints. Any other exception is returned unchanged.
+    A communication error becomes a RankError. An out-of-memory error, an exception in an object that a flag created,
+    and a known complaint of Lightning become a UserError. Any other exception is returned unchanged.
     """
     has_group = _has_left or distributed.is_initialized()
     communicates = type(error) is RuntimeError or isinstance(error, distributed.DistError)

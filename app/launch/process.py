@@ -58,7 +58,7 @@ def check_environment() -> None:
 
 
 def trust_flags() -> list[str]:
-    """Return `--trust` flags for all modules in APP_TRUST, to which `app.cli` adds the command line's modules."""
+    """Return a `--trust` flag for each module in APP_TRUST. `app.cli` has added the command line's modules there."""
     return [part for module in os.environ.get(TRUST, "").split(",") if module for part in ("--trust", module)]
 
 

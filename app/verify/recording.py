@@ -221,7 +221,7 @@ def unstacked(batch: Any) -> list[Any]:
     sized = {k: v for k, v in columns.items() if isinstance(v, list | tuple) or getattr(v, "ndim", False)}
     lists = [each for each in sized.values() if isinstance(each, list | tuple)]
     alike = all(len({(type(item), getattr(item, "ndim", 0)) for item in each}) == 1 for each in lists)
-    if lists and alike and len({*map(len, sized.values())}) == 1:  # lists with an item per sample, as of zip(*samples)
+    if lists and alike and len({*map(len, sized.values())}) == 1:  # each list has one item per sample
         cut = [columns | {key: each[row : row + 1] for key, each in sized.items()} for row in range(len(lists[0]))]
         return cut if isinstance(batch, Mapping) else [tuple(each.values()) for each in cut]
     # else perhaps a list of samples
