@@ -36,8 +36,8 @@ class BatchShapes(Callback):
                 return  # under DDP, forward also runs the training step, whose output is a loss
             shapes = _shapes(args, kwargs, output)
             lines = [
-                f"rank {trainer.global_rank}, replica {index}: input {given} -> output {made}"
-                for index, (given, made) in sorted((self._replicas or {0: shapes}).items())
+                f"rank {trainer.global_rank}, replica {index}: input {input_shape} -> output {output_shape}"
+                for index, (input_shape, output_shape) in sorted((self._replicas or {0: shapes}).items())
             ]
             lines += [f"gathered: {shapes[1]}"] * bool(self._replicas)
             self._replicas = {}
@@ -73,5 +73,5 @@ class BatchShapes(Callback):
 
 
 def _shapes(args: Any, kwargs: Any, output: Any) -> tuple[list[int], list[int]]:
-    given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), output)
-    return list(given.shape), list(output.shape)
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), output)
+    return list(first.shape), list(output.shape)

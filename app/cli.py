@@ -81,16 +81,16 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(error, UserError | RankError | KeyboardInterrupt) or out_of_memory(error):
             return _say(error)
         text = traceback.format_exc()
-        if not (part := users_part(text)):
+        if not (excerpt := users_part(text)):
             if isinstance(error, OSError) and error.filename:
                 return _say(UserError(f"{error.filename} cannot be used ({error.strerror}): give another path"))
             raise
-        print(text if "APP_DEBUG" in os.environ else part, end="", file=sys.stderr)
+        print(text if "APP_DEBUG" in os.environ else excerpt, end="", file=sys.stderr)
         return 1
 
 
 def _say(error: BaseException) -> int:
-    """Print why the command ends, in one line, and return the exit code."""
+    """Print a failure's reason in one line, unless an agent of ours reports it. Return the exit code."""
     status = ExitStatus.of(error)
     if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
@@ -106,7 +106,7 @@ def _without_trust(argv: list[str]) -> list[str]:
     parser.add_argument("--trust", action="append", nargs="?", const="", default=[])
     known, rest = parser.parse_known_args(argv)
     for module in known.trust:
-        if not all(part.isidentifier() for part in module.split(".")):
+        if not all(name.isidentifier() for name in module.split(".")):
             raise UserError(f"--trust {module}: give the name of a module")
         os.environ[TRUST] = ",".join(filter(None, [os.environ.get(TRUST), module]))
     return rest

@@ -188,7 +188,7 @@ def environment(variables: Mapping[str, str]) -> Check:
 
 
 def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
-    """Train one step under each strategy."""
+    """Train one step under auto, dp, ddp, ddp_spawn and, without a GPU, ddp_fork; only under auto if that fails."""
     gpus = torch.cuda.device_count()
     several = "2" if gpus != 1 else "1"
     forks = () if gpus else ("ddp_fork",)  # CUDA does not work in a forked process

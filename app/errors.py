@@ -98,9 +98,9 @@ def out_of_memory(error: BaseException) -> str | None:
     size = f": {known['size']} were requested" if known.get("size") else ""
     free = f", and {known['free']} are free" if known.get("free") else ""
     notes: list[str] = getattr(error, "__notes__", [])
-    parts = next((note for note in notes if note.startswith(PARTS)), f"a smaller {PARTS}")
+    proposal = next((note for note in notes if note.startswith(PARTS)), f"a smaller {PARTS}")
     other = "--trainer.precision bf16-mixed, --data.placement memory" if "device" in known else "--data.placement disk"
-    remedy = f"give {parts}, for the same batch in parts, or a lower --data.batch_size, {other}, or more devices"
+    remedy = f"give {proposal}, for the same batch in parts, or a lower --data.batch_size, {other}, or more devices"
     return f"out of memory on the {known.get('device', 'host')}{size}{free}: {remedy}"
 
 
@@ -124,8 +124,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     def likeness(candidate: str) -> float:
         if candidate.endswith(f".{name}"):
             return 1.0
-        theirs, _, word = candidate.rpartition(".")
-        elsewhere = name.startswith("--") and "." in name and theirs != section
+        other_section, _, word = candidate.rpartition(".")
+        elsewhere = name.startswith("--") and "." in name and other_section != section
         a, b = (last.lstrip("-"), word.lstrip("-")) if name.startswith("--") else (name, candidate)
         return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() - 0.15 * elsewhere
 

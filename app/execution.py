@@ -25,8 +25,8 @@ class Execution:
     """Execution settings of a model.
 
     Args:
-        channels_last: Store images and convolution weights as (N, H, W, C). `auto`: on a CPU, if the
-            network has convolutions; on a GPU in 16 bits, if some of them have 32 channels or more.
+        channels_last: Store images and convolution weights as (N, H, W, C). `auto` does so on a CPU if the network
+            has convolutions, and on a GPU in 16 bits if a convolution has 32 channels or more.
         compile: Mode of `torch.compile`, or `off`.
         matmul_precision: Precision of float32 matrix products and convolutions on a GPU: `highest` is float32, `high`
             is TF32, `medium` is bfloat16 or TF32.
@@ -126,9 +126,9 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, capt
 def _implemented_as_here(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Replace a checkpoint's `fused`, `foreach` and `capturable` by this optimizer's values."""
     groups = [
-        {**theirs, **{name: ours[name] for name in IMPLEMENTATION if name in ours}}
+        {**saved_group, **{name: group[name] for name in IMPLEMENTATION if name in group}}
         # torch raises a clear error if the numbers of groups differ
-        for ours, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False)
+        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
     ]
     return {**saved, "param_groups": groups + saved["param_groups"][len(groups) :]}
 

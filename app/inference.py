@@ -80,14 +80,14 @@ class Classifier(nn.Module):
         items: list[Any] = []
         for item in [images] if is_path or is_single else images:
             items += files_in([os.fspath(item)]) if isinstance(item, str | os.PathLike) else [item]
-        found = []
+        predictions = []
         for start in range(0, len(items), batch_size):
-            part = items[start : start + batch_size]
-            batch = torch.stack([self._pixels(item).to(self.module.device) for item in part])  # (B, C, H, W)
-            for item, *best in zip(part, *(each.tolist() for each in self(batch).topk(k)), strict=True):
+            chunk = items[start : start + batch_size]
+            batch = torch.stack([self._pixels(item).to(self.module.device) for item in chunk])  # (B, C, H, W)
+            for item, *best in zip(chunk, *(tensor.tolist() for tensor in self(batch).topk(k)), strict=True):
                 names = tuple(self.class_names[label] for label in best[1])
-                found.append(Prediction(names, tuple(best[0]), item if isinstance(item, str) else None))
-        return found[0] if is_single else found
+                predictions.append(Prediction(names, tuple(best[0]), item if isinstance(item, str) else None))
+        return predictions[0] if is_single else predictions
 
     def _pixels(self, item: Any) -> Tensor:
         """Return an image in the training's shape, uint8 (C, H, W)."""

@@ -64,8 +64,9 @@ class ImageClassifier(LightningModule):
     """
 
     convolutional = True
-    accepts_empty = True  # `training_step` weights batches by their samples; a batch may be empty
-    sums_losses = True  # whether `training_step` sums losses; False in a graph with a backward pass from each loss
+    accepts_empty = True  # a batch may be empty, because `training_step` weights batches by their samples
+    # whether `training_step` sums the samples' losses; false while a CUDA graph starts its backward pass from each loss
+    sums_losses = True
     sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -251,13 +252,13 @@ class ImageClassifier(LightningModule):
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
         scaler, earlier = getattr(trainer.precision_plugin, "scaler", None), torch.zeros((), device=images.device)
-        parts = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
-        for part in parts[:-1]:
-            loss = self._training_losses(*part, batch_idx).sum() * scale
+        chunks = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
+        for chunk in chunks[:-1]:
+            loss = self._training_losses(*chunk, batch_idx).sum() * scale
             earlier += loss.detach()
             with torch.autocast(images.device.type, enabled=False):
                 (loss if scaler is None else scaler.scale(loss)).div(accumulated).backward()
-        return self._training_losses(*parts[-1], batch_idx).sum() * scale + earlier
+        return self._training_losses(*chunks[-1], batch_idx).sum() * scale + earlier
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the mean loss every `log_every_n_steps` steps."""

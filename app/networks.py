@@ -31,7 +31,7 @@ class LeNet(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 6, 5),
-            nn.MaxPool2d(2),  # pooling before ReLU gives the same values, and ReLU costs a quarter
+            nn.MaxPool2d(2),  # pooling before ReLU gives the same values, and leaves a quarter of them to ReLU
             nn.ReLU(),
             nn.Conv2d(6, 16, 5),
             nn.MaxPool2d(2),
@@ -112,7 +112,7 @@ class WhitenedCNN(nn.Module):
         self.whitening = nn.Conv2d(3, 24, 2, bias=False).requires_grad_(False)
         layers: list[nn.Module] = [nn.GELU()]
         for width, next_width in pairwise((24, 64, 256, 256)):
-            first, second = (nn.Conv2d(each, next_width, 3, padding=1, bias=False) for each in (width, next_width))
+            first, second = (nn.Conv2d(inputs, next_width, 3, padding=1, bias=False) for inputs in (width, next_width))
             for convolution, shrink in ((first, [nn.MaxPool2d(2)]), (second, [])):
                 nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
                 norm = nn.BatchNorm2d(next_width, momentum=0.4)
@@ -202,7 +202,7 @@ def _timm(name: str) -> Any:
 
 def head_of(network: nn.Module) -> tuple[str, nn.Module]:
     """Return name and module of the last linear or convolutional layer."""
-    layers = [(name, each) for name, each in network.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+    layers = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     if not layers:
         raise UserError(f"{type(network).__name__} has no linear or convolutional layer to take as its head")
     return layers[-1]
@@ -213,7 +213,7 @@ def checkpoint_of(path: Path) -> Path:
     if not path.is_dir():
         return path
     checkpoints = [path / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]
-    return next((each for each in checkpoints if each.is_file()), checkpoints[0])
+    return next((file for file in checkpoints if file.is_file()), checkpoints[0])
 
 
 def read_weights(source: str, name: str) -> dict[str, Tensor]:
@@ -304,22 +304,22 @@ def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -
     Raises:
         UserError: When the weights are of another network.
     """
-    own = network.state_dict()
+    initial = network.state_dict()
     prefixes = ("", "network.", "module.", "model.", "_orig_mod.")
-    prefix = max(prefixes, key=lambda prefix: len(own.keys() & {key.removeprefix(prefix) for key in state}))
-    given = {key.removeprefix(prefix): value for key, value in state.items()}
+    prefix = max(prefixes, key=lambda prefix: len(initial.keys() & {key.removeprefix(prefix) for key in state}))
+    weights = {key.removeprefix(prefix): value for key, value in state.items()}
     head = head_of(network)[0]
-    replaced = [key for key in own if key not in given or given[key].shape != own[key].shape]
+    replaced = [key for key in initial if key not in weights or weights[key].shape != initial[key].shape]
     wrong = [key for key in replaced if key.rpartition(".")[0] != head]
-    if wrong or not given:
-        first = wrong[0] if wrong else next(iter(own))
-        theirs = f"{first} of {tuple(given[first].shape)}" if first in given else f"no {first}"
-        shapes = f"it has {theirs}, here {first} is {tuple(own[first].shape)}"
+    if wrong or not weights:
+        first = wrong[0] if wrong else next(iter(initial))
+        entry = f"{first} of {tuple(weights[first].shape)}" if first in weights else f"no {first}"
+        shapes = f"it has {entry}, here {first} is {tuple(initial[first].shape)}"
         problem = f"--model.weights {source} is of another network than {type(network).__name__}: {shapes}"
-        raise UserError(f"{problem}, and {len(wrong)} of {len(own)} tensors differ")
-    network.load_state_dict({**own, **{key: given[key] for key in own if key not in replaced}})
-    left = [key for key in given if key not in own]
-    line = f"Weights of {source}: {len(own) - len(replaced)} tensors loaded"
+        raise UserError(f"{problem}, and {len(wrong)} of {len(initial)} tensors differ")
+    network.load_state_dict({**initial, **{key: weights[key] for key in initial if key not in replaced}})
+    left = [key for key in weights if key not in initial]
+    line = f"Weights of {source}: {len(initial) - len(replaced)} tensors loaded"
     if replaced:
         line += f", {head} starts anew for another number of classes"
     if left:

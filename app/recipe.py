@@ -258,10 +258,10 @@ def freeze(network: nn.Module, blocks: int | Literal["backbone"]) -> list[nn.Mod
     """
     if blocks == "backbone":
         head = head_of(network)[1]
-        frozen = [each for each in network.modules() if each is not head and not [*each.children()]]
+        frozen = [module for module in network.modules() if module is not head and not [*module.children()]]
         trained = {*map(id, head.parameters())}
     else:
-        layers = (part for each in network.children() for part in (each if type(each) is nn.Sequential else [each]))
+        layers = (m for child in network.children() for m in (child if type(child) is nn.Sequential else [child]))
         split = [layer for layer in layers if [*layer.parameters()]]
         if blocks >= len(split):
             raise UserError(f"--model.freeze {blocks}: {type(network).__name__} has {len(split)} blocks: give less")

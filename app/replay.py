@@ -44,7 +44,7 @@ from app.verify.recording import singles
 
 USAGE = "python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG.OF.FIT VALUE ...]"
 FILE = "replay.pt"
-SHOWN = 25  # number of samples with images in the report
+SHOWN = 25  # largest number of images in the report
 LIMIT = 7 * 86400.0  # timeout of the run in seconds
 
 
@@ -71,7 +71,7 @@ class Replay(Callback):
             raise UserError(f"{type(pl_module).__name__} optimizes manually, and replay needs automatic optimization")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Score the batch's samples with the weights before the step."""
+        """Score the batch's samples, and compute each shard's gradient norm, with the weights before the step."""
         step, epoch = trainer.global_step + 1, trainer.current_epoch
         if not self.first <= step <= self.last:
             return
@@ -131,7 +131,7 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
     Yields:
         A function that seeds the random streams.
     """
-    buffers, modes = Buffers(module), [(each, each.training) for each in module.modules()]
+    buffers, modes = Buffers(module), [(layer, layer.training) for layer in module.modules()]
     buffers.save()
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
     try:
@@ -139,8 +139,8 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
             yield seed
     finally:
         del module.log, module.log_dict
-        for each, mode in modes:
-            each.training = mode
+        for layer, mode in modes:
+            layer.training = mode
         buffers.restore(buffers.changed())
 
 
@@ -155,10 +155,10 @@ def mean_loss(module: LightningModule, batch: Any, index: int) -> Tensor:
 
 def gradient_norm(module: LightningModule, batch: Any, index: int) -> float:
     """Return the gradient norm of a batch's mean loss."""
-    parameters = [each for each in module.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     with torch.enable_grad():
         gradients = torch.autograd.grad(mean_loss(module, batch, index), parameters, allow_unused=True)
-    return float(get_total_norm([each for each in gradients if each is not None]))
+    return float(get_total_norm([gradient for gradient in gradients if gradient is not None]))
 
 
 @torch.no_grad()
@@ -170,9 +170,9 @@ def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
         loss = float(mean_loss(module, sample, index))
     module.train()
     leaves = tensors(sample)
-    label = next((int(each) for each in leaves if each.numel() == 1 and not each.is_floating_point()), None)
-    logits = next((each for each in reversed(outputs) if each.ndim == 2 and label is not None), None)
-    image = next((each[0].float().cpu() for each in leaves if each.ndim == 4), None)
+    label = next((int(leaf) for leaf in leaves if leaf.numel() == 1 and not leaf.is_floating_point()), None)
+    logits = next((output for output in reversed(outputs) if output.ndim == 2 and label is not None), None)
+    image = next((leaf[0].float().cpu() for leaf in leaves if leaf.ndim == 4), None)
     return {"loss": loss, "label": label, "predicted": None if logits is None else int(logits.argmax()), "image": image}
 
 
@@ -188,8 +188,8 @@ def run(arguments: list[str]) -> int:
     options, flags = _parse(arguments)
     config = next((Path(value) for flag, value in flags if flag == "--config"), None)
     if config is None or not config.with_name("run.json").exists():
-        given = "" if config is None else f" {config}: there is no run.json beside it"
-        raise UserError(f"--config{given}: name the config.yaml of a run, such as runs/NAME/version_0/config.yaml")
+        problem = "" if config is None else f" {config}: there is no run.json beside it"
+        raise UserError(f"--config{problem}: name the config.yaml of a run, such as runs/NAME/version_0/config.yaml")
     try:
         record = Record.load(config.with_name("run.json"))
     except ValueError as error:
@@ -222,10 +222,10 @@ def run(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
     """Return the options of `replay`, and the flags of `fit`."""
-    own, flags = split_flags(arguments)
+    remaining, flags = split_flags(arguments)
     parser = PlainParser(usage=USAGE, description=__doc__)
     parser.add_argument("--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step")
-    return parser.parse_args(own), flags
+    return parser.parse_args(remaining), flags
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:
@@ -277,7 +277,7 @@ def write_report(
         file: Path of the report.
     """
     texts = [f"{label}, predicted {predicted}\nloss {loss}" for _, _, label, predicted, loss in rows[:SHOWN]]
-    shown = [(each["image"], text) for each, text in zip(samples, texts, strict=False) if each["image"] is not None]
+    shown = [(sample["image"], t) for sample, t in zip(samples, texts, strict=False) if sample["image"] is not None]
     figures = {"images": draw_images(shown)} if shown else {}
     pictures = '![The samples as the network got them, with label, prediction and loss](images "Largest loss first")'
     norm_rows = [(f"shard {number + 1}", f"{norm:.4g}") for number, norm in enumerate(norms)]

@@ -50,9 +50,9 @@ class Variant:
             UserError: When `fit` rejects the flags.
         """
         classes = ("model", "data", "trainer.strategy")  # shown before their settings in printed commands
-        given = [(flag, value) for flag, value in flags.items() if value is not None]
-        given.sort(key=lambda item: item[0] not in classes)
-        pairs = [*(("--config", config) for config in configs), *((f"--{flag}", typed(value)) for flag, value in given)]
+        items = [(flag, value) for flag, value in flags.items() if value is not None]
+        items.sort(key=lambda item: item[0] not in classes)
+        pairs = [*(("--config", config) for config in configs), *((f"--{flag}", typed(value)) for flag, value in items)]
         arguments = ["fit", *itertools.chain.from_iterable(pairs)]
         try:
             variant = cls(name, arguments, resolve(arguments))

@@ -38,7 +38,8 @@ class FakeCUDA:
     Attributes:
         notes: Number of reads, blocking copies and synchronizations, by place in the training, file and line, and kind.
         counts: Number of steps in each place, and number of `captures`.
-        place: Current place: `step`, `window` (the last step of a logging window), or another one.
+        place: Current place: `step`, `window` (the last step of a logging window), `profiled` (a step that the step
+            clock times), `between` (after a step), or `set-up`.
     """
 
     def __init__(self) -> None:
@@ -49,8 +50,8 @@ class FakeCUDA:
     def note(self, kind: str) -> None:
         """Count an operation that makes the host wait, by its line of code."""
         frames = [f for f in traceback.extract_stack() if "/app/" in f.filename or "/lightning/" in f.filename]
-        own = [f for f in frames if "site-packages" not in f.filename] or frames
-        self.notes[self.place, f"{Path(own[-1].filename).name}:{own[-1].lineno}", kind] += 1
+        relevant = [f for f in frames if "site-packages" not in f.filename] or frames
+        self.notes[self.place, f"{Path(relevant[-1].filename).name}:{relevant[-1].lineno}", kind] += 1
 
     @contextmanager
     def capture(self, graph: "Graph", **_: Any) -> Iterator[None]:
@@ -61,11 +62,11 @@ class FakeCUDA:
         self.place = before
 
     def at(self, place: str) -> dict[tuple[str, str], int]:
-        """Return the notes of a place."""
-        return {(line, kind): count for (there, line, kind), count in sorted(self.notes.items()) if there == place}
+        """Return a place's notes by line and kind."""
+        return {(line, kind): count for (where, line, kind), count in sorted(self.notes.items()) if where == place}
 
 
-def is_there(value: Any) -> bool:
+def is_on_cuda(value: Any) -> bool:
     return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
 
 
@@ -96,7 +97,7 @@ def fake_device(args: Any) -> torch.device:
     code reads `FakeTensor.device` instead, which is cuda.
     """
     (tensor,) = args
-    return META if tensor.fake_mode.in_kernel_invocation or is_there(tensor) else tensor.fake_device
+    return META if tensor.fake_mode.in_kernel_invocation or is_on_cuda(tensor) else tensor.fake_device
 
 
 def known(tensor: Tensor) -> Tensor | None:
@@ -107,7 +108,7 @@ def known(tensor: Tensor) -> Tensor | None:
 def answer(tensor: Tensor) -> Tensor:
     """Return the values that a read yields: the known ones; else True for booleans, 0 on the device, 1 on the host."""
     with unset_fake_temporarily():
-        made = torch.full(tensor.shape, tensor.dtype is torch.bool or not is_there(tensor), dtype=tensor.dtype)
+        made = torch.full(tensor.shape, tensor.dtype is torch.bool or not is_on_cuda(tensor), dtype=tensor.dtype)
         return made if (value := known(tensor)) is None else value
 
 
@@ -118,17 +119,17 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default:
             return fake_device(args)
-        if kwargs.get("device") == META:  # made in the backward pass
+        if kwargs.get("device") == META:  # the backward pass creates this tensor
             kwargs["device"] = CUDA
         if not of_mode:
             return plain(self, func, types, args, kwargs)
-        if func._schema.name == "aten::to":  # in inference mode
+        if func._schema.name == "aten::to":  # only inference mode dispatches it as one operation
             with self:
                 return func.decompose(*args, **kwargs)
         pins = kwargs.pop("pin_memory", False)
-        there = any(map(is_there, tree_leaves(args)))
+        on_cuda = any(map(is_on_cuda, tree_leaves(args)))
         if func in (aten._local_scalar_dense.default, aten.equal.default):
-            if there:
+            if on_cuda:
                 fake.note("read")
             return answer(args[0]).item()
         if func in SIZES:
@@ -143,9 +144,9 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
                 args[0].device.type if func is aten.copy_.default else torch.device(kwargs.get("device") or "cpu").type
             )
             waits = not (kwargs.get("non_blocking") or args[2:])
-            if is_there(source) and target == "cpu" and (func is aten.copy_.default or kwargs.get("device")):
+            if is_on_cuda(source) and target == "cpu" and (func is aten.copy_.default or kwargs.get("device")):
                 fake.note("copy to the host")
-            elif not is_there(source) and target == "cuda" and (waits or not getattr(source, "pinned", False)):
+            elif not is_on_cuda(source) and target == "cuda" and (waits or not getattr(source, "pinned", False)):
                 fake.note("blocking copy to the device" if waits else "copy of pageable memory")
         value = known(args[0]) if func in (aten._to_copy.default, aten.lift_fresh.default) else None
         if isinstance(source, FakeTensor):
@@ -153,12 +154,12 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         result = plain(self, func, types, args, kwargs)
         if value is not None:
             result.value = value
-        for each in tree_leaves(args) if func._schema.is_mutable else ():
-            if isinstance(each, FakeTensor):
-                vars(each).pop("value", None)
+        for leaf in tree_leaves(args) if func._schema.is_mutable else ():
+            if isinstance(leaf, FakeTensor):
+                vars(leaf).pop("value", None)
         if pins or (func.is_view and getattr(args[0], "pinned", False)):
-            for each in tree_leaves(result):
-                each.pinned = True
+            for leaf in tree_leaves(result):
+                leaf.pinned = True
         return result
 
     return dispatch if of_mode else classmethod(dispatch)  # type: ignore[return-value]
@@ -203,17 +204,17 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     patch(FakeTensorMode, "__torch_dispatch__", dispatching(FakeTensorMode.__torch_dispatch__, fake, True))
     patch(FakeTensor, "__torch_dispatch__", dispatching(FakeTensor.__torch_dispatch__.__func__, fake, False))
     patch(Tensor, "__deepcopy__", lambda tensor, memo: tensor.detach().clone())
-    patch(Parameter, "__deepcopy__", lambda each, memo: Parameter(each.detach().clone(), each.requires_grad))
+    patch(Parameter, "__deepcopy__", lambda tensor, memo: Parameter(tensor.detach().clone(), tensor.requires_grad))
 
     plain_list = outside(Tensor.tolist)
 
     def tolist(tensor: Tensor) -> Any:
-        if is_there(tensor):
+        if is_on_cuda(tensor):
             fake.note("read")
         return plain_list(answer(tensor))
 
     def numpy(tensor: FakeTensor) -> Any:
-        if is_there(tensor):
+        if is_on_cuda(tensor):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
         return outside(Tensor.numpy)(answer(tensor))
 
@@ -244,7 +245,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
             return train(*args, **kwargs)
 
     def noting(step: Step, fetcher: Any) -> None:
-        clock = next(each for each in step.callbacks if isinstance(each, StepClock))
+        clock = next(callback for callback in step.callbacks if isinstance(callback, StepClock))
         ends = (step.trainer.global_step + 1) % log_window(step.trainer) == 0
         fake.place = "profiled" if clock.timing else "window" if ends else "step"
         fake.counts[fake.place] += 1

@@ -1,6 +1,6 @@
 """Stand-in for CUDA graphs on the CPU: records the operations of a step, and replays them without Python.
 
-Like a CUDA graph, a tape forbids reads during a capture, leaves memory unchanged by it, and replays Python's numbers as
+Like a CUDA graph, a tape forbids reads during a capture, leaves memory as it was, and replays Python's numbers as
 constants.
 """
 
@@ -27,8 +27,8 @@ def tensors(values: Any) -> list[Tensor]:
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation changes in place."""
     arguments = func._schema.arguments
-    values = [args[place] if place < len(args) else kwargs.get(each.name) for place, each in enumerate(arguments)]
-    changes = (each.alias_info is not None and each.alias_info.is_write for each in arguments)
+    values = [args[place] if place < len(args) else kwargs.get(arg.name) for place, arg in enumerate(arguments)]
+    changes = (arg.alias_info is not None and arg.alias_info.is_write for arg in arguments)
     return tensors([value for value, change in zip(values, changes, strict=True) if change])
 
 
@@ -50,7 +50,7 @@ class Graph(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in READS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
-        for storage in (each.untyped_storage() for each in written(func, args, kwargs)):
+        for storage in (tensor.untyped_storage() for tensor in written(func, args, kwargs)):
             self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         result = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, result))

@@ -53,7 +53,10 @@ TRAINER, RUN = set(inspect.signature(Trainer).parameters), {field.name for field
 
 
 def options(**settings: object) -> list[str]:
-    """Flags of the Trainer, the run or the data, by their last names: `max_epochs=1, test=False, flip=True`."""
+    """Return flags of the Trainer, the run or the data.
+
+    Settings have names without a section: `options(max_epochs=1, test=False, flip=True)`.
+    """
     words = []
     for name, value in settings.items():
         section = "trainer" if name in TRAINER else "run" if name in RUN else "data"
@@ -143,7 +146,7 @@ Trained = Path | dict[str, torch.Tensor]  # a run or a checkpoint, or its weight
 
 def difference(first: Trained, second: Trained) -> float:
     """Largest difference between the weights of two models."""
-    a, b = (weights(each) if isinstance(each, Path) else each for each in (first, second))
+    a, b = (weights(model) if isinstance(model, Path) else model for model in (first, second))
     assert a.keys() == b.keys()
     return max((a[key] - b[key]).abs().max().item() for key in a)
 
@@ -224,20 +227,20 @@ def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
 
 def family(mark: str) -> set[int]:
     """Return the living processes whose environment contains a mark, whatever their parents."""
-    found = set()
+    pids = set()
     for place in Path("/proc").glob("[0-9]*"):
         try:
             state = (place / "stat").read_text().rpartition(")")[2].split()[0]
             if mark.encode() in (place / "environ").read_bytes() and state != "Z":
-                found.add(int(place.name))
+                pids.add(int(place.name))
         except OSError:  # it has ended
             continue
-    return found
+    return pids
 
 
 def listening(processes: Iterable[int]) -> set[str]:
     """Return the addresses on which processes listen. Unlike psutil, read each process's own network namespace."""
-    found = set()
+    addresses = set()
     for place in (Path(f"/proc/{pid}") for pid in processes):
         with suppress(OSError):  # it has ended
             sockets = {os.readlink(descriptor) for descriptor in (place / "fd").iterdir()}
@@ -247,8 +250,8 @@ def listening(processes: Iterable[int]) -> set[str]:
                     if state == "0A" and f"socket:[{inode}]" in sockets:
                         raw = bytes.fromhex(local.partition(":")[0])
                         words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]
-                        found.add(socket.inet_ntop(kind, b"".join(words)).removeprefix("::ffff:"))
-    return found
+                        addresses.add(socket.inet_ntop(kind, b"".join(words)).removeprefix("::ffff:"))
+    return addresses
 
 
 class Running:
@@ -266,7 +269,7 @@ class Running:
 
     @property
     def directory(self) -> Path:
-        """Directory of the newest run of this name."""
+        """Directory of the newest run below `--run.root`; before the first run, `--run.root` itself."""
         root = Path(self.words[self.words.index("--run.root") + 1])
         return max(root.glob("*/version_*"), key=lambda path: int(path.name.rpartition("_")[2]), default=root)
 
@@ -275,14 +278,17 @@ class Running:
         return record_of(self.directory) if (self.directory / "run.json").exists() else {"epochs": []}
 
     def get(self, name: str, whom: str) -> "Running":
-        """Send a signal to the first process (`main`), to its `group`, or to `all` of the run."""
+        """Send a signal to the first process (`main`), to its process group (`group`), or to all processes (`all`)."""
         for pid in family(self.mark) if whom == "all" else [self.process.pid]:
             with suppress(ProcessLookupError):
                 (os.killpg if whom == "group" else os.kill)(pid, getattr(signal, name))
         return self
 
     def trained(self, epochs: int) -> "Running":
-        """Wait until the run has trained some epochs or has ended; no process may listen on all interfaces."""
+        """Wait until the run has trained some epochs or has ended.
+
+        Check that no process listens on all interfaces, except if a launcher started the run.
+        """
         awaited(lambda: len(self.record["epochs"]) >= epochs or self.process.poll() is not None, 240)
         if not self.launcher:
             assert not listening(family(self.mark)) & {"0.0.0.0", "::"}

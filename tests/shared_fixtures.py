@@ -28,7 +28,7 @@ from app.cli import main
 remember_signatures()
 gc.freeze()  # otherwise garbage collection would scan all imported modules, a fifth of the tests' time
 atexit.register(gc.unfreeze)  # otherwise nanobind, on which triton is built, reports leaks
-data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # instead of 5 s: a worker whose loader is garbage is not told to end
+data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds that a deleted loader waits for its workers to end, instead of 5
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -119,13 +119,13 @@ def fashion_root(tmp_path: Path) -> Path:
     folder = tmp_path / "data" / "FashionMNIST" / "raw"
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    for part, count in (("train", 60), ("t10k", 20)):
+    for split, count in (("train", 60), ("t10k", 20)):
         images = rng.integers(256, size=(count, 28, 28), dtype=np.uint8)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(
             struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes()
         )
         labels = (np.arange(count) % 10).astype(np.uint8)
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
     return tmp_path / "data"
 
 
@@ -150,15 +150,15 @@ def experiment(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def slurm() -> Iterator[Slurm]:
     """A SLURM cluster of four nodes for one test; it starts in a second."""
-    with cluster() as found:
-        yield found
+    with cluster() as running_cluster:
+        yield running_cluster
 
 
 @pytest.fixture
 def hosts() -> Iterator[Network]:
     """Four hosts, connected by a switch."""
-    with network(4) as found:
-        yield found
+    with network(4) as running_network:
+        yield running_network
 
 
 @pytest.fixture

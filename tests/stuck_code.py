@@ -17,7 +17,7 @@ from app.modules import CIFARCNN
 HANGS = 12  # number of steps before the hang
 
 
-def is_meant(trainer: Trainer) -> bool:
+def must_hang(trainer: Trainer) -> bool:
     return trainer.training and trainer.global_rank == trainer.world_size - 1 and trainer.global_step >= HANGS
 
 
@@ -37,14 +37,14 @@ class SharesItsCore(Callback):
         os.sched_setaffinity(0, {cores[-1] if last else cores[0]})
         context = multiprocessing.get_context("fork")
         self.busy = [context.Process(target=never_ends, daemon=True) for _ in range(2 * last)]
-        for each in self.busy:
-            each.start()
+        for process in self.busy:
+            process.start()
         if last:  # slow this rank clearly, because other programs may slow rank 0
             os.nice(8)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for each in self.busy:
-            each.kill()
+        for process in self.busy:
+            process.kill()
 
 
 def never_ends() -> None:
@@ -55,7 +55,7 @@ def never_ends() -> None:
 
 class LoopsInData(Synthetic):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if self.trainer is not None and is_meant(self.trainer):
+        if self.trainer is not None and must_hang(self.trainer):
             while True:
                 pass
         return super().on_after_batch_transfer(batch, dataloader_idx)
@@ -84,7 +84,7 @@ class LoopsInSetup(Synthetic):
 
 class WaitsForALock(CIFARCNN):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if is_meant(self.trainer):
+        if must_hang(self.trainer):
             lock = threading.Lock()
             with lock, lock:
                 pass
@@ -93,12 +93,12 @@ class WaitsForALock(CIFARCNN):
 
 class LeavesTheEpochEarly(CIFARCNN):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if is_meant(self.trainer) else None
+        return -1 if must_hang(self.trainer) else None
 
 
 class ReducesAlone(CIFARCNN):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if is_meant(self.trainer):
+        if must_hang(self.trainer):
             distributed.all_reduce(torch.zeros(1))
         return super().training_step(batch, batch_idx)
 

@@ -18,8 +18,8 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
     fixed |= {"memory_others_percent": float("nan"), "forward_backward_ms": 20.0, "launch_ms": 10.0}
     for row in rows:
         rate, spread = row["samples_per_s"], row.pop("spread", 0.01)
-        own = {"samples_per_s_min": rate * (1 - spread), "samples_per_s_max": rate * (1 + spread)}
-        table.append(fixed | own | {"replicas": row["devices"]} | row)
+        interval = {"samples_per_s_min": rate * (1 - spread), "samples_per_s_max": rate * (1 + spread)}
+        table.append(fixed | interval | {"replicas": row["devices"]} | row)
     return pd.DataFrame(table, columns=list(COLUMNS))
 
 
@@ -34,24 +34,24 @@ FOUR = {"variant": "four", "devices": 4, "samples_per_s": 3600.0}
 
 
 def test_advice_names_the_fastest() -> None:
-    said = told(ONE, FOUR)
-    assert said.startswith("four is the fastest: 3,600 samples/s, 3.60 times as fast as one\n")
-    assert "**Take four**: it is 3.60 times as fast as one, more than the spread of its runs." in said
+    text = told(ONE, FOUR)
+    assert text.startswith("four is the fastest: 3,600 samples/s, 3.60 times as fast as one\n")
+    assert "**Take four**: it is 3.60 times as fast as one, more than the spread of its runs." in text
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.03])
 def test_no_verdict_from_runs_that_overlap(spread: float) -> None:
     """Variants also tie if their medians differ by less than the range of one variant's runs."""
-    said = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
-    assert said.startswith("No winner: four and one are as fast as each other, within the spread of their runs\n")
-    assert "**Take one**: it is as fast as any, on 1 device where others take 4." in said
-    assert "the fastest" not in said
+    text = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
+    assert text.startswith("No winner: four and one are as fast as each other, within the spread of their runs\n")
+    assert "**Take one**: it is as fast as any, on 1 device where others take 4." in text
+    assert "the fastest" not in text
 
 
 def test_no_verdict_from_single_runs() -> None:
-    said = told(ONE | {"n": 1}, FOUR | {"n": 1})
-    assert said.startswith("four was the fastest, in a single run of each: 3,600 samples/s\n")
-    assert "a single run of each does not tell a difference from chance. Give `--repeats 3`" in said
+    text = told(ONE | {"n": 1}, FOUR | {"n": 1})
+    assert text.startswith("four was the fastest, in a single run of each: 3,600 samples/s\n")
+    assert "a single run of each does not tell a difference from chance. Give `--repeats 3`" in text
 
 
 def test_places() -> None:
@@ -64,8 +64,8 @@ CPU = {"accelerator": "cpu", "threads": 4}
 
 
 def test_a_busy_machine_is_one_whose_cores_do_not_suffice() -> None:
-    said = "The machine was busy: other programs took up to 1.5 of its 4 cores"
-    assert busy(made_up(ONE | CPU | {"others_cores": 1.5}), 4, 4) == said
+    message = "The machine was busy: other programs took up to 1.5 of its 4 cores"
+    assert busy(made_up(ONE | CPU | {"others_cores": 1.5}), 4, 4) == message
     assert busy(made_up(ONE | CPU | {"others_cores": 0.3}), 4, 4) is None
     assert busy(made_up(ONE | {"others_cores": 20.0}), 64, 8) is None, "there are cores enough for both"
 
@@ -88,8 +88,8 @@ def test_load_explains_a_difference(others: float, one_thread: int, explained: b
 
 def test_devices_of_one_processor_by_the_threads_that_were_counted() -> None:
     two = FOUR | CPU | {"processes": 4}
-    said = told(ONE | CPU, two | {"threads": 1})
-    assert "one already uses all 4 cores, with 4 threads: more devices add no cores, so no ideal is shown" in said
+    text = told(ONE | CPU, two | {"threads": 1})
+    assert "one already uses all 4 cores, with 4 threads: more devices add no cores, so no ideal is shown" in text
     assert "cores already" not in told(ONE | CPU | {"threads": 1}, two | {"threads": 1})
 
 
@@ -115,16 +115,16 @@ def test_what_limits_only_there() -> None:
 
 
 def test_advice_does_not_recommend_what_diverged_or_took_other_steps_unsaid() -> None:
-    said = told(ONE, FOUR | {"not_finite_since": 2})
-    assert "The loss of four is not finite" in said
-    assert "**Take one**" in said
+    text = told(ONE, FOUR | {"not_finite_since": 2})
+    assert "The loss of four is not finite" in text
+    assert "**Take one**" in text
     assert "compare losses, too" in told(ONE, FOUR | {"global_batch": 256})
 
 
 def test_what_is_faster_and_less_accurate_does_not_win() -> None:
-    said = told(ONE | {"val_acc": 0.65}, FOUR | {"val_acc": 0.61, "less_accurate": 1.0})
-    assert "**four is less accurate than one**: 61.0 %, not 65.0 %" in said
-    assert "**Take one**" in said
+    text = told(ONE | {"val_acc": 0.65}, FOUR | {"val_acc": 0.61, "less_accurate": 1.0})
+    assert "**four is less accurate than one**: 61.0 %, not 65.0 %" in text
+    assert "**Take one**" in text
 
 
 def test_advice_without_results() -> None:

@@ -37,23 +37,23 @@ def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=URLError("no network in tests")))
     for data, file in (("CIFAR10", "cifar-10-python.tar.gz"), ("FashionMNIST", "train-images-idx3-ubyte.gz")):
         model = "FashionMLP" if data == "FashionMNIST" else "CIFARCNN"
-        said = error_of(*app("fit", "--model", model, "--data", data, "--data.root", tmp_path / "none"))
-        for part in (str(tmp_path / "none"), file, "--data Synthetic", "could not be downloaded"):
-            assert part in said
-    said = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "missing"))
-    assert said.startswith(f"error: {tmp_path / 'missing'} has no class folders")
-    assert "--data Synthetic" in said
+        message = error_of(*app("fit", "--model", model, "--data", data, "--data.root", tmp_path / "none"))
+        for text in (str(tmp_path / "none"), file, "--data Synthetic", "could not be downloaded"):
+            assert text in message
+    message = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "missing"))
+    assert message.startswith(f"error: {tmp_path / 'missing'} has no class folders")
+    assert "--data Synthetic" in message
     (tmp_path / "mine" / "train" / "cat").mkdir(parents=True)
-    said = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "mine" / "train"))
-    assert f"so give {tmp_path / 'mine'}" in said
+    message = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "mine" / "train"))
+    assert f"so give {tmp_path / 'mine'}" in message
 
 
 @pytest.mark.slow
 def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_root: Path) -> None:
     batch = cifar_root / "cifar-10-batches-py" / "data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-100])
-    said = error_of(*app("fit", "--data", "CIFAR10", "--data.root", cifar_root, *QUIET))
-    assert f"{batch.parent} cannot be read (truncated or corrupted files): move it away" in said
+    message = error_of(*app("fit", "--data", "CIFAR10", "--data.root", cifar_root, *QUIET))
+    assert f"{batch.parent} cannot be read (truncated or corrupted files): move it away" in message
 
     idx = fashion_root / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte"
     whole = idx.read_bytes()
@@ -74,8 +74,8 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
         (b"not an image", "not an image"),
     ):
         image.write_bytes(broken)
-        said = error_of(*app("fit", *flags, *where))
-        assert said == f"error: {image} cannot be read ({reason}): {REPLACE}"
+        message = error_of(*app("fit", *flags, *where))
+        assert message == f"error: {image} cannot be read ({reason}): {REPLACE}"
     shutil.rmtree(image_root / "train" / "dog")
     assert "dog" in error_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *QUIET))
 
@@ -89,14 +89,17 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
     bad = tmp_path / "bad.ckpt"
     for content in (good.read_bytes()[:2000], b"", b"text"):
         bad.write_bytes(content)
-        said = error_of(*app("test", *SMALL, "--ckpt_path", bad))
-        assert re.match(rf"error: --ckpt_path {bad}: (damaged or truncated|not a checkpoint, or damaged)", said)
+        message = error_of(*app("test", *SMALL, "--ckpt_path", bad))
+        assert re.match(rf"error: --ckpt_path {bad}: (damaged or truncated|not a checkpoint, or damaged)", message)
     torch.save({"foo": torch.zeros(2)}, bad)
     assert "not a checkpoint" in error_of(*app("test", *SMALL, "--ckpt_path", bad))
 
 
 def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
-    """A record with a value of the wrong form is rejected by name, and nothing crashes."""
+    """Reading a record with a value of the wrong form raises an error with the value's name.
+
+    `plan` then ends with one line; a resumed run continues without the record.
+    """
     flags = [*SMALL, "--run.name", "x", "--run.test", "false"]
     output_of(*app("fit", *flags, "--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "1"))
     path = tmp_path / "runs" / "x" / "version_0" / "run.json"
@@ -171,7 +174,10 @@ def test_what_a_folder_of_images_must_not_hold(
 
 
 def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> None:
-    """Skipped images are counted in the record, reported once and equal on all ranks; skipping needs the cache."""
+    """Skipped images are counted in the record, reported once, and the same for both placements.
+
+    Skipping needs the cache.
+    """
     cats = image_root / "train" / "cat"
     (cats / "00.jpg").write_bytes(b"")
     (cats / "01.jpg").write_bytes((cats / "02.jpg").read_bytes()[:300])
@@ -180,8 +186,8 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
     assert rejection(image_root) == f"{cats / '00.jpg'} cannot be read (not an image): {REPLACE}"
     assert "remove --data.cache off" in rejection(image_root, on_bad_image="skip", cache="off")
     runs = []
-    for version, way in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
-        out = output_of(*app(*images_at(image_root, **flags), *way))
+    for version, placement in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
+        out = output_of(*app(*images_at(image_root, **flags), *placement))
         first = f"3 of 38 images are skipped; the first one: {cats / '00.jpg'} cannot be read (not an image)\n"
         assert (first in out) == (version == 0), "said when they are decoded"
         run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
@@ -194,7 +200,10 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
 
 
 def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None:
-    """CMYK, 16 bits, animated, one pixel, a wrong suffix; class names that are not UTF-8."""
+    """Unusual images are read: CMYK, 16 bits, animated, of one pixel, or with a wrong suffix.
+
+    Names of classes and files need not be UTF-8.
+    """
     cats = image_root / "train" / "cat"
     Image.new("CMYK", (20, 20), (1, 2, 3, 4)).save(cats / "cmyk.jpg")
     Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(cats / "deep.png")
@@ -231,7 +240,7 @@ def by_workers(split: FileSplit) -> None:
 
 @pytest.mark.parametrize("read", [lambda split: list(split.blocks(1)), by_workers], ids=["decoding", "training"])
 def test_an_unreadable_image_leaves_no_worker_behind(read: Callable[[FileSplit], Any], tmp_path: Path) -> None:
-    """Its error ends the workers at once, not at a later garbage collection, which would wait for them."""
+    """The image's error ends the workers at once. Otherwise, a later garbage collection would wait for them."""
     (tmp_path / "bad.png").write_bytes(b"x")
     split = FileSplit([str(tmp_path / "bad.png")], [0], (3, 8, 8), Geometry((8, 8)))
     gc.collect()

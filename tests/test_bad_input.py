@@ -61,9 +61,9 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), FLAGS)
-def test_flags(flags: list[str], said: str, app: App) -> None:
-    assert said in error_of(*app("fit", *TINY, *flags))
+@pytest.mark.parametrize(("flags", "message"), FLAGS)
+def test_flags(flags: list[str], message: str, app: App) -> None:
+    assert message in error_of(*app("fit", *TINY, *flags))
     assert not Path("ran").exists()
 
 
@@ -78,10 +78,10 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "said"), CONFIGS)
-def test_configs(content: str | bytes, said: str, app: App) -> None:
+@pytest.mark.parametrize(("content", "message"), CONFIGS)
+def test_configs(content: str | bytes, message: str, app: App) -> None:
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
-    assert said in error_of(*app("fit", *TINY, "--config", "x.yaml"))
+    assert message in error_of(*app("fit", *TINY, "--config", "x.yaml"))
     assert not Path("ran").exists()
 
 
@@ -101,15 +101,15 @@ PIPES = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "said"), PIPES)
-def test_a_pipe_in_place_of_a_file(argv: list[str], said: str, app: App) -> None:
+@pytest.mark.parametrize(("argv", "message"), PIPES)
+def test_a_pipe_in_place_of_a_file(argv: list[str], message: str, app: App) -> None:
     """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
     (run / "checkpoints").mkdir(parents=True)
     for name in ("pipe", run / "run.json", run / "checkpoints" / "last.ckpt"):
         os.mkfifo(name)
     where = [] if argv[0] in ("plan", "compare") else [*TINY[:4], "--run.root", "runs", "--run.name", "x"]
-    assert said in error_of(*app(*(word.format(Path.cwd()) for word in argv), *where))
+    assert message in error_of(*app(*(word.format(Path.cwd()) for word in argv), *where))
 
 
 VARIABLES = [
@@ -122,12 +122,12 @@ VARIABLES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "said"), VARIABLES)
-def test_variables(name: str, value: str, said: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "value", "message"), VARIABLES)
+def test_variables(name: str, value: str, message: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     line = error_of(*app("fit", *TINY))
     assert f"{name}={value} in the environment" in line
-    assert said in line
+    assert message in line
     assert f": unset {name}" in line
 
 
@@ -139,8 +139,8 @@ def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> 
     elsewhere.mkdir()
     (elsewhere / "theirs.py").write_text(Path("mine.py").read_text().replace("Mine", "Theirs"))
     monkeypatch.syspath_prepend(elsewhere.resolve())
-    said = error_of(*app("fit", *TINY, "--model", "theirs.Theirs"))
-    assert f"--model theirs.Theirs: {REFUSED}: give --trust theirs" in said
+    message = error_of(*app("fit", *TINY, "--model", "theirs.Theirs"))
+    assert f"--model theirs.Theirs: {REFUSED}: give --trust theirs" in message
     out = output_of(*app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs"))
     assert "python -m app test --trust theirs --config " in out, "the commands that are printed can be followed"
     assert main(["--trust", "theirs"]) == 0, "of no command there is the help"

@@ -35,19 +35,19 @@ def gathered(batch: RawBatch | Rows) -> RawBatch:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle: bool) -> None:
     rows = torch.arange(3, 40)  # 37 samples: batches of 8, the last one of 5
-    given: dict[str, Any] = {"batch_size": 8, "shuffle": shuffle, "seed": 5, "draws": 2}
-    shared = given | {"world_size": world_size, "placement": placement}
+    kwargs: dict[str, Any] = {"batch_size": 8, "shuffle": shuffle, "seed": 5, "draws": 2}
+    shared = kwargs | {"world_size": world_size, "placement": placement}
     loaders = [GlobalBatches(split(50), rows, rank=rank, **shared) for rank in range(world_size)]
-    reference = GlobalBatches(split(50), rows, **given)
+    reference = GlobalBatches(split(50), rows, **kwargs)
     for epoch in (0, 1):
         for loader in (*loaders, reference):
             loader.set_epoch(epoch)
-        shares = list(zip(*([gathered(batch) for batch in loader] for loader in loaders), strict=True))
-        assert len(shares) == len(reference) == 5
-        for step, (parts, whole) in enumerate(zip(shares, reference, strict=True)):
-            for ours, expected in zip(zip(*(part[:3] for part in parts), strict=True), whole[:3], strict=True):
+        steps = list(zip(*([gathered(batch) for batch in loader] for loader in loaders), strict=True))
+        assert len(steps) == len(reference) == 5
+        for step, (shares, whole) in enumerate(zip(steps, reference, strict=True)):
+            for ours, expected in zip(zip(*(share[:3] for share in shares), strict=True), whole[:3], strict=True):
                 assert torch.equal(torch.cat(list(ours)).to(expected.dtype), expected)
-            sizes = [len(part.labels) for part in parts]
+            sizes = [len(share.labels) for share in shares]
             assert max(sizes) - min(sizes) <= 1
             assert sum(sizes) == reference.global_count(step)
             assert torch.equal(whole.images[:, 0, 0, 0].long(), whole.labels)
@@ -56,8 +56,8 @@ def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_flips_alternate_on_any_number_of_ranks(world_size: int) -> None:
-    given: dict[str, Any] = {"batch_size": 6, "shuffle": True, "draws": 5, "alternate": True, "world_size": world_size}
-    loaders = [GlobalBatches(split(40), torch.arange(40), rank=rank, **given) for rank in range(world_size)]
+    kwargs: dict[str, Any] = {"batch_size": 6, "shuffle": True, "draws": 5, "alternate": True, "world_size": world_size}
+    loaders = [GlobalBatches(split(40), torch.arange(40), rank=rank, **kwargs) for rank in range(world_size)]
     first = torch.randint(2, (40,), generator=stream(0, 5))
     for epoch in range(3):
         for loader in loaders:
@@ -86,9 +86,9 @@ def test_a_rank_holds_only_its_share_of_what_is_not_shuffled() -> None:
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
 def test_reading_goes_on_at_the_trainers_position(placement: str) -> None:
-    given: dict[str, Any] = {"batch_size": 8, "shuffle": True, "placement": placement}
-    whole = GlobalBatches(split(50), torch.arange(50), **given)
-    rest = GlobalBatches(split(50), torch.arange(50), position=lambda: 4, **given)
+    kwargs: dict[str, Any] = {"batch_size": 8, "shuffle": True, "placement": placement}
+    whole = GlobalBatches(split(50), torch.arange(50), **kwargs)
+    rest = GlobalBatches(split(50), torch.arange(50), position=lambda: 4, **kwargs)
     expected = [batch.labels.tolist() for batch in whole][4:]
     assert [batch.labels.tolist() for batch in rest] == expected
 
@@ -115,8 +115,8 @@ def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None
     alone = epochs(0, 1)
     assert len({int(value) for batch in alone for value in batch}) > 20, "it does augment"
     assert not torch.equal(alone[0], alone[3]), "each epoch differently"
-    for whole, *parts in zip(alone, epochs(0, 2), epochs(1, 2), strict=True):
-        assert torch.equal(torch.cat(parts), whole)
+    for whole, *shares in zip(alone, epochs(0, 2), epochs(1, 2), strict=True):
+        assert torch.equal(torch.cat(shares), whole)
     assert torch.equal(torch.get_rng_state(), state), "global random state is left alone"
 
 
@@ -126,8 +126,8 @@ def test_augmentation_that_cannot_be(app: App) -> None:
     assert "--data.placement disk, not memory" in error_of(*app("fit", *flags, elastic, "--data.placement", "memory"))
     flags += ["torchvision.transforms.v2.Resize", "--data.augment.size", "7", "--data.num_workers"]
     for workers in ("0", "2"):
-        said = error_of(*app("fit", *flags, workers))
-        assert said.startswith("error: --data.augment Resize turns torch.uint8 (3, 32, 32) into torch.uint8 (3, 7, 7)")
+        line = error_of(*app("fit", *flags, workers))
+        assert line.startswith("error: --data.augment Resize turns torch.uint8 (3, 32, 32) into torch.uint8 (3, 7, 7)")
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest
     batches = iter(loader)
     for ready, expected in zip((2, 3, 4, 5, 5), reference, strict=True):
         batch = next(batches)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(batch[:3], expected[:3], strict=True))
+        assert all(torch.equal(ours, wanted) for ours, wanted in zip(batch[:3], expected[:3], strict=True))
         awaited(lambda ready=ready: len(pinned) >= 2 + ready, 20)
     assert next(batches, None) is None
     assert pinned == [(37, 2), (37,), *((n, 1, 4, 4) for n in (8, 8, 8, 8, 5))]

@@ -46,9 +46,9 @@ def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
         return decode(self, index)
 
     def count() -> int:
-        found = note.stat().st_size if note.exists() else 0
+        size = note.stat().st_size if note.exists() else 0
         note.unlink(missing_ok=True)
-        return found
+        return size
 
     monkeypatch.setattr(FileSplit, "__getitem__", noting)
     return count
@@ -88,13 +88,13 @@ def test_a_command_decodes_what_it_reads(image_root: Path, cache: Path, decoded:
 def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, app: App, tmp_path: Path) -> None:
     flags = ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
     flags += options(batch_size=8, max_epochs=2, num_workers=1, log_every_n_steps=1, test=False)
-    found = []
+    curves = []
     for place, placement in ((cache, "memory"), (cache, "disk"), (cache, "device"), ("off", "memory"), ("off", "disk")):
         name = f"{placement}-{place == cache}"
         output_of(*app("fit", *flags, *options(placement=placement, name=name), "--data.cache", place))
-        found.append(losses(tmp_path / "runs" / name / "version_0").tolist())
-    assert len(found[0]) == 10
-    assert all(others == found[0] for others in found)
+        curves.append(losses(tmp_path / "runs" / name / "version_0").tolist())
+    assert len(curves[0]) == 10
+    assert all(others == curves[0] for others in curves)
 
 
 def test_off(image_root: Path, tmp_path: Path, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,8 @@ def test_no_room_for_a_cache(
         monkeypatch.setattr("app.data.cache.remove_parts", Mock(side_effect=OSError(errno.ENOSPC, reason)))
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.cache", cache, *STEPS]
     out = output_of(*app("fit", *flags))
-    (said,) = [line for line in out.splitlines() if "Decoded images cannot be kept" in line]
-    assert all(part in said for part in (str(cache), reason, "--data.cache"))
+    (message,) = [line for line in out.splitlines() if "Decoded images cannot be kept" in line]
+    assert all(text in message for text in (str(cache), reason, "--data.cache"))
     assert cache.is_file() or not list(cache.iterdir())
 
 
@@ -222,10 +222,10 @@ def test_processes_that_write_at_once(image_root: Path, cache: Path) -> None:
     def write(_: int) -> torch.Tensor:
         source = EncodedImages(Meets(str(image_root))).source
         ImageCache(str(cache)).write(source, "train", 0)
-        found = ImageCache(str(cache)).open(source, "train")
-        assert found is not None
-        assert found.mapped
-        return found.tensor()
+        cached = ImageCache(str(cache)).open(source, "train")
+        assert cached is not None
+        assert cached.mapped
+        return cached.tensor()
 
     with ThreadPoolExecutor(4) as writers:
         first, *others = writers.map(write, range(4))
@@ -294,8 +294,8 @@ def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_pa
     image = image_root / "train" / "dog" / "02.jpg"
     image.write_bytes(b"not an image")
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--run.root", tmp_path]
-    said = error_of(*fork_app("fit", *flags, *on_cpu(strategy), *QUIET))
-    assert said.startswith(f"error: {image} cannot be read (not an image): replace it")
+    message = error_of(*fork_app("fit", *flags, *on_cpu(strategy), *QUIET))
+    assert message.startswith(f"error: {image} cannot be read (not an image): replace it")
 
 
 @SLOW
@@ -307,7 +307,7 @@ def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
 
 @SLOW
 def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path) -> None:
-    """The command `test` records a fraction as a batch size; only rank zero counts the training images for it."""
+    """`test` turns a fraction into a number of images per batch. For this, it must count the training images."""
     flags = ["--data", "Synthetic", "--data.size", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
     output_of(*fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED))
     output_of(*fork_app("test", *flags, *on_cpu("ddp_fork"), "--data.val_size", "20", "--ckpt_path", "last"))
@@ -321,5 +321,5 @@ def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -
     labelled = ImageFolder(str(image_root)).source
     assert kept.open(labelled, "test") is None
     kept.write(labelled, "test", 0)
-    found = [kept.open(source, split) for source, split in ((unlabelled, "predict"), (labelled, "test"))]
-    assert [set(split.labels.tolist()) for split in found if split] == [{-1}, {0, 1, 2}]
+    splits = [kept.open(source, split) for source, split in ((unlabelled, "predict"), (labelled, "test"))]
+    assert [set(split.labels.tolist()) for split in splits if split] == [{-1}, {0, 1, 2}]

@@ -34,11 +34,11 @@ def test_every_change_of_the_content_is_seen(tmp_path: Path) -> None:
         changed = bytearray(whole)
         changed[position] ^= 1 << position % 8
         path.write_bytes(changed)
-        found = None
+        checkpoint = None
         with suppress(UserError):
-            found = read(path)
-        if found is not None:  # the bit lies outside of the content
-            assert (found["global_step"], found["state_dict"]["weight"].tolist()) == (1, [1.0] * 40)
+            checkpoint = read(path)
+        if checkpoint is not None:  # the bit lies outside of the content
+            assert (checkpoint["global_step"], checkpoint["state_dict"]["weight"].tolist()) == (1, [1.0] * 40)
     for length in range(0, len(whole), 13):
         path.write_bytes(whole[:length])
         with pytest.raises(UserError, match=f"{path}: (damaged|not a checkpoint)"):
@@ -46,7 +46,10 @@ def test_every_change_of_the_content_is_seen(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_others(tmp_path: Path) -> None:
-    """Checkpoints without our checksum; torch ignores the checksums of the zip archive."""
+    """Checkpoints that Lightning or torch wrote are loaded, also in torch's old format.
+
+    A changed bit is detected by the zip archive's checksums, which torch ignores. A file without weights is rejected.
+    """
     path = tmp_path / "theirs.ckpt"
     TorchCheckpointIO().save_checkpoint(content(2, 4000), path)
     assert CheckpointFiles().load_checkpoint(path)["global_step"] == 2
@@ -92,7 +95,10 @@ def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kill_after_the_one_before_got_its_name(tmp_path: Path) -> None:
-    """Both names are hard links to one file. rename(2) does nothing between them, so a temporary name could remain."""
+    """A save keeps both checkpoints and leaves no temporary file after a kill between linking and replacing.
+
+    Both names are then hard links to one file. rename(2) does nothing between two links to one file.
+    """
     last, before = tmp_path / LAST, tmp_path / PREVIOUS
     CheckpointFiles().save_checkpoint(content(1), last)
     before.hardlink_to(last)

@@ -83,9 +83,9 @@ def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
     assert config["trainer"]["strategy"]["init_args"]["bucket_cap_mb"] == 5
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("train", "fit"), ("fti", "fit"), ("tset", "test"), ("nope", None)])
-def test_a_command_that_there_is_not(typed: str, meant: str | None, app: App) -> None:
-    hint = f": did you mean {meant}?" if meant else ""
+@pytest.mark.parametrize(("typed", "suggestion"), [("train", "fit"), ("fti", "fit"), ("tset", "test"), ("nope", None)])
+def test_a_command_that_there_is_not(typed: str, suggestion: str | None, app: App) -> None:
+    hint = f": did you mean {suggestion}?" if suggestion else ""
     commands = "(fit, validate, test, predict, export, compare, verify, replay, plan, doctor)"
     assert error_of(*app(typed)) == f"error: {typed}: there is no such command{hint} {commands}"
 
@@ -143,28 +143,28 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), WRONG)
-def test_errors(flags: str, said: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("flags", "message"), WRONG)
+def test_errors(flags: str, message: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("class Small:\n    pass\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images" / "train" / "cat").mkdir(parents=True)
-    given = shlex.split(flags)
-    root = ["--data.root", tmp_path / "images"] if "ImageFolder" in given else []
-    assert said in error_of(*app("fit", *(QUIET if "--data" in given else SMALL), *given, *root))
+    words = shlex.split(flags)
+    root = ["--data.root", tmp_path / "images"] if "ImageFolder" in words else []
+    assert message in error_of(*app("fit", *(QUIET if "--data" in words else SMALL), *words, *root))
     assert not list((tmp_path / "runs").glob("*/*/checkpoints")), "nothing was kept"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 64, reason="this machine has all the devices that are asked for")
 def test_more_cuda_devices_than_there_are(app: App) -> None:
-    said = error_of(*app("fit", *SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64"))
-    assert "cuda" in said.lower() or "gpu" in said.lower()
+    message = error_of(*app("fit", *SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64"))
+    assert "cuda" in message.lower() or "gpu" in message.lower()
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_an_accelerator_that_is_not_there(app: App) -> None:
     for name in ("gpu", "cuda", "mps"):
-        said = error_of(*app("fit", *SMALL, "--trainer.accelerator", name))
-        assert said == f"error: --trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
+        line = error_of(*app("fit", *SMALL, "--trainer.accelerator", name))
+        assert line == f"error: --trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
 
 
 BAD_CONFIGS = [
@@ -182,11 +182,11 @@ BAD_CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "said"), BAD_CONFIGS)
-def test_bad_configs(content: bytes, said: str, app: App, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "message"), BAD_CONFIGS)
+def test_bad_configs(content: bytes, message: str, app: App, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
-    assert said in error_of(*app("fit", "--config", path))
+    assert message in error_of(*app("fit", "--config", path))
 
 
 def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,19 +209,19 @@ SRUN = {
 
 
 def test_under_srun_dp_is_refused(tmp_path: Path) -> None:
-    said = error_of(*fork_app("fit", *SMALL, *on_cpu("dp"), "--run.root", tmp_path, env=SRUN))
-    assert "--trainer.strategy dp is one process, but srun started several" in said
+    message = error_of(*fork_app("fit", *SMALL, *on_cpu("dp"), "--run.root", tmp_path, env=SRUN))
+    assert "--trainer.strategy dp is one process, but srun started several" in message
 
 
 @pytest.mark.parametrize("root", ["file", "dangling"])
 def test_where_no_folder_can_be_made(root: str, app: App, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "deep")
-    said = error_of(*app("fit", *SMALL, "--run.root", tmp_path / root))
-    assert said.startswith(f"error: {tmp_path / root}/LeNet-Synthetic/version_0 cannot be created (")
-    assert said.endswith("): give another --run.root")
-    said = error_of(*app("compare", *SMALL[2:], "--root", tmp_path / root))
-    assert said.startswith(f"error: {tmp_path / root}")
+    message = error_of(*app("fit", *SMALL, "--run.root", tmp_path / root))
+    assert message.startswith(f"error: {tmp_path / root}/LeNet-Synthetic/version_0 cannot be created (")
+    assert message.endswith("): give another --run.root")
+    message = error_of(*app("compare", *SMALL[2:], "--root", tmp_path / root))
+    assert message.startswith(f"error: {tmp_path / root}")
 
 
 def test_a_strategy_by_its_class(app: App) -> None:

@@ -33,19 +33,19 @@ def run_nodes(commands: Sequence[Sequence[str]], variables: Sequence[dict[str, s
     nodes = [
         subprocess.Popen(
             command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={**os.environ, "PATH": path, **own},
+            env={**os.environ, "PATH": path, **environment},
         )
-        for command, own in zip(commands, variables, strict=True)
+        for command, environment in zip(commands, variables, strict=True)
     ]  # fmt: skip
     try:
-        said = [node.communicate(timeout=100)[0] for node in nodes]
+        outputs = [node.communicate(timeout=100)[0] for node in nodes]
     finally:
         for node in nodes:
             if node.poll() is None:
                 os.killpg(node.pid, signal.SIGKILL)
                 node.communicate()
-    assert [node.returncode for node in nodes] == [0] * len(nodes), said
-    return said
+    assert [node.returncode for node in nodes] == [0] * len(nodes), outputs
+    return outputs
 
 
 def epochs(root: Path) -> list[tuple[int, int]]:
@@ -57,11 +57,11 @@ def epochs(root: Path) -> list[tuple[int, int]]:
 def test_slurm_script() -> None:
     head, command, body = (CLUSTER / "slurm.sbatch").read_text().partition("\nexport ")
     assert command
-    given = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, flags=re.MULTILINE))
-    assert len(given) == head.count("\n#SBATCH"), "a line that is spelt otherwise"
-    assert {"nodes", "ntasks-per-node", "cpus-per-task", "gres", "time", "requeue"} <= given.keys()
-    assert given["signal"] == "SIGUSR1@90", "to the ranks, not to the script: no B:"
-    assert given["open-mode"] == "append"
+    directives = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, flags=re.MULTILINE))
+    assert len(directives) == head.count("\n#SBATCH"), "a line that is spelt otherwise"
+    assert {"nodes", "ntasks-per-node", "cpus-per-task", "gres", "time", "requeue"} <= directives.keys()
+    assert directives["signal"] == "SIGUSR1@90", "to the ranks, not to the script: no B:"
+    assert directives["open-mode"] == "append"
     assert "#SBATCH" not in body, "SLURM reads none below the first command"
 
 
@@ -72,9 +72,9 @@ def test_containers(app: App) -> None:
     """
     text = (CLUSTER / "Dockerfile").read_text()
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
-    docker = {name: [rest for each, rest in lines if each == name] for name, _ in lines}
-    head, *parts = re.split(r"^%(\w+)\n", (CLUSTER / "apptainer.def").read_text(), flags=re.MULTILINE)
-    sections = {name: textwrap.dedent(body).strip() for name, body in zip(parts[::2], parts[1::2], strict=True)}
+    docker = {name: [rest for instruction, rest in lines if instruction == name] for name, _ in lines}
+    head, *fields = re.split(r"^%(\w+)\n", (CLUSTER / "apptainer.def").read_text(), flags=re.MULTILINE)
+    sections = {name: textwrap.dedent(body).strip() for name, body in zip(fields[::2], fields[1::2], strict=True)}
     assert sections.keys() == {"files", "post", "environment", "runscript"}
     header = dict(line.split(": ") for line in head.splitlines() if line and not line.startswith("#"))
     assert header == {"Bootstrap": "docker", "From": docker["FROM"][0]}
@@ -99,10 +99,10 @@ def test_containers(app: App) -> None:
 
 @pytest.mark.slow
 def test_kubernetes_train_job(tmp_path: Path) -> None:
-    """Names are those of Kubeflow Trainer 2.3's CRD trainjobs.trainer.kubeflow.org; the command runs in two pods.
+    """The job uses names of Kubeflow Trainer 2.3's CRD trainjobs.trainer.kubeflow.org; its command runs in two pods.
 
-    Source: github.com/kubeflow/trainer, manifests/base/crds and pkg/runtime/framework/plugins/torch, which sets the
-    variables, refuses them in the job, and names the container `node`.
+    Source: github.com/kubeflow/trainer, manifests/base/crds and pkg/runtime/framework/plugins/torch. That plugin sets
+    the variables `PET_…`, refuses them in a job, and names the container `node`.
     """
     job = yaml.safe_load((CLUSTER / "trainjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
@@ -111,7 +111,7 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
     assert spec["runtimeRef"] == {"name": "torch-distributed"}, "a ClusterTrainingRuntime, unless its kind is given"
     trainer = spec["trainer"]
     assert trainer.keys() == {"numNodes", "image", "command", "env", "resourcesPerNode"}
-    assert not [each for each in trainer["env"] if each["name"].startswith("PET_")], "they are reserved"
+    assert not [entry for entry in trainer["env"] if entry["name"].startswith("PET_")], "they are reserved"
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == 4
     (patch,) = spec["runtimePatches"]
     assert patch.keys() == {"manager", "trainingRuntimeSpec"}
@@ -121,7 +121,7 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
     assert (replicated["name"], container["name"]) == ("node", "node")
     assert container.keys() == {"name", "volumeMounts"}, "variables of this container go to the trainer"
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    limit = next(each["value"] for each in trainer["env"] if each["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    limit = next(entry["value"] for entry in trainer["env"] if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     assert int(limit) < pod["terminationGracePeriodSeconds"]
 
     command = [word.replace("/shared", str(tmp_path)) for word in trainer["command"] if "--data.root" not in word]
@@ -134,7 +134,7 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_skypilot(tmp_path: Path) -> None:
-    """The task's commands run on two nodes of one device, and continue the run after a restart."""
+    """The task's commands run on two nodes with one device each, and continue the run after a restart."""
     task = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
     known = {"name", "workdir", "num_nodes", "resources", "envs", "file_mounts", "setup", "run"}
     assert task.keys() == known, "source: docs.skypilot.co/en/latest/reference/yaml-spec.html"
@@ -148,12 +148,12 @@ def test_skypilot(tmp_path: Path) -> None:
     machines = {"SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
     machines["SKYPILOT_NODE_IPS"] = "\n".join(["127.0.0.1"] * nodes)
     for count in (1, 2):
-        own = {**task["envs"], **machines, "FLAGS": f"{flags} --trainer.max_epochs {count}"}
-        ranks = [{**own, "SKYPILOT_NODE_RANK": str(rank)} for rank in range(nodes)]
-        said = run_nodes([["bash", "-eu", "-c", script]] * nodes, ranks, ROOT)
-    assert "resuming from" in said[0]
+        common = {**task["envs"], **machines, "FLAGS": f"{flags} --trainer.max_epochs {count}"}
+        ranks = [{**common, "SKYPILOT_NODE_RANK": str(rank)} for rank in range(nodes)]
+        outputs = run_nodes([["bash", "-eu", "-c", script]] * nodes, ranks, ROOT)
+    assert "resuming from" in outputs[0]
     assert epochs(tmp_path)[-1] == (2, 2)
-    alone = {**own, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "FLAGS": "--print_config"}
+    alone = {**common, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "FLAGS": "--print_config"}
     assert "num_nodes: 1" in run_nodes([["bash", "-eu", "-c", script]], [alone], ROOT)[0]
 
 
@@ -165,7 +165,7 @@ def test_sweep(tmp_path: Path) -> None:
 
     sweep = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
     assert (sweep["method"], sweep["metric"]) == ("grid", {"name": "val_acc", "goal": "maximize"})
-    values = {name: each.get("values", [each.get("value")]) for name, each in sweep["parameters"].items()}
+    values = {name: setting.get("values", [setting.get("value")]) for name, setting in sweep["parameters"].items()}
     trials = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
     assert len(trials) == 3
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -173,14 +173,14 @@ def test_sweep(tmp_path: Path) -> None:
     with ForkServer(tmp_path, limit=None) as server:
         for number, trial in enumerate(trials):
             parameters = {name: {"value": value} for name, value in sorted(trial.items())}  # sorted, as the server does
-            given = tmp_path / f"trial{number}.yaml"
-            save_config_file_from_dict(str(given), parameters)
+            path = tmp_path / f"trial{number}.yaml"
+            save_config_file_from_dict(str(path), parameters)
             args = create_sweep_command_args({"args": parameters})
-            said = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"], "${args}": args["args"]}
-            command = [word for part in create_sweep_command(sweep["command"]) for word in said.get(part, [part])]
+            macros = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"], "${args}": args["args"]}
+            command = [word for macro in create_sweep_command(sweep["command"]) for word in macros.get(macro, [macro])]
             assert command[:5] == ["/usr/bin/env", "python", "-m", "app", "fit"]
             env = {"WANDB_MODE": "offline", "WANDB_RUN_ID": f"trial{number}", "WANDB_SWEEP_ID": "sweep"}
-            env["WANDB_SWEEP_PARAM_PATH"] = str(given)
+            env["WANDB_SWEEP_PARAM_PATH"] = str(path)
             output_of(*server.run(*command[4:], *small, *QUIET, env=env))
     for number, trial in enumerate(trials):
         run = tmp_path / "runs" / "sweep" / f"version_{number}"

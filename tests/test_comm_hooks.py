@@ -24,8 +24,8 @@ MEET = "--trainer.num_nodes 2 --cluster.init_method tcp://127.0.0.1:29500 --clus
 
 def forked(strategy: str, *options: str) -> list[str]:
     """Flags for a strategy whose two processes are forks, which start at once."""
-    given = zip(options[::2], options[1::2], strict=True)
-    words = [word for name, value in given for word in (f"--trainer.strategy.{name}", value)]
+    pairs = zip(options[::2], options[1::2], strict=True)
+    words = [word for name, value in pairs for word in (f"--trainer.strategy.{name}", value)]
     return [*CPU, "--trainer.strategy", strategy, "--trainer.strategy.start_method", "fork", *words]
 
 
@@ -43,9 +43,9 @@ def rings(rank: int, store: str) -> None:
             sent = ring_all_reduce(ours, group)
             dist.all_reduce(wanted, group=group)
             torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
-            everybodys = [torch.empty(length) for _ in ranks]
-            dist.all_gather(everybodys, ours, group=group)
-            assert all(torch.equal(theirs, ours) for theirs in everybodys)
+            gathered = [torch.empty(length) for _ in ranks]
+            dist.all_gather(gathered, ours, group=group)
+            assert all(torch.equal(result, ours) for result in gathered)
             total = torch.tensor(sent)
             dist.all_reduce(total, group=group)
             assert total == 2 * (world - 1) * mine.nbytes
@@ -103,10 +103,10 @@ ACTING = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "options", "said"), ACTING)
-def test_hooks_act_on_cpu(strategy: str, options: list[str], said: str, exact: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "options", "message"), ACTING)
+def test_hooks_act_on_cpu(strategy: str, options: list[str], message: str, exact: Path, tmp_path: Path) -> None:
     out = output_of(*fork_app("fit", *EXACT, *forked(strategy, *options), "--run.root", tmp_path, "--run.name", "x"))
-    assert said in out
+    assert message in out
     check_effect(tmp_path, exact, effect=True)
     assert record_of(tmp_path / "x" / "version_0")["strategy"] in (strategy, f"{strategy}_fork")
 
@@ -141,8 +141,8 @@ def test_a_node_is_one_process_under_ddp_dp(single: Path, tmp_path: Path) -> Non
         assert f"rank {rank}, replica {replica}: input [16, 3, 32, 32] -> output [16, 10]" in out
     assert "gathered: [32, 10]" in out
     record = record_of(run)
-    way = {"strategy": "ddp_dp", "devices": 2, "num_nodes": 2, "world_size": 2, "replicas": 4}
-    assert way.items() <= record.items()
+    expected = {"strategy": "ddp_dp", "devices": 2, "num_nodes": 2, "world_size": 2, "replicas": 4}
+    assert expected.items() <= record.items()
     assert [row["rank"] for row in record["peak_memory"]] == [0, 0, 1, 1]
     assert record["time_per_step"]["communication"] > 0
 
@@ -165,25 +165,25 @@ def strategy(*words: str) -> Namespace | str:
 def test_options_follow_a_name(tmp_path: Path) -> None:
     assert strategy("--trainer.strategy", "ddp_ring") == "ddp_ring"
     for words in (["--trainer.strategy", "ddp"], ["--trainer.strategy=ddp"]):
-        found = strategy(*words, "--trainer.devices", "2", "--trainer.strategy.process_group_backend", "gloo")
-        assert found.class_path == "app.parallel.ddp.DDP"
-        assert (found.init_args.process_group_backend, found.init_args.start_method) == ("gloo", "popen")
-    found = strategy("--trainer.strategy=ddp_spawn_find_unused_parameters_true", "--trainer.strategy.bucket_cap_mb=1")
-    assert found.init_args.find_unused_parameters
-    assert found.init_args.start_method == "spawn"
-    found = strategy("--trainer.strategy", "ddp_fp16", "--trainer.strategy.bucket_cap_mb=1", "--trainer.strategy", "dp")
-    assert found == "dp"
+        spec = strategy(*words, "--trainer.devices", "2", "--trainer.strategy.process_group_backend", "gloo")
+        assert spec.class_path == "app.parallel.ddp.DDP"
+        assert (spec.init_args.process_group_backend, spec.init_args.start_method) == ("gloo", "popen")
+    spec = strategy("--trainer.strategy=ddp_spawn_find_unused_parameters_true", "--trainer.strategy.bucket_cap_mb=1")
+    assert spec.init_args.find_unused_parameters
+    assert spec.init_args.start_method == "spawn"
+    spec = strategy("--trainer.strategy", "ddp_fp16", "--trainer.strategy.bucket_cap_mb=1", "--trainer.strategy", "dp")
+    assert spec == "dp"
 
 
 @pytest.mark.parametrize("content", ["ddp_powersgd", {"class_path": "app.parallel.PowerSGD"}])
 def test_options_follow_a_name_in_a_config(content: str | dict[str, str], tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"strategy": content}}))
-    found = strategy("--config", str(config), "--trainer.strategy.matrix_approximation_rank", "2")
-    assert found.class_path.endswith(".PowerSGD")
-    assert found.init_args.matrix_approximation_rank == 2
-    found = strategy("--config", str(config))
-    assert found == content if isinstance(content, str) else found.init_args.matrix_approximation_rank == 1
+    spec = strategy("--config", str(config), "--trainer.strategy.matrix_approximation_rank", "2")
+    assert spec.class_path.endswith(".PowerSGD")
+    assert spec.init_args.matrix_approximation_rank == 2
+    spec = strategy("--config", str(config))
+    assert spec == content if isinstance(content, str) else spec.init_args.matrix_approximation_rank == 1
 
 
 REFUSED = [
@@ -208,13 +208,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), REFUSED)
-def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_what_cannot_act_is_refused(flags: str, message: str, app: App) -> None:
     words = flags.split()
-    given = ["--trainer.strategy", words.pop(0)] if len(words) % 2 else []
+    argv = ["--trainer.strategy", words.pop(0)] if len(words) % 2 else []
     for name, value in zip(words[::2], words[1::2], strict=True):
-        given += [name if name.startswith("--") else f"--trainer.strategy.{name}", value]
-    assert said in error_of(*app("fit", *SMALL, *CPU, *given))
+        argv += [name if name.startswith("--") else f"--trainer.strategy.{name}", value]
+    assert message in error_of(*app("fit", *SMALL, *CPU, *argv))
 
 
 def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,5 +224,5 @@ def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyP
 
 def test_a_backend_that_torch_lacks_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
-    said = error_of(*app("fit", *SMALL, *forked("ddp", "process_group_backend", "mpi")))
-    assert "process_group_backend mpi: on cpu use gloo" in said
+    message = error_of(*app("fit", *SMALL, *forked("ddp", "process_group_backend", "mpi")))
+    assert "process_group_backend mpi: on cpu use gloo" in message

@@ -61,22 +61,22 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(app: App, e
     }
     path = experiment(variants={name: flags for name, (_, flags) in variants.items()}, repeats=2)
     output_of(*app("compare", "--root", path.parent, "--experiment", path, "--time_limit", "40"), 1)
-    found = by_name(path)
-    assert {name: row["status"] for name, row in found.items()} == {name: way for name, (way, _) in variants.items()}
-    assert "GPU" in found["no GPU"]["reason"]
-    assert "needs 4096 CPU cores" in found["too many"]["reason"]
-    assert "cannot be shared equally by 2 ranks" in found["odd batch"]["reason"]
-    assert "this model fails" in found["fails"]["reason"]
-    assert any("this model fails" in line for line in found["fails"]["tail"])
-    assert "only here" in found["a node fails"]["reason"]
-    assert "no progress after 40 s" in found["hangs"]["reason"]
-    assert found["starts"]["reason"] == "still setting up after 40 s: see --time_limit"
-    slow = found["slow"]
+    rows = by_name(path)
+    assert {name: row["status"] for name, row in rows.items()} == {name: state for name, (state, _) in variants.items()}
+    assert "GPU" in rows["no GPU"]["reason"]
+    assert "needs 4096 CPU cores" in rows["too many"]["reason"]
+    assert "cannot be shared equally by 2 ranks" in rows["odd batch"]["reason"]
+    assert "this model fails" in rows["fails"]["reason"]
+    assert any("this model fails" in line for line in rows["fails"]["tail"])
+    assert "only here" in rows["a node fails"]["reason"]
+    assert "no progress after 40 s" in rows["hangs"]["reason"]
+    assert rows["starts"]["reason"] == "still setting up after 40 s: see --time_limit"
+    slow = rows["slow"]
     assert slow["reason"] == "epoch 1 of 2 after 40 s, warm-up included"
     assert slow["n"] == 1, "it is not tried again"
     assert 0 < slow["samples_per_s"] < 24 / 5
     assert slow["loss_last"] is None
-    one, dp = found["one"], found["dp"]
+    one, dp = rows["one"], rows["dp"]
     assert one["loss_last"] == pytest.approx(dp["loss_last"], abs=1e-5)
     assert (one["n"], one["speed_up"], one["efficiency"]) == (2, 1.0, 1.0)
     assert dp["speed_up"] == pytest.approx(dp["samples_per_s"] / one["samples_per_s"])
@@ -117,8 +117,8 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
     head = results(path)
     assert "Published, and here" in text
     assert f"    {head['command']}\n" in text
-    for said in ("576.94", "a V100", "python -m app fit", head["hardware"]["cpu"], head["versions"]["torch"]):
-        assert said in text
+    for detail in ("576.94", "a V100", "python -m app fit", head["hardware"]["cpu"], head["versions"]["torch"]):
+        assert detail in text
     html = (folder / "report.html").read_text()
     assert html.count("<svg") == len(drawn)
     assert html.count("aria-label=") == len(drawn)
@@ -137,9 +137,9 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
         assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"], rel=1e-4)  # rounded
     for damaged in ("runs/repeat_1/one/version_0/run.json", "experiment.json"):
         (folder / damaged).write_text("{")
-        said = error_of(*app("compare", "--root", path.parent, "--experiment", path))
-        assert f"{folder / damaged} cannot be read (" in said
-        assert said.endswith("give --fresh true to begin a new report")
+        message = error_of(*app("compare", "--root", path.parent, "--experiment", path))
+        assert f"{folder / damaged} cannot be read (" in message
+        assert message.endswith("give --fresh true to begin a new report")
 
 
 def test_no_verdict_on_a_busy_machine(
@@ -150,20 +150,20 @@ def test_no_verdict_on_a_busy_machine(
     monkeypatch.setattr("app.runs.starter.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
     out = output_of(*app("compare", "--root", path.parent / "my runs", "--experiment", path))
-    said = f"The machine was busy: other programs took up to {cores:.1f} of its {cores} cores"
+    message = f"The machine was busy: other programs took up to {cores:.1f} of its {cores} cores"
     folder = path.parent / "my runs" / "compare" / "tiny" / "version_0"
-    found = json.loads((folder / "results.json").read_text())
-    assert found["verdict"] == {"said": said, "taken": None}
-    again = f"{found['command']} --fresh"
+    head = json.loads((folder / "results.json").read_text())
+    assert head["verdict"] == {"said": message, "taken": None}
+    again = f"{head['command']} --fresh"
     assert f"'{path.parent}/my runs'" in again
     assert again in out.splitlines(), "it can be pasted"
     html = (folder / "report.html").read_text()
     for text in (out, (folder / "report.md").read_text(), html):
-        assert said in text
+        assert message in text
         assert "Measure again when it is quiet" in text
         for claim in ("the fastest:", "was the fastest", "Take", "of the ideal", "× one", "limits", "recommended"):
             assert claim not in text, claim
-    assert f'<span class="caption">{said}</span>' in html
+    assert f'<span class="caption">{message}</span>' in html
 
 
 @pytest.mark.browser
@@ -208,7 +208,7 @@ def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
 
 
 def test_curves_that_coincide_are_one_line() -> None:
-    """Other curves are drawn separately; a single variant's curve coincides with nothing."""
+    """The title counts the curves that coincide with the baseline's. If none does, the title describes the plot."""
 
     def coinciding(*losses: list[float]) -> str:
         table = pd.DataFrame({"variant": [str(i) for i in range(len(losses))], "samples_per_s": 1.0, "replicas": 1})

@@ -75,19 +75,19 @@ def test_an_option_of_a_strategy_names_its_class() -> None:
 @pytest.mark.parametrize("section", ["run", "trainer", "cluster", "data"])
 def test_a_section_that_is_null(section: str, app: App, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(f"{section}: null\n")
-    said = error_of(*app("fit", "--config", tmp_path / "c.yaml"))
-    assert said == f"error: {section}: null in --config {tmp_path}/c.yaml: give its settings, or leave it out"
+    message = error_of(*app("fit", "--config", tmp_path / "c.yaml"))
+    assert message == f"error: {section}: null in --config {tmp_path}/c.yaml: give its settings, or leave it out"
 
 
 def test_limits_are_of_our_own_classes(app: App) -> None:
     """Limits of our flags do not apply to the user's classes. A null default is valid even if its type forbids null."""
-    theirs = ["--model", "user_code.OddModel", "--data", "user_code.OddData"]
-    config = resolve(["fit", *theirs, "--data.seed", "abc", "--model.clip", ".inf"])
+    classes = ["--model", "user_code.OddModel", "--data", "user_code.OddData"]
+    config = resolve(["fit", *classes, "--data.seed", "abc", "--model.clip", ".inf"])
     assert (config.data.init_args.seed, config.data.init_args.data_seed) == ("abc", -1)
     assert config.model.init_args.hidden is None
-    output_of(*app("fit", *theirs, "--trainer.max_steps", "1", "--run.test", "false", *QUIET))
+    output_of(*app("fit", *classes, "--trainer.max_steps", "1", "--run.test", "false", *QUIET))
     with pytest.raises(UserError, match=r"--model.width null: give a value, or leave it out"):
-        resolve(["fit", *theirs, "--model.width", "null"])
+        resolve(["fit", *classes, "--model.width", "null"])
 
 
 @pytest.mark.parametrize("flag", ["data.flip", "run.test", "trainer.deterministic", "trainer.fast_dev_run"])
@@ -108,8 +108,8 @@ def test_quick_stands_alone(command: str, app: App) -> None:
 def test_a_switch_takes_a_value_too() -> None:
     parser = PlainParser(prog="x")
     parser.add_argument("--dry_run", type=bool, default=False)
-    given = [["--dry_run"], ["--dry_run", "true"], ["--dry_run=true"], ["--dry_run", "false"], []]
-    assert [parser.parse_args(words).dry_run for words in given] == [True, True, True, False, False]
+    command_lines = [["--dry_run"], ["--dry_run", "true"], ["--dry_run=true"], ["--dry_run", "false"], []]
+    assert [parser.parse_args(words).dry_run for words in command_lines] == [True, True, True, False, False]
     with pytest.raises(UserError, match="--dry_run maybe: expected bool"):
         parser.parse_args(["--dry_run", "maybe"])
 

@@ -54,12 +54,12 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
     """Call a function before the second epoch, when Lightning sets the loader's epoch."""
     set_epoch = GlobalBatches.set_epoch
 
-    def told(self: GlobalBatches, epoch: int) -> None:
+    def replacement(self: GlobalBatches, epoch: int) -> None:
         set_epoch(self, epoch)
         if epoch == 1 and self.shuffle:
             begin()
 
-    patch.setattr(GlobalBatches, "set_epoch", told)
+    patch.setattr(GlobalBatches, "set_epoch", replacement)
 
 
 def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step: CodeType = STEP) -> list[int]:
@@ -99,11 +99,11 @@ def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path)
 
         return counted
 
-    with patch.context() as own:  # undo the patches, so that a test can count twice
+    with patch.context() as temporary:  # undo the patches, so that a test can count twice
         for name in ("tolist", "cpu", "numpy"):  # on a CPU, these dispatch no operation
-            own.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
-        own.setattr(ImageClassifier, "training_step", step)
-        in_second_epoch(own, lambda: (marks.clear(), mode.__enter__()))
+            temporary.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+        temporary.setattr(ImageClassifier, "training_step", step)
+        in_second_epoch(temporary, lambda: (marks.clear(), mode.__enter__()))
         try:
             output_of(*app("fit", *TWO_EPOCHS, *flags))
         finally:
@@ -138,9 +138,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
-# calls per step on the same machine: stock Trainer 3,750, with bar, CSV and checkpoints 4,169; hand-written loop 209
+# for comparison, calls per step: stock Trainer 3,750, or 4,169 with bar, CSV and checkpoints; hand-written loop 209
 def test_python_calls(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A callback that overrides nothing costs nothing."""
+    """A step takes at most 1,000 calls. Callbacks that override nothing add no call."""
     calls = calls_per_step(app, monkeypatch, *MLP)
     assert mean(calls) <= 1000
     idle = "--trainer.callbacks+=lightning.pytorch.Callback"
@@ -178,7 +178,10 @@ def check_reads(steps: list[Counter[str]]) -> None:
 
 
 def test_operations(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations and reads of LeNet, then operations of the augmentation by crop, flip and cutout."""
+    """LeNet's step has at most 8 operations more than a hand-written one; crop, flip and cutout add at most 14.
+
+    Only the last step of a logging window reads the device.
+    """
     steps = operations_per_step(app, monkeypatch, *LENET)
     check_reads(steps)
     plain = median(step.total() for step in steps)
@@ -217,7 +220,7 @@ class CountsReads(CIFARCNN):
 
 @pytest.mark.slow
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
-    """Reads include those of the ranks' agreement on stopping."""
+    """Only the last step of a logging window reads the device, although the ranks agree on whether to stop."""
     ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--model", "test_cost.CountsReads", *QUIET]
     output_of(*start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path))
     for rank in range(2):

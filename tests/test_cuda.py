@@ -66,14 +66,14 @@ def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pyt
     assert row["in_use_gib"] is None
 
 
-@pytest.mark.parametrize(("given", "then"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
-def test_nccl_leaves_the_process_to_python(given: str | None, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The value 1 is replaced, because torch elastic sets it in each rank; any other value is the user's."""
+@pytest.mark.parametrize(("before", "after"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
+def test_nccl_leaves_the_process_to_python(before: str | None, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unset value or 1 becomes 2, because torch elastic sets 1 in each rank; any other value is the user's."""
     monkeypatch.delenv(ON_NCCL_ERROR, raising=False)
-    if given is not None:
-        monkeypatch.setenv(ON_NCCL_ERROR, given)
+    if before is not None:
+        monkeypatch.setenv(ON_NCCL_ERROR, before)
     assert main(["--help"]) == 0
-    assert os.environ[ON_NCCL_ERROR] == then
+    assert os.environ[ON_NCCL_ERROR] == after
     monkeypatch.setenv(ON_NCCL_ERROR, "")  # so that monkeypatch undoes main's change
 
 
@@ -94,7 +94,10 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def fail(error: BaseException) -> None:
-    """Handle an error as Lightning does: call the callbacks, move the model to the host, and raise again."""
+    """Call a callback with an error, and raise the error, as Lightning does.
+
+    In between, Lightning moves the model to the host, which must not wait for other ranks: NCCL must be left by then.
+    """
     StopTogether(60.0).on_exception(None, None, error)  # type: ignore[arg-type]
     assert failures.distributed.is_initialized() is False, "nothing waits for the device"
     raise error
@@ -157,16 +160,16 @@ def test_dp_copies_the_network_alone() -> None:
     model = CIFARCNN()
     assert Replica(model).module is model.network
 
-    class Own(CIFARCNN):
+    class Doubled(CIFARCNN):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return super().forward(images) * 2
 
-    assert Replica(own := Own()).module is own
+    assert Replica(doubled := Doubled()).module is doubled
 
 
 def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
-    way = [*CPU, "--trainer.strategy", "dp", "--trainer.devices", "1"]
-    output_of(*app("fit", *SMALL, *way, "--trainer.max_epochs", "8", "--run.name", "x", "--run.test", "false"))
+    flags = [*CPU, "--trainer.strategy", "dp", "--trainer.devices", "1"]
+    output_of(*app("fit", *SMALL, *flags, "--trainer.max_epochs", "8", "--run.name", "x", "--run.test", "false"))
     record = record_of(tmp_path / "runs" / "x" / "version_0")
     assert record["time_per_step"]["communication"] == 0
     strategy = DataParallelStrategy([torch.device("cuda", 0)])
@@ -219,13 +222,13 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
 
 def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line and the record have the requested and the free memory, and a setting that needs less."""
-    said = (
+    message = (
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.56 MiB is "
         "free. Process 1 has 1.0 GiB memory in use. Of the allocated memory 1 GiB is allocated by PyTorch."
     )
 
     def training_step(*_: object) -> None:
-        raise torch.OutOfMemoryError(said)
+        raise torch.OutOfMemoryError(message)
 
     monkeypatch.setattr(CIFARCNN, "training_step", training_step)
     error = error_of(*app("fit", "--data", "Synthetic", "--data.size", "100", *QUIET))

@@ -47,7 +47,7 @@ def test_large_batches_are_normalised_alike() -> None:
     drawn = torch.randint(DRAW_RANGE, (3, transform.draws), dtype=torch.int32)
     one_by_one = [(image[None], draws[None]) for image, draws in zip(images, drawn, strict=True)]
     assert torch.equal(transform(images), torch.cat([transform(image) for image, _ in one_by_one]))
-    assert torch.equal(transform(images, drawn), torch.cat([transform(*each) for each in one_by_one]))
+    assert torch.equal(transform(images, drawn), torch.cat([transform(*sample) for sample in one_by_one]))
 
 
 def test_flip_crop_and_cutout_do_what_they_say() -> None:
@@ -138,8 +138,8 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None
     assert line.startswith(f"{photo},")
     (image_root / "empty").mkdir()
     for place, problem in (("gone", "cannot be read (No such file or directory)"), ("empty", "holds no images")):
-        said = error_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", image_root / place))
-        assert f"{image_root / place} {problem}" in said
+        message = error_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", image_root / place))
+        assert f"{image_root / place} {problem}" in message
 
 
 def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Path) -> None:
@@ -199,8 +199,8 @@ def test_sizes_that_make_no_sense(size: float) -> None:
 def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
     """1 image for 2 ranks: the second rank takes the step with an empty batch."""
     flags = tiny(73, 32, val_size=8, max_epochs=2, log_every_n_steps=1, root=tmp_path)
-    for name, way in (("ddp", on_cpu("ddp_fork")), ("single", [])):
-        output_of(*fork_app("fit", *flags, *way, "--run.name", name))
+    for name, more in (("ddp", on_cpu("ddp_fork")), ("single", [])):
+        output_of(*fork_app("fit", *flags, *more, "--run.name", name))
     ours, single = (losses(tmp_path / name / "version_0") for name in ("ddp", "single"))
     assert len(single) == 6
     assert ours == pytest.approx(single, abs=1e-5)

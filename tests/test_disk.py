@@ -33,14 +33,14 @@ def leftovers(root: Path) -> list[Path]:
 
 @pytest.mark.cluster
 def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> None:
-    """Three checkpoints fit. The fourth leaves no file; line and record name the reason."""
+    """Two checkpoints fit. The third leaves no file; the error line and the record name the reason."""
     filler = disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
-    said = error_of(*start_app("fit", *FIT, *BIG, "--run.root", disk / "runs"))
+    line = error_of(*start_app("fit", *FIT, *BIG, "--run.root", disk / "runs"))
     run = disk / "runs" / "FashionMLP-Synthetic" / "version_0"
-    assert "the checkpoint cannot be written (No space left on device)" in said
-    assert "make room there, or give another --run.root" in said
-    assert (record(disk / "runs")["status"], record(disk / "runs")["error"]) == ("failed", said.removeprefix("error: "))
+    assert "the checkpoint cannot be written (No space left on device)" in line
+    assert "make room there, or give another --run.root" in line
+    assert (record(disk / "runs")["status"], record(disk / "runs")["error"]) == ("failed", line.removeprefix("error: "))
     assert not leftovers(disk)
     steps = {path.name: read(path)["global_step"] for path in (run / "checkpoints").glob("*.ckpt")}
     assert steps, "one is whole"

@@ -56,7 +56,10 @@ NAME = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 
 def text(document: Path) -> str:
-    """Return a document's text as Markdown; of a config, its opening comment."""
+    """Return a document's text as Markdown: of a notebook, the Markdown cells; of a config, the comments.
+
+    Indented lines of a config's comments are repeated as a `bash` block.
+    """
     content = document.read_text()
     if document.suffix == ".ipynb":
         cells = json.loads(content)["cells"]
@@ -69,8 +72,8 @@ def text(document: Path) -> str:
 
 
 def blocks(document: Path, *languages: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```", text(document), flags=re.MULTILINE | re.DOTALL)
-    return [content for language, content in found if language in languages]
+    matches = re.findall(r"^```(\w*)\n(.*?)^```", text(document), flags=re.MULTILINE | re.DOTALL)
+    return [content for language, content in matches if language in languages]
 
 
 def spans(document: Path) -> list[str]:
@@ -81,14 +84,14 @@ def spans(document: Path) -> list[str]:
 
 def commands(document: Path) -> list[str]:
     """Return every command of a document: all lines of `bash` blocks, and texts elsewhere that look like commands."""
-    found = []
+    calls = []
     for language in ("bash", ""):
         for block in blocks(document, language):
             for line in re.sub(r"\\\n\s*", "", block).splitlines():
-                parts = [part.strip() for part in re.sub(r"\s{2,}#.*", "", line).split(" && ") if part.strip()]
-                assert language == "" or all(START.match(f"{part} ") for part in parts), line
-                found += parts
-    return [part for part in found if START.match(f"{part} ")] + [span for span in spans(document) if START.match(span)]
+                chain = [call.strip() for call in re.sub(r"\s{2,}#.*", "", line).split(" && ") if call.strip()]
+                assert language == "" or all(START.match(f"{call} ") for call in chain), line
+                calls += chain
+    return [call for call in calls if START.match(f"{call} ")] + [span for span in spans(document) if START.match(span)]
 
 
 def words_of(command: str) -> list[str]:
@@ -162,10 +165,10 @@ def check_app(arguments: list[str]) -> None:
         assert arguments in ([], ["--help"])
         return
     command, *rest = arguments
-    flags = [part for pair in split_flags(rest)[1] for part in pair]
+    flags = [word for pair in split_flags(rest)[1] for word in pair]
     if command == "compare":
         _, experiment, typed = read_compare(rest)
-        resolve(["fit", *(part for name, value in typed.items() for part in (f"--{name}", value))])
+        resolve(["fit", *(word for name, value in typed.items() for word in (f"--{name}", value))])
         assert all((ROOT / config).is_file() for config in experiment.configs)
     elif command == "plan":
         read_plan(split_flags(rest)[0])
@@ -326,8 +329,8 @@ def small(command: str) -> list[str] | None:
 def test_commands_run(reader: Path, tmp_path: Path) -> None:
     """Commands for one machine run from a reader's folder; commands that are equal with small sizes run once."""
     begin_here = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "app/fit/README.md", *ROOT.glob("notebooks/*")]
-    found = [command for document in begin_here for command in commands(document)]
-    chosen = [words for words in map(small, dict.fromkeys(found)) if words]
+    typed = [command for document in begin_here for command in commands(document)]
+    chosen = [words for words in map(small, dict.fromkeys(typed)) if words]
     assert len(chosen) > 10
     shutil.rmtree("runs")
     first = small("python -m app fit --config configs/quickstart.yaml --run.name NAME")
@@ -350,10 +353,10 @@ def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Pa
     shares = ["--trainer.strategy", "dp", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
     runs = []
     for more in ([], shares):
-        own = words[: words.index("--trainer.strategy")]
+        base = words[: words.index("--trainer.strategy")]
         root = tmp_path / f"runs{len(runs)}"
         flags = ["--data.batch_size", "8", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
-        output_of(*app(*own, *more, *flags, "--run.root", root, *QUIET))
+        output_of(*app(*base, *more, *flags, "--run.root", root, *QUIET))
         runs.append(losses(next(root.glob("*/version_0"))))
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
     (reader / "data").unlink()

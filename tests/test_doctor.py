@@ -32,19 +32,19 @@ LEFT = [
 ]
 
 
-@pytest.mark.parametrize(("variables", "level", "said"), LEFT)
-def test_what_launchers_leave(variables: dict[str, str], level: str, said: str) -> None:
+@pytest.mark.parametrize(("variables", "level", "message"), LEFT)
+def test_what_launchers_leave(variables: dict[str, str], level: str, message: str) -> None:
     check = environment(variables)
     assert check.level == level
-    assert said in check.found
+    assert message in check.found
     assert ("unset" in check.remedy) == ("node7" in variables.values() or level == "red")
 
 
 def test_what_it_finds() -> None:
-    found = {check.name: check for check in itertools.islice(examine(), 8)}
-    assert {"load", "versions", "accelerators", "processor", "disk", "tracker"} <= found.keys()
-    assert re.fullmatch(r"Python 3\S+, torch \S+, .*, wandb \S+; .*(glibc|N/A).*", found["versions"].found)
-    assert "WANDB_MODE" in found["tracker"].found
+    checks = {check.name: check for check in itertools.islice(examine(), 8)}
+    assert {"load", "versions", "accelerators", "processor", "disk", "tracker"} <= checks.keys()
+    assert re.fullmatch(r"Python 3\S+, torch \S+, .*, wandb \S+; .*(glibc|N/A).*", checks["versions"].found)
+    assert "WANDB_MODE" in checks["tracker"].found
 
 
 @pytest.mark.slow
@@ -69,28 +69,28 @@ Records = dict[str, Record]  # by strategy
 
 
 @pytest.mark.parametrize(
-    ("load", "usable", "there", "is_busy"),
+    ("load", "usable", "total", "is_busy"),
     [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 64, True), (1.5, 1, 2, True)],
 )
-def test_busy(load: float, usable: int, there: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy(load: float, usable: int, total: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine is busy if its load exceeds both the usable cores and the number of other cores."""
     monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
-    monkeypatch.setattr(os, "cpu_count", lambda: there)
-    said = busy()
-    assert (said is not None) == is_busy
-    assert said is None or f"a load of {load:.1f} on {usable} cores; " in said
+    monkeypatch.setattr(os, "cpu_count", lambda: total)
+    message = busy()
+    assert (message is not None) == is_busy
+    assert message is None or f"a load of {load:.1f} on {usable} cores; " in message
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert (said is None) == (busy() is None)
-    assert said is None or "OMP_NUM_THREADS=1" in str(busy())
+    assert (message is None) == (busy() is None)
+    assert message is None or "OMP_NUM_THREADS=1" in str(busy())
 
 
 def test_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The smallest quota among a control group and its parents counts."""
-    own = machine._control_groups
+    control_groups = machine._control_groups
     monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
-    assert own() == []
+    assert control_groups() == []
     assert usable_cores() == 64
     inner = tmp_path / "job"
     for folder, cpu in ((tmp_path, "400000 100000"), (inner, "max 100000")):
@@ -102,7 +102,10 @@ def test_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Records:
-    """Outcomes of the self-test's runs, by strategy: the first run is real, the others are copies of it."""
+    """Replace the self-test's runs, and return a dictionary for outcomes that a test sets, by strategy.
+
+    Without an outcome, the run `auto` is real, and other runs get a copy of its folder.
+    """
     outcomes: Records = {}
 
     def run(flags: list[str], limit: float, folder: Path) -> Record:

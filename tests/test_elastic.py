@@ -20,29 +20,29 @@ SHORT = options(max_epochs=1, test=False)
 
 def test_rank_zero_has_the_terminal_and_the_debugger(tmp_path: Path) -> None:
     """Rank zero uses the terminal, for input, too; the other rank skips the breakpoint, and prints nothing there."""
-    here, there = pty.openpty()
+    controller, tty = pty.openpty()
     flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--model.stops", "true", "--run.root", str(tmp_path)]
     process = subprocess.Popen(
         [sys.executable, "-m", "app", "fit", *flags],
-        cwd=ROOT, stdin=there, stdout=there, stderr=there, env={**os.environ, "APP_TEST_MARK": str(tmp_path)},
+        cwd=ROOT, stdin=tty, stdout=tty, stderr=tty, env={**os.environ, "APP_TEST_MARK": str(tmp_path)},
     )  # fmt: skip
-    os.close(there)
-    said = b""
+    os.close(tty)
+    received = b""
     try:
-        while b"(Pdb)" not in said:
-            said += os.read(here, 4096)
-        os.write(here, b"answer\ncontinue\n")
+        while b"(Pdb)" not in received:
+            received += os.read(controller, 4096)
+        os.write(controller, b"answer\ncontinue\n")
         while True:
             try:
-                said += os.read(here, 4096)
+                received += os.read(controller, 4096)
             except OSError:  # EIO: the other end is closed
                 break
-        assert process.wait(60) == 0, said
+        assert process.wait(60) == 0, received
     finally:
         process.kill()
         process.wait()
-        os.close(here)
-    out = said.decode()
+        os.close(controller)
+    out = received.decode()
     assert "rank 0 writes to a terminal: True" in out
     assert "rank 1 writes" not in out
     assert "42" in out.split("(Pdb)", 1)[1]
@@ -81,7 +81,7 @@ def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """Our agent and torchrun each restart the killed rank."""
+    """Our agent and torchrun each restart all ranks after one is killed."""
     flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path]
     flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
     flags += options(max_epochs=30, test=False)
@@ -97,9 +97,9 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path:
             os.kill(int((tmp_path / f"rank{random.randint(0, 1)}").read_text()), signal.SIGKILL)
             killed.end(180, code=0)
         assert killed.directory == first, "one training is one run"
-        (part,) = killed.record["parts"]
-        assert part["status"] == "failed"
-        assert part["error"].endswith("all ranks were restarted") == (name == "agent")
+        (earlier,) = killed.record["parts"]
+        assert earlier["status"] == "failed"
+        assert earlier["error"].endswith("all ranks were restarted") == (name == "agent")
         assert killed.record["resumed_from"].startswith(str(first))
         assert killed.record["status"] == "completed"
         assert [row["epoch"] for row in killed.record["epochs"]] == list(range(30))

@@ -92,6 +92,6 @@ def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path)
         (tmp_path / "test" / name).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / "test" / name / "0.png")
     shutil.copytree(tmp_path / "test", tmp_path / "train")
-    said = error_of(*app("test", "--data", "ImageFolder", "--data.root", tmp_path, "--ckpt_path", checkpoint))
-    assert f"{checkpoint} was trained on other classes: " in said
-    assert said.endswith("give images with the same class names")
+    message = error_of(*app("test", "--data", "ImageFolder", "--data.root", tmp_path, "--ckpt_path", checkpoint))
+    assert f"{checkpoint} was trained on other classes: " in message
+    assert message.endswith("give images with the same class names")

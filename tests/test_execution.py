@@ -42,10 +42,10 @@ ALIKE = [
 
 
 @pytest.mark.parametrize(
-    ("flags", "other", "says"), ALIKE, ids=["channels-last", "channels-last-resnet", "compile", "fused"]
+    ("flags", "other", "expected"), ALIKE, ids=["channels-last", "channels-last-resnet", "compile", "fused"]
 )
 def test_the_same_training(
-    flags: list[str], other: list[str], says: tuple[str, Any, Any], app: App, tmp_path: Path
+    flags: list[str], other: list[str], expected: tuple[str, Any, Any], app: App, tmp_path: Path
 ) -> None:
     if "default" in other and not shutil.which("g++"):
         pytest.skip("needs g++")
@@ -53,7 +53,7 @@ def test_the_same_training(
         output_of(*app("fit", *SMALL, *flags, *STEPS, *more, "--run.name", name))
     plain, changed = (tmp_path / "runs" / name / "version_0" for name in ("plain", "other"))
     assert_same(changed, plain)
-    name, before, after = says
+    name, before, after = expected
     assert (recorded(plain)[name], recorded(changed)[name]) == (before, after)
     assert recorded(plain)["matmul_precision"] is None, "it does not act on a CPU"
 
@@ -86,13 +86,13 @@ def test_the_layout_by_default() -> None:
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A fake GPU, which records torch's settings."""
-    found = SimpleNamespace(capability=(8, 0), precision=None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
+    gpu = SimpleNamespace(capability=(8, 0), precision=None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old GPU")
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda name: setattr(found, "precision", name))
-    monkeypatch.setattr(torch.backends, "cudnn", found)
-    found.benchmark = False
-    return found
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda name: setattr(gpu, "precision", name))
+    monkeypatch.setattr(torch.backends, "cudnn", gpu)
+    gpu.benchmark = False
+    return gpu
 
 
 def test_precision_on_a_gpu(ampere: SimpleNamespace) -> None:
@@ -167,16 +167,16 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), REFUSED)
-def test_what_cannot_act_is_refused(flags: str, said: str, app: App) -> None:
-    assert said in error_of(*app("fit", *SMALL, "--trainer.accelerator", "cpu", *flags.split()))
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_what_cannot_act_is_refused(flags: str, message: str, app: App) -> None:
+    assert message in error_of(*app("fit", *SMALL, "--trainer.accelerator", "cpu", *flags.split()))
 
 
 def test_a_compiler_that_is_not_there(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules.shutil, "which", lambda name: None)
-    said = error_of(*app("fit", *SMALL, "--model.compile", "default"))
-    assert "--model.compile: torch needs a compiler (" in said
-    assert said.endswith("install it, or leave the flag out")
+    message = error_of(*app("fit", *SMALL, "--model.compile", "default"))
+    assert "--model.compile: torch needs a compiler (" in message
+    assert message.endswith("install it, or leave the flag out")
 
 
 def test_compare_varies_the_compiler() -> None:
@@ -185,7 +185,7 @@ def test_compare_varies_the_compiler() -> None:
     assert first.settings != second.settings
 
 
-ROOM = 10 * 3072 * 1000  # bytes free, for 1,000 images
+ROOM = 10 * 3072 * 1000  # free bytes: ten times the size of 1,000 images
 
 
 PLACES = [("cuda", ROOM + 1, "device"), ("cuda", ROOM - 1, "memory"), ("cpu", 0, "memory")]

@@ -24,8 +24,8 @@ def test_a_grid_is_every_combination_but_the_excluded(app: App, experiment: Writ
         exclude=[{"trainer.strategy": "dp", "trainer.devices": 1}],
     )
     out = output_of(*app("compare", "--experiment", path, "--dry_run"))
-    found = [re.findall(r"--trainer.strategy (\w+) .*--trainer.devices (\d)", line)[0] for line in commands(out)]
-    assert found == [("dp", "2"), ("ddp", "1"), ("ddp", "2")]
+    pairs = [re.findall(r"--trainer.strategy (\w+) .*--trainer.devices (\d)", line)[0] for line in commands(out)]
+    assert pairs == [("dp", "2"), ("ddp", "1"), ("ddp", "2")]
     assert "strategy=ddp devices=2 num_workers=0" in out
     assert "3 runs to do: at most 3:00" in out
     assert not (tmp_path / "runs" / "compare").exists(), "nothing is kept"
@@ -58,10 +58,10 @@ def test_another_class_leaves_the_experiments_settings_of_its_section(
 ) -> None:
     flags = {"data": "Synthetic", "data.size": 240, "model.optimizer": "SGD", "model.optimizer.lr": 0.01}
     path = experiment(variants={"one": {}}, flags=flags)
-    own = ["--data", "ImageFolder", "--data.root", image_root]
+    images = ["--data", "ImageFolder", "--data.root", image_root]
     config = image_root / "own.yaml"
     config.write_text(yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": {"root": str(image_root)}}}))
-    for words in (own, ["--config", config]):
+    for words in (images, ["--config", config]):
         _, out = app("compare", "--experiment", path, "--dry_run", *words)
         assert commands(out)
         assert all("--data.size" not in line and "--model.optimizer.lr 0.01" in line for line in commands(out))

@@ -107,11 +107,11 @@ def test_the_shares_of_many_ranks(size: int) -> None:
     one, ranks = loader_of(0, 1), [loader_of(rank, size) for rank in range(0, size, 31)]
     for step in range(len(one)):
         whole = one.samples(step)
-        for each in ranks:
-            span = each.span(step)
-            assert torch.equal(each.samples(step), whole[span.start - step * BATCH : span.stop - step * BATCH])
-            assert each.global_count(step) == len(whole)
-            assert len(whole) // size <= each.share_size(step) <= -(-len(whole) // size)
+        for loader in ranks:
+            span = loader.span(step)
+            assert torch.equal(loader.samples(step), whole[span.start - step * BATCH : span.stop - step * BATCH])
+            assert loader.global_count(step) == len(whole)
+            assert len(whole) // size <= loader.share_size(step) <= -(-len(whole) // size)
 
 
 def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:

@@ -236,8 +236,8 @@ def test_a_long_run(tmp_path: Path, tally: Tally) -> None:
             if done > seen:
                 seen = done
                 with suppress(psutil.Error):
-                    found = [psutil.Process(pid) for pid in ranks]
-                    states.append([(p.memory_info().rss, p.num_threads(), p.num_fds()) for p in found])
+                    processes = [psutil.Process(pid) for pid in ranks]
+                    states.append([(p.memory_info().rss, p.num_threads(), p.num_fds()) for p in processes])
             time.sleep(0.05)
         run.end(code=0)
     early, late = states[len(states) // 4], states[-2]  # not the last state, because drawing pictures takes memory

@@ -23,7 +23,7 @@ EXAMPLES = 100 * int(os.environ.get("FAULTS", "1"))
 
 
 def examples(times: int) -> settings:
-    """Run a multiple of a hundred examples, the same ones every time."""
+    """Return hypothesis settings for a multiple of `EXAMPLES`, with the same examples every time."""
     return settings(
         max_examples=times * EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
@@ -76,11 +76,11 @@ def refused(call: Any, *args: Any) -> str | None:
     try:
         call(*args)
     except UserError as error:
-        said = str(error)
-        assert said.strip(), "an error without a word"
-        assert "\n" not in said.strip(), said
-        assert len(said) < 8000, said
-        return said
+        message = str(error)
+        assert message.strip(), "an error without a word"
+        assert "\n" not in message.strip(), message
+        assert len(message) < 8000, message
+        return message
     return None
 
 
@@ -98,12 +98,12 @@ def settle(command: str, argv: list[str]) -> None:
 @pytest.mark.slow
 @examples(2)
 @given(st.sampled_from(COMMANDS), flags)
-def test_command_lines(command: str, given: list[tuple[str, str]]) -> None:
-    argv = ["--data", "Synthetic", *(part for flag, value in given for part in (f"--{flag}", value))]
-    said = refused(settle, command, argv)
-    names = [part for flag, _ in given for part in flag.split(".")]
-    values = [value[:20] for _, value in given]
-    assert said is None or any(part in said for part in [*names, *filter(None, values)]), f"{argv}: {said}"
+def test_command_lines(command: str, pairs: list[tuple[str, str]]) -> None:
+    argv = ["--data", "Synthetic", *(word for flag, value in pairs for word in (f"--{flag}", value))]
+    message = refused(settle, command, argv)
+    names = [word for flag, _ in pairs for word in flag.split(".")]
+    values = [value[:20] for _, value in pairs]
+    assert message is None or any(word in message for word in [*names, *filter(None, values)]), f"{argv}: {message}"
 
 
 trees = st.recursive(

@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs, on tapes that stand in for them, and on a GPU."""
+"""Training steps as CUDA graphs: imitated by tapes on the CPU, and real on a GPU."""
 
 import signal
 from collections.abc import Iterator
@@ -41,13 +41,13 @@ ONE_CYCLE += ["--model.scheduler.total_steps", "40", "--model.scheduler_interval
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow graphs on the CPU, and several steps in one graph from the first step on."""
+    """Allow graphs on the CPU and, from the first step on, graphs of several steps."""
     monkeypatch.setattr(rules, "needs_cuda", lambda resolved: ())
     for name in ("skipped", "window"):
         monkeypatch.setattr(StepClock, name, 0)
 
 
-# four steps in one graph, four times; eight more steps one by one
+# 24 steps are replayed: four times a graph of four steps, and eight times a graph of one step
 BLOCKS = [*options(log_every_n_steps=4), "--last_checkpoint.every_n_train_steps", "8"]
 
 RUNS = {
@@ -66,7 +66,10 @@ RUNS = {
 
 @pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
 def test_a_graph_computes_the_same(flags: list[str], tapes: list[Graph], app: App, tmp_path: Path) -> None:
-    """Bits are the same. The first three steps and each epoch's last batch run as usual; the others are replayed."""
+    """A run with graphs has the same losses, weights and results of each epoch, bit for bit.
+
+    The first three steps and each epoch's smaller last batch run without a graph; the other steps are replayed.
+    """
     for name, more in (("plain", []), ("graph", GRAPH)):
         output_of(*app("fit", *SMALL, *STEPS, *EVERY, *flags, *more, "--run.name", name))
     plain, graph = (tmp_path / "runs" / name / "version_0" for name in ("plain", "graph"))
@@ -126,9 +129,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), REFUSED)
-def test_requests_that_a_graph_cannot_serve(flags: list[str], said: str, tapes: list[Graph], app: App) -> None:
-    assert f"error: --model.cuda_graph true{said}" in error_of(*app("fit", *SMALL, *STEPS, *GRAPH, *flags))
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_requests_that_a_graph_cannot_serve(flags: list[str], message: str, tapes: list[Graph], app: App) -> None:
+    assert f"error: --model.cuda_graph true{message}" in error_of(*app("fit", *SMALL, *STEPS, *GRAPH, *flags))
 
 
 def test_a_trainer_without_graphs() -> None:
@@ -139,7 +142,7 @@ def test_a_trainer_without_graphs() -> None:
 
 
 def test_the_cause_of_a_failed_capture_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's error at the end of a failed capture hides the error that ended it."""
+    """The step's error is raised, although ending the failed capture raises another one."""
 
     @contextmanager
     def invalidated(*args: Any, **kwargs: Any) -> Iterator[None]:

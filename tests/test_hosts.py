@@ -66,10 +66,10 @@ def ended(processes: list[Process], seconds: float) -> list[str]:
 
 def end_by_a_cut(processes: list[Process]) -> None:
     """Check that each node ends soon after the timeout, with one line."""
-    for process, said in zip(processes, ended(processes, 20 + 20), strict=True):
-        assert process.returncode == 1, said
-        assert CUT in said
-        assert "Traceback" not in said
+    for process, out in zip(processes, ended(processes, 20 + 20), strict=True):
+        assert process.returncode == 1, out
+        assert CUT in out
+        assert "Traceback" not in out
 
 
 def orphans(host: Host) -> list[str]:
@@ -146,7 +146,7 @@ def test_a_link_that_is_cut_for_good(hosts: Network, tmp_path: Path) -> None:
 
 
 def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path) -> None:
-    """The other rank waits without a timeout for a long read, but a cut link ends the run."""
+    """A rank waits without a timeout while the other one reads images, but a cut link ends the run."""
     reads = ["--data", "user_code.ReadsWhenTold", "--cluster.timeout", "20"]
     processes = two_nodes(hosts, tmp_path, *reads, env={"TEST_PLACE": str(tmp_path)})
     awaited((tmp_path / "reads").exists, 120)
@@ -189,9 +189,9 @@ def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None
     assert [process.returncode for process in processes] == [0, 0], out
     assert "best.ckpt is not on every node: testing the last weights instead of the best" in out[0]
     roots = [Path(f"/proc/{hosts.hosts[name].pid}/root{root}/LeNet-Synthetic") for name in ("h1", "h2")]
-    found = record_of(roots[0] / "version_0")
-    assert found["test"] is not None
-    assert found["tested"] is None
+    final = record_of(roots[0] / "version_0")
+    assert final["test"] is not None
+    assert final["tested"] is None
     assert "(last weights)" in out[0]
     assert not (roots[1] / "version_0" / "run.json").exists()
     processes = two_nodes(hosts, root, *flags, "--ckpt_path", "last", "--trainer.max_epochs", "2")
@@ -232,8 +232,8 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
 
     def trains(world_size: int, since: int) -> bool:
         """Return whether a run of some number of ranks has trained two more epochs."""
-        found = record(root, newest())
-        return len(found["epochs"]) >= since + 2 and found["world_size"] == world_size
+        latest = record(root, newest())
+        return len(latest["epochs"]) >= since + 2 and latest["world_size"] == world_size
 
     first, lost = join("h1"), join("h2")
     awaited(lambda: first.poll() is not None or trains(4, 0), 240)

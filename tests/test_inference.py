@@ -60,11 +60,11 @@ def model(trained: Path) -> Classifier:
 
 
 def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) -> None:
-    """Predict several folders and files; names and probabilities of all classes, the most likely first."""
+    """A loaded model has the names and probabilities that `predict` wrote for a folder and a file, likeliest first."""
     rows = list(csv.DictReader((trained / "predict_1" / "predictions.csv").open()))
     assert [Path(row["file"]).name for row in rows] == ["00.jpg", "01.png", "02.jpg", "03.png", "00.jpg"]
-    found = model.predict([row["file"] for row in rows], k=3, batch_size=2)
-    for row, prediction in zip(rows, found, strict=True):
+    predictions = model.predict([row["file"] for row in rows], k=3, batch_size=2)
+    for row, prediction in zip(rows, predictions, strict=True):
         assert row["file"] == prediction.file
         assert (row["name"], row["name2"], row["name3"]) == prediction.names
         written = [float(row[name]) for name in ("probability", "probability2", "probability3")]
@@ -74,7 +74,7 @@ def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) 
 
 
 def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
-    """An image of another size has one prediction as file, array, tensor, or part of a list or batch."""
+    """An image that must be resized has the same prediction as file, array, tensor, or element of a list or batch."""
     folder = trained.parents[2] / "images" / "test" / "eel"
     file = folder / "01.png"
     array = np.asarray(Image.open(file))
@@ -144,8 +144,8 @@ def test_export_of_nothing(app: App, trained: Path, monkeypatch: pytest.MonkeyPa
     assert "give --run.name, or a file's path" in error_of(*app("export", "--ckpt_path", "best"))
     assert "did you mean --format" in error_of(*app("export", "--fromat", "onnx"))
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    said = error_of(*app("export", "--ckpt_path", trained / "checkpoints" / "best.ckpt"))
-    assert "--format onnx needs onnxruntime: pip install onnx onnxscript onnxruntime" in said
+    message = error_of(*app("export", "--ckpt_path", trained / "checkpoints" / "best.ckpt"))
+    assert "--format onnx needs onnxruntime: pip install onnx onnxscript onnxruntime" in message
 
 
 @pytest.mark.usefixtures("forked_runs")

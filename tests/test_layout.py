@@ -21,14 +21,14 @@ MODULES = sorted(
 
 def imported(module: Path) -> set[str]:
     """Entries of `app` that a module imports."""
-    found = set()
+    entries = set()
     for node in ast.walk(ast.parse(module.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             below = [f"app.{alias.name}" for alias in node.names] if node.module == "app" else []
             names = below or [node.module]
-        found |= {name.split(".")[1] for name in names if name.startswith("app.")}
-    return found
+        entries |= {name.split(".")[1] for name in names if name.startswith("app.")}
+    return entries
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

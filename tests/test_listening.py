@@ -22,11 +22,11 @@ def test_nodes_listen_on_the_given_address(scheme: str, tmp_path: Path) -> None:
     flags = [*FLAGS, "--cluster.init_method", place, "--cluster.node_rank"]
     with started(tmp_path, *flags, "0") as run, started(tmp_path, *flags, "1") as other:
         run.trained(1)
-        found = listening(family(run.mark) | family(other.mark))
+        addresses = listening(family(run.mark) | family(other.mark))
         assert run.process.poll() is None
-    assert found
-    loopback = {address for address in found if ipaddress.ip_address(address).is_loopback}
-    assert found - loopback <= (set(own_addresses()) if scheme == "file" else set())
+    assert addresses
+    loopback = {address for address in addresses if ipaddress.ip_address(address).is_loopback}
+    assert addresses - loopback <= (set(own_addresses()) if scheme == "file" else set())
 
 
 COMMANDS = {  # without doctor, which tests/test_doctor.py checks

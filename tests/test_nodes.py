@@ -72,8 +72,8 @@ def test_who_is_missing_is_said_and_the_wait_ends(go: Go, capfd: pytest.CaptureF
     for node in waiting:
         with pytest.raises(UserError, match=r"waited 9 s \(--cluster.timeout\) for"):
             node.result()
-    said = capfd.readouterr().out
-    assert len(re.findall(rf"waiting for node 2 of 3 at 127.0.0.1:{port}, \d s", said)) == 2
+    out = capfd.readouterr().out
+    assert len(re.findall(rf"waiting for node 2 of 3 at 127.0.0.1:{port}, \d s", out)) == 2
 
 
 def test_node_0_that_is_not_there(go: Go) -> None:
@@ -119,12 +119,12 @@ def test_the_store_listens_on_the_address_alone(go: Go) -> None:
 def test_nodes_that_do_not_fit_together(go: Go) -> None:
     port = free_port()
     host, first = (go(tcp(port), node, nodes=3, devices=2) for node in (0, 1))
-    for said, remedy in (
+    for settings, remedy in (
         ({"nodes": 3, "devices": 4}, "--trainer.devices is 2 on node 0 and 4 on node 2: give the same"),
         ({"nodes": 4, "devices": 2}, "--trainer.num_nodes is 3 on node 0 and 4 on node 2: give the same"),
     ):
         with pytest.raises(UserError, match=remedy):
-            go(tcp(port), 2, **said).result()
+            go(tcp(port), 2, **settings).result()
     go(tcp(port), 2, nodes=3, devices=2).result()
     assert host.result().master_port == first.result().master_port
 
@@ -185,7 +185,7 @@ for wrong in sys.argv[3:]:
         print(f"{type(error).__name__}: {error}")
     distributed.destroy_process_group()
 """
-SAID = {
+PRINTED = {
     "nothing": ["{'of': 0}"] * 3,
     "decision": ["UserError: no such checkpoint"] * 3,
     "user 1": [f"UserError: {which}no such checkpoint here" for which in ("node 1: ", "", "node 1: ")],
@@ -198,22 +198,22 @@ SAID = {
 def test_nodes_agree(tmp_path: Path) -> None:
     """All nodes follow node 0's decision; if one node rejects it, every node prints the reason."""
     nodes = [
-        subprocess.Popen([sys.executable, "-c", AGREES, tmp_path, str(n), *SAID], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", AGREES, tmp_path, str(n), *PRINTED], stdout=subprocess.PIPE, text=True)
         for n in range(3)
     ]
     try:
-        said = [node.communicate(timeout=120)[0].splitlines() for node in nodes]
+        outputs = [node.communicate(timeout=120)[0].splitlines() for node in nodes]
     finally:
         for node in nodes:
             node.kill()
             node.communicate()
-    assert [list(lines) for lines in zip(*said, strict=True)] == list(SAID.values())
+    assert [list(lines) for lines in zip(*outputs, strict=True)] == list(PRINTED.values())
 
 
 def test_a_node_is_known_by_its_whole_address() -> None:
     nodes = [(1, ["10.0.0.2", "172.17.0.1"]), (2, ["10.0.0.20", "172.17.0.1"]), (0, ["fe80::1"]), (3, ["10.0.0.3"])]
     name_nodes(nodes, this_node=3)
-    for said, name in (
+    for message, name in (
         ("Connection closed by peer [10.0.0.20]:3456", "node 2"),
         ("Connection reset by peer, remote=[10.0.0.2]:1", "node 1"),
         ("from 10.0.0.2:1234", "node 1"),
@@ -222,5 +222,5 @@ def test_a_node_is_known_by_its_whole_address() -> None:
         ("[10.0.0.3]:1", None),  # this node
         ("[172.17.0.1]:3", None),  # an address of two nodes
     ):
-        assert node_of(said) == name
+        assert node_of(message) == name
     name_nodes([], this_node=0)

@@ -1,4 +1,7 @@
-"""An infinite or NaN loss: the run names step, batch and rank, and stops without saving bad weights, or skips it."""
+"""An infinite or NaN loss: the run names the step, batch and rank.
+
+The run then stops without saving bad weights, continues with a warning, or skips the update.
+"""
 
 from pathlib import Path
 
@@ -16,16 +19,16 @@ SAVED = ["--last_checkpoint.every_n_train_steps", "1"]
 @pytest.mark.parametrize("every", [[], SAVED, ["--trainer.log_every_n_steps", "4"]])
 def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
     """The run stops at the end of the window or epoch, or before a checkpoint would be saved."""
-    said = error_of(*app("fit", *POISONED, *every))
+    message = error_of(*app("fit", *POISONED, *every))
     since = "step 7 (batch 7 of epoch 1, rank 0)"
-    assert said.startswith(f"error: the training loss is not finite since {since}: lower the")
-    assert "--run.on_nonfinite warn continues anyway" in said
+    assert message.startswith(f"error: the training loss is not finite since {since}: lower the")
+    assert "--run.on_nonfinite warn continues anyway" in message
     written = record(tmp_path / "runs")
-    assert (written["status"], written["error"]) == ("failed", said.removeprefix("error: "))
+    assert (written["status"], written["error"]) == ("failed", message.removeprefix("error: "))
     last = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
     assert last.exists() == (every == SAVED)
     if last.exists():
-        assert f"and resume from {last}" in said
+        assert f"and resume from {last}" in message
         assert torch.load(last, weights_only=True)["global_step"] == 6
         assert all(weight.isfinite().all() for weight in weights(last).values())
 
@@ -39,11 +42,14 @@ def test_it_names_the_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", ["false", "true"])
 def test_weights_that_are_not_finite_are_not_saved(alone: str, app: App, tmp_path: Path) -> None:
-    """After the last step, no loss reveals bad weights. Lightning calls no callback for weights-only checkpoints."""
+    """Weights are checked before a checkpoint is written, because no loss follows the last step.
+
+    This includes weights-only checkpoints, for which Lightning does not call `on_save_checkpoint`.
+    """
     flags = ["--trainer.max_steps", "1"]
-    flags += [part for name in ("best", "last") for part in (f"--{name}_checkpoint.save_weights_only", alone)]
-    said = error_of(*app("fit", "--model", "user_code.PoisonedUpdate", *DATA, *flags))
-    assert "the weights are not finite after step 1" in said
+    flags += [word for name in ("best", "last") for word in (f"--{name}_checkpoint.save_weights_only", alone)]
+    message = error_of(*app("fit", "--model", "user_code.PoisonedUpdate", *DATA, *flags))
+    assert "the weights are not finite after step 1" in message
     assert not list((tmp_path / "runs").rglob("*.ckpt"))
 
 

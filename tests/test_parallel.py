@@ -55,21 +55,24 @@ COMMUNICATION = [
 ]
 
 
-@pytest.mark.parametrize(("said", "meant"), COMMUNICATION)
-def test_what_an_error_of_a_communication_tells(said: str, meant: str | None) -> None:
+@pytest.mark.parametrize(("message", "kind"), COMMUNICATION)
+def test_what_an_error_of_a_communication_tells(message: str, kind: str | None) -> None:
     """NCCL's messages are copied from its source, because no test here can provoke them."""
     kinds = {"gone": RankLostError, "silent": RankSilentError}
-    assert type(lost(said)) is kinds.get(str(meant), type(None))
+    assert type(lost(message)) is kinds.get(str(kind), type(None))
 
 
 def test_what_cannot_be_pickled_is_named(app: App) -> None:
-    said = error_of(*app("fit", *SMALL, "--model", "user_code.CannotBePickled", *on_cpu("ddp_spawn", 2)))
-    assert "Can't pickle" in said
-    assert "use --trainer.strategy ddp" in said
+    message = error_of(*app("fit", *SMALL, "--model", "user_code.CannotBePickled", *on_cpu("ddp_spawn", 2)))
+    assert "Can't pickle" in message
+    assert "use --trainer.strategy ddp" in message
 
 
 def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) -> None:
-    """97 and 33 images in batches of 32: the last share of rank 1 is empty. Another stage loads the checkpoint."""
+    """A user's module has the same weights and validation loss on one and two ranks; `validate` loads its checkpoint.
+
+    With 97 and 33 images in batches of 32, rank 1's last share is empty.
+    """
     flags = [*tiny(130, 32, "user_code.BuildsLate", val_size=33, max_epochs=1), "--run.threads", "1"]
     values = []
     for strategy, devices in (("auto", 1), ("ddp_fork", 2)):
@@ -86,8 +89,8 @@ def test_dp_splits_a_classifier_with_views() -> None:
 
 
 def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:
-    said = error_of(*app("fit", *THEIRS, "--model", "user_code.SkipsForward", *on_cpu("dp", 2)))
-    assert "its step never calls self(batch)" in said
+    message = error_of(*app("fit", *THEIRS, "--model", "user_code.SkipsForward", *on_cpu("dp", 2)))
+    assert "its step never calls self(batch)" in message
     output_of(*app("fit", *THEIRS, "--model", "user_code.SkipsForward"))
 
 
@@ -115,8 +118,8 @@ def test_replicas_compute_in_the_precision_that_was_asked_for(strategy: str, app
         ("64-true", "float64", "float64"),
     ):
         out = output_of(*app("fit", *flags, "--trainer.precision", precision, "--trainer.max_steps", "2"))
-        said = {line for line in out.splitlines() if line.startswith("computed in")}
-        assert said == {f"computed in torch.{scores} from torch.{images}"}
+        lines = {line for line in out.splitlines() if line.startswith("computed in")}
+        assert lines == {f"computed in torch.{scores} from torch.{images}"}
 
 
 @pytest.mark.parametrize(("model", "strategy"), [("CIFARCNN", "dp"), ("FashionMLP", "auto")])
@@ -137,27 +140,27 @@ SHAPES = ["--trainer.callbacks+=app.callbacks.BatchShapes", "--trainer.max_epoch
 
 def test_batch_shapes_under_dp(app: App) -> None:
     out = output_of(*app("fit", *SMALL, "--data.batch_size", "30", *on_cpu("dp", 2), *SHAPES))
-    said = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
+    lines = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
     expected = []
     for n in (4, 15, 2):  # images per replica: half of 8 (sanity check), 30, and 4 (last batch)
         expected += [f"rank 0, replica {index}: input [{n}, 3, 32, 32] -> output [{n}, 10]" for index in (0, 1)]
         expected += [f"gathered: [{2 * n}, 10]"]
-    assert said == expected
+    assert lines == expected
 
 
 @pytest.mark.slow
 def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
     flags = [*SMALL, "--data.batch_size", "30", *on_cpu("ddp_fork", 2), *SHAPES]
     out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
-    said = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
+    lines = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
     seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]  # sanity check, then the epoch
-    assert said == [f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for rank, n in seen]
+    assert lines == [f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for rank, n in seen]
     last = tmp_path / "LeNet-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
     for command in ("test", "predict"):
         out = output_of(*fork_app(command, "--ckpt_path", last, "--run.root", tmp_path))
-        said = [line for line in out.splitlines() if line.startswith("rank")]
-        assert said == sorted(said), out
-        assert {line.split(",")[0] for line in said} == {"rank 0", "rank 1"}
+        lines = [line for line in out.splitlines() if line.startswith("rank")]
+        assert lines == sorted(lines), out
+        assert {line.split(",")[0] for line in lines} == {"rank 0", "rank 1"}
 
 
 def test_batchnorm_on_a_single_image_is_refused(app: App) -> None:

@@ -29,10 +29,10 @@ def missing(patch: str) -> str | None:
     for name in EXPECTED[patch]:
         module, _, path = name.partition(":")
         try:
-            found = has(importlib.import_module(module), path)
+            exists = has(importlib.import_module(module), path)
         except ImportError:
-            found = False
-        if not found:
+            exists = False
+        if not exists:
             library = module.partition(".")[0]
             version = importlib.metadata.version(library)
             return f"{patch} needs {name}, which {library} {version} does not have: see what took its place"
@@ -53,8 +53,8 @@ def has(owner: object, path: str) -> bool:
 
 @pytest.mark.parametrize("patch", list(EXPECTED))
 def test_the_installed_version_has_what_a_patch_expects(patch: str) -> None:
-    said = missing(patch)
-    assert said is None, said
+    message = missing(patch)
+    assert message is None, message
 
 
 def test_private_names_of_libraries_are_declared() -> None:
@@ -70,7 +70,7 @@ def test_private_names_of_libraries_are_declared() -> None:
     undeclared = []
     for module, tree in trees.items():
         names = [name for patch, names in EXPECTED.items() if patch.startswith(f"{module}.") for name in names]
-        declared = {part for name in names for part in re.split(r"[.:]", name)}
+        declared = {word for name in names for word in re.split(r"[.:]", name)}
         nodes = list(ast.walk(tree))
         used = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
         used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} - ours
@@ -93,9 +93,9 @@ GONE = [
 @pytest.mark.parametrize("name", GONE)
 def test_a_name_that_is_gone_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXPECTED, "a patch", ("torch.nn:Module._parameters", name))  # exists as an annotation only
-    said = missing("a patch") or ""
-    assert said.startswith(f"a patch needs {name}, which {name.partition('.')[0]} ")
-    assert said.endswith("does not have: see what took its place")
+    message = missing("a patch") or ""
+    assert message.startswith(f"a patch needs {name}, which {name.partition('.')[0]} ")
+    assert message.endswith("does not have: see what took its place")
 
 
 SCHEDULED = "--trainer.callbacks+=GradientAccumulationScheduler --trainer.callbacks.scheduling='{4: 2}'"
@@ -108,9 +108,9 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), LATE)
-def test_what_only_training_shows_is_said_in_one_line(flags: str, said: str, app: App) -> None:
-    assert said in error_of(*app("fit", *SMALL, *shlex.split(flags)))
+@pytest.mark.parametrize(("flags", "message"), LATE)
+def test_what_only_training_shows_is_said_in_one_line(flags: str, message: str, app: App) -> None:
+    assert message in error_of(*app("fit", *SMALL, *shlex.split(flags)))
 
 
 def test_other_errors_are_left_alone() -> None:
@@ -185,7 +185,7 @@ assert torch._dynamo.utils.__spec__.origin
 
 @pytest.mark.slow
 def test_what_few_need_is_imported_when_something_needs_it() -> None:
-    """The plots and the FLOP counter are imported before the compiler."""
+    """Plots and the FLOP counter work without importing torch's compiler. `torch.compile` imports it."""
     in_a_new_process(EAGER + PLOTS + COMPILES)
 
 

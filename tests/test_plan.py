@@ -30,10 +30,10 @@ SLOW = Link(bandwidth=100.0, latency=0.5)  # bytes per second, seconds
 FREE = Link(math.inf, 0.0)
 
 
-def step(**parts: object) -> Step:
+def step(**phases: object) -> Step:
     """Return a step of zero seconds, except for the given phases."""
-    given = {"data": ZERO, "forward": ZERO, "backward": ZERO, "update": 0.0, "rest": 0.0, "buckets": ()} | parts
-    return Step(**given)  # type: ignore[arg-type]
+    all_phases = {"data": ZERO, "forward": ZERO, "backward": ZERO, "update": 0.0, "rest": 0.0, "buckets": ()} | phases
+    return Step(**all_phases)  # type: ignore[arg-type]
 
 
 # -- the mathematics, worked by hand ------------------------------------------------------------------------
@@ -48,17 +48,17 @@ def test_a_ring_all_reduce() -> None:
 
 def test_communication_overlaps_with_the_backward_pass() -> None:
     """A backward pass of 10 s has buckets of 200 bytes after 2 s and 10 s; each takes 2 s + 1 s on two ranks."""
-    parts = {"backward": Line(10.0, 0.0), "buckets": (Bucket(200, 0.2), Bucket(200, 1.0))}
-    assert step(**parts).ddp(64, 1, SLOW) == 10
+    phases = {"backward": Line(10.0, 0.0), "buckets": (Bucket(200, 0.2), Bucket(200, 1.0))}
+    assert step(**phases).ddp(64, 1, SLOW) == 10
     agreed = SLOW.all_reduce(AGREEMENT, 2)
     # the first bucket ends at 5, the second takes from 10 to 13
-    assert step(**parts).ddp(64, 2, SLOW) == pytest.approx(13 + agreed)
+    assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(13 + agreed)
     # the first bucket takes from 2 to 13, the second from 13 to 16
-    parts["buckets"] = (Bucket(1000, 0.2), Bucket(200, 1.0))
-    assert step(**parts).ddp(64, 2, SLOW) == pytest.approx(16 + agreed)
+    phases["buckets"] = (Bucket(1000, 0.2), Bucket(200, 1.0))
+    assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(16 + agreed)
     # the backward pass hides both buckets: 2 to 5, 5 to 8
-    parts["buckets"] = (Bucket(200, 0.2), Bucket(200, 0.3))
-    assert step(**parts).ddp(64, 2, SLOW) == pytest.approx(10 + agreed)
+    phases["buckets"] = (Bucket(200, 0.2), Bucket(200, 0.3))
+    assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(10 + agreed)
 
 
 def test_what_is_divided_by_the_devices_and_what_is_not() -> None:
@@ -81,18 +81,18 @@ def test_lines_and_links_are_found_again() -> None:
     assert 1 < offset < 3
     link = Link(2e9, 30e-6)
     for ranks in (2, 4):
-        found = fit_link([(size, link.all_reduce(size, ranks)) for size in (1024, 65536, 2**24)], ranks)
-        assert (found.bandwidth, found.latency) == (pytest.approx(2e9), pytest.approx(30e-6))
+        fitted = fit_link([(size, link.all_reduce(size, ranks)) for size in (1024, 65536, 2**24)], ranks)
+        assert (fitted.bandwidth, fitted.latency) == (pytest.approx(2e9), pytest.approx(30e-6))
 
 
 def test_a_step_from_records() -> None:
     times = {"data": 1.0, "forward_backward": 30.0, "optimizer": 2.0, "rest": 4.0}
     half = {"data": 1.0, "forward_backward": 20.0, "optimizer": 4.0, "rest": 4.0}
-    found = fit_step([Timed(100, times), Timed(50, half)], backward=0.6, buckets=[Bucket(8, 1.0)])
-    assert found.launch_known
-    assert found.forward(100) + found.backward(100) == pytest.approx(0.030)
-    assert found.backward(50) == pytest.approx(0.6 * 0.020)
-    assert (found.backward.launch, found.update, found.rest) == pytest.approx((0.006, 0.003, 0.004))
+    fitted = fit_step([Timed(100, times), Timed(50, half)], backward=0.6, buckets=[Bucket(8, 1.0)])
+    assert fitted.launch_known
+    assert fitted.forward(100) + fitted.backward(100) == pytest.approx(0.030)
+    assert fitted.backward(50) == pytest.approx(0.6 * 0.020)
+    assert (fitted.backward.launch, fitted.update, fitted.rest) == pytest.approx((0.006, 0.003, 0.004))
     alone = fit_step([Timed(100, times, windows=(0.9, 1.2))], 0.6, [])
     assert alone.spread == pytest.approx((0.9, 1.2))
     assert not alone.launch_known
@@ -123,10 +123,14 @@ def test_predictions_cost_and_nodes() -> None:
 
 
 def test_a_range_from_what_was_measured() -> None:
-    """Steps deviate by 10 % from a line, their windows by 20 %, and all-reduces from their own line."""
-    parts = dict.fromkeys(("data", "optimizer", "rest"), 0.0)
+    """The range of a prediction combines three deviations.
+
+    Steps deviate by 10 % from their line, windows by 20 % from the median window, and all-reduces by a factor of 2 from
+    the link's line.
+    """
+    phases = dict.fromkeys(("data", "optimizer", "rest"), 0.0)
     measured = [(10, 11.0), (20, 18.0), (40, 44.0)]
-    timed = [Timed(b, {**parts, "forward_backward": ms}, windows=(0.8, 1.2)) for b, ms in measured]
+    timed = [Timed(b, {**phases, "forward_backward": ms}, windows=(0.8, 1.2)) for b, ms in measured]
     one = fit_step(timed, 0.5, [Bucket(100, 1.0)])
     low, high = one.spread
     off = [ms / 1000 / one.single(batch) for batch, ms in measured]
@@ -180,9 +184,9 @@ def test_a_plan_from_a_run(app: App, run_dir: Path, tmp_path: Path) -> None:
     assert "dp" not in set(table["strategy"]), "one batch size does not tell what dp costs"
     assert "the cost of launching a step is unknown" in out
     assert (ddp["cost_per_million_samples"].diff().iloc[1:] > 0).all(), "the same work on more devices costs more"
-    found = json.loads((folder / "plan.json").read_text())
-    assert found["machines"]["node_link"] == pytest.approx({"bandwidth": 12.5e6, "latency": 20e-6})
-    assert sum(bucket["size"] for bucket in found["step"]["buckets"]) == 62006 * 4
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["machines"]["node_link"] == pytest.approx({"bandwidth": 12.5e6, "latency": 20e-6})
+    assert sum(bucket["size"] for bucket in plan["step"]["buckets"]) == 62006 * 4
     assert list(ddp["global_batch"])[-1] == 64 * 16384
     measured = record_of(run_dir)["time_per_step"]
     step_ms = sum(measured[phase] for phase in ("data", "forward_backward", "optimizer", "rest"))
@@ -261,12 +265,12 @@ def planned(spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
 
 def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
     """Candidates are only variants whose efficiency is above one half at the low end of the range."""
-    said, why = planned()
-    assert said == "lenet, batch 64: take ddp on 4 devices of 2 nodes: at least 4.00 × one device, predicted"
+    title, why = planned()
+    assert title == "lenet, batch 64: take ddp on 4 devices of 2 nodes: at least 4.00 × one device, predicted"
     assert why == "Predicted: 4.00–4.00 times one device, 100% of the ideal."
     assert planned((0.5, 1.6))[0].endswith("take ddp on 4 devices of 2 nodes: at least 2.50 × one device, predicted")
-    said, why = planned((0.5, 2.1))
-    assert said == "lenet, batch 64: take one device"
+    title, why = planned((0.5, 2.1))
+    assert title == "lenet, batch 64: take one device"
     assert why.startswith("No other variant certainly reaches half of the ideal. Try a larger `--data.batch_size`, or")
 
 
@@ -283,8 +287,8 @@ def test_two_hosts(hosts: Network, tmp_path: Path) -> None:
     for name, rate, steps, least in (("1gbit", 1e9, 200, 0.2), ("10mbit", 1e7, 16, 0.5)):
         for host in both:
             host.run(*f"tc qdisc replace dev eth0 root tbf rate {name} burst 64kb latency 500ms".split())
-        found = fit_link(measure_all_reduce(timeout=300), 2)
-        link = Link(min(found.bandwidth, rate / 8), found.latency)
+        fitted = fit_link(measure_all_reduce(timeout=300), 2)
+        link = Link(min(fitted.bandwidth, rate / 8), fitted.latency)
         flags = options(strategy="ddp", num_nodes=2, devices=1, max_epochs=-1, max_steps=steps, root=tmp_path)
         flags += options(
             name=name, test=False, limit_val_batches=0, enable_checkpointing=False, log_every_n_steps=steps // 16

@@ -19,7 +19,7 @@ CPU = options(accelerator="cpu", log_every_n_steps=4)
 DDP = options(strategy="ddp_fork", devices=2)
 
 
-# -- slow ---------------------------------------------------------------------------------------------------------
+# -- slow ranks ---------------------------------------------------------------------------------------------------
 
 
 ROWS = [
@@ -49,11 +49,11 @@ CHANCES = [
 ]
 
 
-@pytest.mark.parametrize(("places", "noise", "longer", "delay", "named"), CHANCES)
-def test_who_is_called_slow(places: str, noise: float, longer: float, delay: float, named: int) -> None:
-    """In 50 simulated runs of 100 windows, rank 1 computes more or waits for a core; rank 0 is never slow."""
+@pytest.mark.parametrize(("places", "noise", "longer", "delay", "expected"), CHANCES)
+def test_who_is_called_slow(places: str, noise: float, longer: float, delay: float, expected: int) -> None:
+    """In 50 simulated runs of 100 windows, rank 1 computes more or waits for a core; rank 0 never counts as slow."""
     rng = np.random.default_rng(0)
-    found = 0
+    count = 0
     for _ in range(50):
         times = RankTimes(1.0)
         times.places = PLACES[places]
@@ -63,15 +63,15 @@ def test_who_is_called_slow(places: str, noise: float, longer: float, delay: flo
             times.hear(float(window), rows)
         slow = [row.rank for row in times.ranks if row.slow]
         assert 0 not in slow
-        found += slow == [1]
-    assert found == named
+        count += slow == [1]
+    assert count == expected
 
 
-def check_slow(root: Path, out: str, ranks: int, part: str) -> None:
+def check_slow(root: Path, out: str, ranks: int, phase: str) -> None:
     """Check that the run reported the last rank as slow, during training and at the end."""
     last = ranks - 1
-    said = re.findall(rf"rank {last} \(node \d\): \d+ % slower than the median, in {part}", out)
-    assert len(said) >= 2, out
+    lines = re.findall(rf"rank {last} \(node \d\): \d+ % slower than the median, in {phase}", out)
+    assert len(lines) >= 2, out
     assert "slow            rank" in out
     rows = record(root)["ranks"]
     assert [row["rank"] for row in rows] == list(range(ranks))
@@ -106,11 +106,11 @@ def test_slow_data_on_another_node(tmp_path: Path) -> None:
     assert "rank 1 (node 1)" in out
 
 
-# -- stuck --------------------------------------------------------------------------------------------------------
+# -- stuck ranks --------------------------------------------------------------------------------------------------
 
 
-def line_of(thing: Any, text: str) -> int:
-    lines, first = inspect.getsourcelines(thing)
+def line_of(cls: Any, text: str) -> int:
+    lines, first = inspect.getsourcelines(cls)
     return first + next(index for index, line in enumerate(lines) if text in line)
 
 
@@ -125,20 +125,20 @@ HANGS = [
 @pytest.mark.parametrize(("name", "strategy", "text", "hook"), HANGS)
 def test_who_hangs(name: str, strategy: str, text: str | None, hook: str, tmp_path: Path) -> None:
     """The last line and the record name the rank, the stacks are written, and no rank waits beyond the timeout."""
-    thing = getattr(stuck_code, name)
+    cls = getattr(stuck_code, name)
     which = "--data" if name.endswith("Data") else "--model"
     flags = [which, f"stuck_code.{name}", *(["--data", "Synthetic"] if which == "--model" else [])]
     flags += [*DATA, *CPU, *DDP, "--trainer.strategy", strategy, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
     out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, timeout=90), 1)
-    at = line_of(thing, text) if text else 0
+    at = line_of(cls, text) if text else 0
     line = f"stuck_code.py:({at}|{at + 1}) {hook}" if text else rf"\w+.py:\d+ {hook}"
     folder = tmp_path / "x" / "version_0" / "stacks"
     begin = "rank 1 is in" if text else "it hangs, or the link to it is cut; rank 1 is at"
     waits = rf"rank 0 waits for its gradients \(stacks: {re.escape(str(folder))}\)"
-    said = rf"no answer from another rank within --cluster.timeout: {begin} step 13, {line}; {waits}"
-    assert re.search(f"error: {said}$", out.strip()), out
+    message = rf"no answer from another rank within --cluster.timeout: {begin} step 13, {line}; {waits}"
+    assert re.search(f"error: {message}$", out.strip()), out
     assert "Traceback" not in out
-    assert re.fullmatch(said, record(tmp_path)["error"])
+    assert re.fullmatch(message, record(tmp_path)["error"])
     assert sorted(file.name for file in folder.iterdir()) == ["rank_0.txt", "rank_1.txt"]
     assert "most recent call first" in (folder / "rank_1.txt").read_text()
 
@@ -159,8 +159,8 @@ HANGS_ELSEWHERE = [
 def test_who_hangs_elsewhere(flags: list[str], where: str, tmp_path: Path) -> None:
     flags = [*flags, *DATA, *CPU, *DDP, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
     out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, timeout=90), 1)
-    said = f"^error: no answer from another rank within --cluster.timeout: rank 1 is {where}"
-    assert re.search(said, out, re.MULTILINE), out
+    message = f"^error: no answer from another rank within --cluster.timeout: rank 1 is {where}"
+    assert re.search(message, out, re.MULTILINE), out
 
 
 @pytest.mark.slow

@@ -115,13 +115,13 @@ def test_views(views: Literal["mirror", "shift"], moves: list[int]) -> None:
 
 def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Path) -> None:
     folder = draw_images(tmp_path / "images", ("cat", "dog"), train=12)
-    own = ["--data", "ImageFolder", "--data.root", folder, *options(max_epochs=1, test=False, accelerator="cpu")]
+    flags = ["--data", "ImageFolder", "--data.root", folder, *options(max_epochs=1, test=False, accelerator="cpu")]
     net = ["--model", "ImageClassifier", "--model.network", "resnet18_cifar"]
-    output_of(*app("fit", *own, *net, *options(size=12, resize=16, mean=[0.4, 0.5, 0.6]), "--run.name", "first"))
+    output_of(*app("fit", *flags, *net, *options(size=12, resize=16, mean=[0.4, 0.5, 0.6]), "--run.name", "first"))
     first = tmp_path / "runs/first/version_0"
     draw_images(folder, ("eel",), train=12)
     tuned = [*net, "--model.weights", last_of(first), "--model.freeze", "backbone", "--run.name", "second"]
-    out = output_of(*app("fit", *own, *tuned))
+    out = output_of(*app("fit", *flags, *tuned))
     assert "120 tensors loaded, fc starts anew for another number of classes" in out
     second = tmp_path / "runs/second/version_0"
     data = yaml.safe_load((second / "config.yaml").read_text())["data"]["init_args"]
@@ -136,14 +136,14 @@ def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Pat
 def test_weights_of_files(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    theirs = torchvision.models.squeezenet1_1()
-    save_file(theirs.state_dict(), tmp_path / "a.safetensors")
-    torch.save({"model": {f"module.{k}": v for k, v in theirs.state_dict().items()}}, tmp_path / "b.pth")
+    original = torchvision.models.squeezenet1_1()
+    save_file(original.state_dict(), tmp_path / "a.safetensors")
+    torch.save({"model": {f"module.{k}": v for k, v in original.state_dict().items()}}, tmp_path / "b.pth")
     for file in ("a.safetensors", "b.pth"):
         ours = make_network("squeezenet1_1", 4)
         line = load_weights(ours, read_weights(str(tmp_path / file), "squeezenet1_1"), file)
         assert line == f"Weights of {file}: 50 tensors loaded, classifier.1 starts anew for another number of classes"
-        assert torch.equal(ours.features[0].weight, theirs.features[0].weight)
+        assert torch.equal(ours.features[0].weight, original.features[0].weight)
 
 
 def test_a_pickled_model(tmp_path: Path) -> None:
@@ -153,14 +153,14 @@ def test_a_pickled_model(tmp_path: Path) -> None:
 
 
 def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network, the error names the file to fetch and its folder."""
+    """Without a connection, the error names the file to download and the folder to put it into."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
     flags = [*QUICK, "--model", "squeezenet1_1", "--model.weights", "DEFAULT"]
     message = error_of(*app("fit", *flags))
-    found = re.fullmatch(r".*: no weights of squeezenet1_1 \(.*refused\): put https://\S+/(\S+) into (\S+)", message)
-    assert found
-    torch.save(torchvision.models.squeezenet1_1().state_dict(), Path(found[2], found[1]))
+    match = re.fullmatch(r".*: no weights of squeezenet1_1 \(.*refused\): put https://\S+/(\S+) into (\S+)", message)
+    assert match
+    torch.save(torchvision.models.squeezenet1_1().state_dict(), Path(match[2], match[1]))
     out = output_of(*app("fit", *flags))
     assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in out
 
@@ -195,8 +195,8 @@ def test_parameter_groups() -> None:
     network = make_network("resnet18", 10)
     recipe = Recipe(no_decay="norm,bias", head_lr=10, optimizer=lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1))
     groups = recipe.make_optimizer(network, [*network.parameters()]).param_groups
-    found = {(round(g["lr"], 6), g["weight_decay"]): len(g["params"]) for g in groups}
-    assert found == {(0.001, 0.1): 20, (0.001, 0.0): 40, (0.01, 0.1): 1, (0.01, 0.0): 1}
+    counts = {(round(g["lr"], 6), g["weight_decay"]): len(g["params"]) for g in groups}
+    assert counts == {(0.001, 0.1): 20, (0.001, 0.0): 40, (0.01, 0.1): 1, (0.01, 0.0): 1}
     groups = Recipe(norm_bias_lr=64).make_optimizer(network, [*network.parameters()]).param_groups
     assert {(round(g["lr"], 6), len(g["params"])) for g in groups} == {(0.001, 42), (0.064, 20)}
 

@@ -42,38 +42,38 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert str(run) in out
     assert f"--ckpt_path {run}/checkpoints/last.ckpt --trainer.max_epochs 6" in out
 
-    found = record_of(run)
-    assert (found["status"], found["error"]) == ("completed", None)
-    assert found["command"].startswith("python -m app fit --run.root")
-    assert Path(found["checkpoint"]["best"]).exists()
-    assert Path(found["checkpoint"]["last"]).exists()
-    assert yaml.safe_load(Path(found["config"]).read_text())["run"]["name"] == "x"
+    record = record_of(run)
+    assert (record["status"], record["error"]) == ("completed", None)
+    assert record["command"].startswith("python -m app fit --run.root")
+    assert Path(record["checkpoint"]["best"]).exists()
+    assert Path(record["checkpoint"]["last"]).exists()
+    assert yaml.safe_load(Path(record["config"]).read_text())["run"]["name"] == "x"
     resolved = {"strategy": "single_device", "devices": 1, "num_nodes": 1, "world_size": 1, "replicas": 1}
     resolved |= {"precision": "32-true", "global_batch_size": 20, "placement": "memory", "seed": 42, "threads": 1}
-    assert {key: found[key] for key in resolved} == resolved
-    assert [row["epoch"] for row in found["epochs"]] == [0, 1, 2]
-    assert all(row["train_loss"] > 0 and row["val_loss"] > 0 and row["seconds"] > 0 for row in found["epochs"])
-    losses = [row["train_loss"] for row in found["epochs"]]
-    assert found["train_loss"] == {"first": losses[0], "middle": losses[1], "last": losses[2]}
-    assert 0 <= found["test"]["acc"] <= 1
-    assert found["tested"] == found["checkpoint"]["best"]
-    assert min(found["setup_s"], found["train_s"]) > 0
+    assert {key: record[key] for key in resolved} == resolved
+    assert [row["epoch"] for row in record["epochs"]] == [0, 1, 2]
+    assert all(row["train_loss"] > 0 and row["val_loss"] > 0 and row["seconds"] > 0 for row in record["epochs"])
+    losses = [row["train_loss"] for row in record["epochs"]]
+    assert record["train_loss"] == {"first": losses[0], "middle": losses[1], "last": losses[2]}
+    assert 0 <= record["test"]["acc"] <= 1
+    assert record["tested"] == record["checkpoint"]["best"]
+    assert min(record["setup_s"], record["train_s"]) > 0
     # 9 steps per epoch make 4 windows of 2; the first of 12 windows is excluded
-    speed = found["throughput"]
+    speed = record["throughput"]
     assert (speed["n"], speed["unit"]) == (11, "samples/s")
     assert speed["min"] <= speed["median"] <= speed["max"]
-    times = found["time_per_step"]
+    times = record["time_per_step"]
     assert (times["n"], times["unit"]) == (20, "ms")
     assert [phase for phase in PHASES if not times[phase] > 0] == ["communication"]
     assert times["communication"] == 0
-    memory = found["peak_memory"][0]
+    memory = record["peak_memory"][0]
     assert memory["rank"] == 0
     assert memory["total_gib"] > memory["host_rss_gib"] > 0.1
-    (row,) = found["ranks"]
+    (row,) = record["ranks"]
     assert row["compute"] > row["data"] > row["wait"] == 0
     assert "slow" not in out
-    assert set(found["versions"]) == {"python", "torch", "lightning", "cuda", "nccl", "app", "commit"}
-    assert set(found["hardware"]) == {"cpu", "cores", "gpus"}
+    assert set(record["versions"]) == {"python", "torch", "lightning", "cuda", "nccl", "app", "commit"}
+    assert set(record["hardware"]) == {"cpu", "cores", "gpus"}
 
 
 @pytest.mark.timeout(60)
@@ -87,26 +87,29 @@ def test_batches_that_begin_with_names(batches: str, app: App, tmp_path: Path) -
 
 @SLOW
 def test_threads_where_cores_are_busy(tmp_path: Path) -> None:
-    """Load changes no bits: threads follow cores and `--run.threads`; the last lines report the load."""
+    """The number of threads follows the cores or `--run.threads`, not the load. A line at the end reports the load."""
     context = multiprocessing.get_context("fork")
     busy = [context.Process(target=never_ends, daemon=True) for _ in range(os.cpu_count() or 1)]
-    for each in busy:
-        each.start()
+    for process in busy:
+        process.start()
     try:
         flags = [*SMALL, *options(max_epochs=2, log_every_n_steps=2, test=False, root=tmp_path)]
         for name, more, threads in (("auto", [], os.cpu_count()), ("one", ["--run.threads", "1"], 1)):
             out = output_of(*start_app("fit", *flags, *more, "--run.name", name, env={"OMP_NUM_THREADS": None}))
             assert record_of(tmp_path / name / "version_0")["threads"] == threads
-            said = rf"^time .*; other programs took [\d.]+ of {os.cpu_count()} cores$"
-            assert re.search(said, out, re.MULTILINE), out
+            pattern = rf"^time .*; other programs took [\d.]+ of {os.cpu_count()} cores$"
+            assert re.search(pattern, out, re.MULTILINE), out
     finally:
-        for each in busy:
-            each.kill()
+        for process in busy:
+            process.kill()
 
 
 @SLOW
 def test_set_up_begins_with_the_command(tmp_path: Path) -> None:
-    """The process may be older: in `bash -c "sleep 30 && python -m app fit"`, the shell becomes Python."""
+    """Set-up time counts from the start of the command, not of its process.
+
+    The process may be older: in `bash -c "sleep 30 && python -m app fit"`, the shell's process becomes Python's.
+    """
     flags = [*SMALL, *options(max_steps=2, test=False, root=tmp_path, name="x")]
     waits = "import os, sys, time; p = sys.executable; time.sleep(5); os.execv(p, [p, '-m', 'app', *sys.argv[1:]])"
     began = time.time()
@@ -119,12 +122,12 @@ def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
     """The phases add up to the step, and communication shows between ranks or replicas."""
     flags = on_cpu(strategy, max_steps=60, log_every_n_steps=5, test=False, root=tmp_path, name="x")
     output_of(*fork_app("fit", *SMALL, *flags))
-    found = record_of(tmp_path / "x" / "version_0")
-    times = found["time_per_step"]
+    record = record_of(tmp_path / "x" / "version_0")
+    times = record["time_per_step"]
     assert times["n"] == 20
     assert min(times[phase] for phase in PHASES) > 0
     assert 0 < times["launch"] <= times["forward_backward"] * 1.01
-    whole = 1000 * found["global_batch_size"] / found["throughput"]["median"]
+    whole = 1000 * record["global_batch_size"] / record["throughput"]["median"]
     assert sum(times[phase] for phase in PHASES) == pytest.approx(whole, rel=1e-3), "one clock, and the same windows"
 
 
@@ -133,10 +136,10 @@ def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
 def test_where_the_time_of_a_step_goes_on_cuda(strategy: str, tmp_path: Path) -> None:
     flags = options(accelerator="cuda", strategy=strategy, max_steps=90, log_every_n_steps=5, test=False)
     output_of(*start_app("fit", *SMALL, *flags, "--run.root", tmp_path, "--run.name", "x"))
-    found = record_of(tmp_path / "x" / "version_0")
-    times = found["time_per_step"]
+    record = record_of(tmp_path / "x" / "version_0")
+    times = record["time_per_step"]
     assert 0 < times["launch"] <= times["forward_backward"] * 1.01
-    assert found["throughput"]["n"] < 17, "the windows that were timed do not count"
+    assert record["throughput"]["n"] < 17, "the windows that were timed do not count"
     assert (times["communication"] > 0) == (torch.cuda.device_count() > 1 and strategy != "auto")
 
 
@@ -162,15 +165,15 @@ FAILING = [
 
 
 @pytest.mark.usefixtures("drawn")
-@pytest.mark.parametrize(("way", "said"), FAILING)
-def test_a_failed_run_says_why(way: list[str], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "reason"), FAILING)
+def test_a_failed_run_says_why(way: list[str], reason: str, tmp_path: Path) -> None:
     """Last line, record and report have the reason, also if one rank fails and rank zero cannot write."""
     out = output_of(*fork_app("fit", *THEIRS, *way, "--run.root", tmp_path), 1)
-    assert re.search(said, out)
+    assert re.search(reason, out)
     run = tmp_path / "Fails-TheirData" / "version_0"
     assert record_of(run)["status"] == "failed"
-    assert re.fullmatch(said, record_of(run)["error"])
-    assert re.search(f"<title>Failed .*{said}", (run / "report.html").read_text())
+    assert re.fullmatch(reason, record_of(run)["error"])
+    assert re.search(f"<title>Failed .*{reason}", (run / "report.html").read_text())
 
 
 def test_twenty_runs_of_one_name_at_once(tmp_path: Path) -> None:
@@ -187,7 +190,7 @@ def test_twenty_runs_of_one_name_at_once(tmp_path: Path) -> None:
 
 
 def test_a_run_beside_one_that_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The rejected run removes the parent folder before the other run creates its folder in it."""
+    """A run creates its folder even if a rejected run has just removed the parent folder."""
     made, make = [], os.mkdir
 
     def beside(path: Path, *mode: int) -> None:

@@ -28,9 +28,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), WRONG)
-def test_what_is_wrong_is_said_at_once(flags: list[str], said: str, app: App) -> None:
-    assert said in error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2", *flags))
+@pytest.mark.parametrize(("flags", "message"), WRONG)
+def test_what_is_wrong_is_said_at_once(flags: list[str], message: str, app: App) -> None:
+    assert message in error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2", *flags))
 
 
 LEFTOVERS = [
@@ -45,25 +45,25 @@ LEFTOVERS = [
 ]
 
 
-@pytest.mark.parametrize(("left", "said"), LEFTOVERS)
-def test_leftovers(left: dict[str, str], said: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("left", "message"), LEFTOVERS)
+def test_leftovers(left: dict[str, str], message: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables of another launcher are explained."""
     for name, value in left.items():
         monkeypatch.setenv(name, value)
-    assert said in error_of(*app("fit", *SMALL))
+    assert message in error_of(*app("fit", *SMALL))
 
 
 def test_a_port_that_is_none(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "99999"), ("NODE_RANK", "0")):
         monkeypatch.setenv(name, value)
-    said = error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2"))
-    assert said == "error: MASTER_PORT=99999 in the environment: give a port, 1 to 65535"
+    message = error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2"))
+    assert message == "error: MASTER_PORT=99999 in the environment: give a port, 1 to 65535"
 
 
 def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """A taken port is rejected if processes would meet there; a single process needs no port."""
-    with socket.create_server(("", 0)) as taken:
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+    with socket.create_server(("", 0)) as server:
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
         code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "2")
         assert "Address already in use" in error_of(code, out)
         output_of(*app("fit", *SMALL, *STEPS))
@@ -125,8 +125,8 @@ def test_nodes_that_would_train_different_things(tmp_path: Path) -> None:
     other = ["--data.data_seed", "1", "--model.optimizer.lr", "0.5"]
     methods = [["--cluster.node_rank", "0"], ["--cluster.node_rank", "1", *other]]
     for code, out in run_nodes(["fit", *SMALL, *STEPS, *way], methods):
-        said = error_of(code, out)
-        assert re.search(r"--model.optimizer.lr is 0.0\d+ on node 0 and 0.5 on node 1: give the same", said), said
+        message = error_of(code, out)
+        assert re.search(r"--model.optimizer.lr is 0.0\d+ on node 0 and 0.5 on node 1: give the same", message), message
     assert not list(tmp_path.rglob("run.json"))
 
 

@@ -16,7 +16,10 @@ THEIRS += ["--run.name", "poisoned", "--run.threads", "1", "--trainer.log_every_
 
 
 class Poisoned(LightningDataModule):
-    """Images of noise with bad ones: one that overflows, or three with equal, too large pixels and different labels."""
+    """Images of noise and bad images.
+
+    Either one image overflows, or three images have the same too large pixels but different labels.
+    """
 
     def __init__(self, bad: int, value: float, count: int = 2000) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ def test_a_step_of_a_run(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["1e39", "1e4"])
 def test_a_poisoned_image(value: str, app: App, tmp_path: Path) -> None:
-    """The bad image is named: one with a NaN loss, which ends the run, or one of three whose loss is only high."""
+    """`replay` names a bad image: the one whose NaN loss ended the run, or one of three with high but finite losses."""
     bad = random.randrange(1997)
     flags = [*THEIRS, "--trainer.max_epochs", "1", "--data.bad", str(bad), "--data.value", value]
     flags += ["--model.normalized", str(value == "1e39").lower()]

@@ -42,11 +42,11 @@ class Reader(HTMLParser):
         self.loaded += re.findall(r"url\((?!#)[^)]*\)|@import[^;]*", text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
+        values = dict(attrs)
         if tag not in self.VOID:
             self._open.append(tag)
-        self.ids += [str(given["id"])] if "id" in given else []
-        self.pictures += [str(given["aria-label"])] if tag == "svg" else [str(given["alt"])] if tag == "img" else []
+        self.ids += [str(values["id"])] if "id" in values else []
+        self.pictures += [str(values["aria-label"])] if tag == "svg" else [str(values["alt"])] if tag == "img" else []
         links = [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
         self.loaded += [link for link in links if not link.startswith(("#", "data:"))]
 
@@ -64,20 +64,20 @@ class Reader(HTMLParser):
 
 
 def read(run: Path) -> Reader:
-    found = Reader((run / "report.html").read_text())
-    assert not found.loaded, "it needs no other file"
-    return found
+    reader = Reader((run / "report.html").read_text())
+    assert not reader.loaded, "it needs no other file"
+    return reader
 
 
 def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
     out = output_of(*app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "2", "--model.schedule", "linear"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert "report.html" in out
-    assert all(each in (run / "report.html").read_text() for each in ("currentColor", "stroke: var(--blue)"))
-    found, record = read(run), record_of(run)
+    assert all(colour in (run / "report.html").read_text() for colour in ("currentColor", "stroke: var(--blue)"))
+    reader, record = read(run), record_of(run)
     accuracy = f"{100 * record['test']['acc']:.2f} %"
-    assert found.title == f"{accuracy} on 80 test images after 2 epochs (one CPU)"
-    assert found.pictures == [
+    assert reader.title == f"{accuracy} on 80 test images after 2 epochs (one CPU)"
+    assert reader.pictures == [
         "Training and validation loss against epochs",
         "Training and validation accuracy against epochs",
         "Learning rate against epochs",
@@ -87,10 +87,10 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
         "Memory of each rank, over time",
         "Milliseconds of each part of a step",
     ]
-    for said in ("CIFARCNN, LeNet, 62,006 parameters", "Synthetic: 360 training, 40 validation, 80 test"):
-        assert said in found.text
-    for said in ("most confused", record["command"], record["hardware"]["cpu"]):
-        assert said in found.text
+    for text in ("CIFARCNN, LeNet, 62,006 parameters", "Synthetic: 360 training, 40 validation, 80 test"):
+        assert text in reader.text
+    for text in ("most confused", record["command"], record["hardware"]["cpu"]):
+        assert text in reader.text
     course = record["course"]
     assert len(course["samples_per_s"]) == 8, "18 steps of an epoch are 4 windows"
     assert all(0.05 < memory < 20 for _, memory in course["memory_gib"])
@@ -100,7 +100,10 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
 
 
 def test_a_run_does_not_read_its_record(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading imports pydantic, which takes a tenth of a second. The file's nulls give the page of the run's NaNs."""
+    """A run writes its report without reading its record, because reading imports pydantic, which takes 0.1 s.
+
+    A report from the file is the same, although the file has null for each of the run's NaNs.
+    """
     with monkeypatch.context() as patch:
         patch.setattr(Record, "load", None)
         output_of(*app("fit", *SMALL, *options(max_epochs=2, on_nonfinite="warn"), "--model.optimizer.lr", "1e16"))
@@ -113,15 +116,15 @@ def test_a_run_does_not_read_its_record(app: App, tmp_path: Path, monkeypatch: p
 def test_memory_of_each_rank(tmp_path: Path) -> None:
     output_of(*fork_app("fit", *SMALL, *WINDOWS, *on_cpu("ddp_fork", max_epochs=1, root=tmp_path)))
     run = tmp_path / "x" / "version_0"
-    found, record = read(run), record_of(run)
-    assert found.title.endswith("on 80 test images after 1 epoch (ddp_fork, 2 × CPU)")
-    for said in ("20 = 2 × 10", "The learning rate was 0.001 throughout."):
-        assert said in found.text
+    reader, record = read(run), record_of(run)
+    assert reader.title.endswith("on 80 test images after 1 epoch (ddp_fork, 2 × CPU)")
+    for text in ("20 = 2 × 10", "The learning rate was 0.001 throughout."):
+        assert text in reader.text
     assert {len(point) for point in record["course"]["memory_gib"]} == {3}
-    assert "Milliseconds of a step on each rank" in found.pictures
+    assert "Milliseconds of a step on each rank" in reader.pictures
 
 
-OWN = [
+USER_CODE = [
     ("LogsNothing", "TheirTestedData", "Trained after 1 epoch", "validate"),
     ("LogsAccuracy", "TheirData", r"\d+\.\d\d % on validation images after 1 epoch", "validate"),
     ("LogsAccuracy", "TheirTestedData", r"\d+\.\d\d % on test images after 1 epoch", "test"),
@@ -132,7 +135,7 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize(("model", "data", "title", "use"), OWN)
+@pytest.mark.parametrize(("model", "data", "title", "use"), USER_CODE)
 def test_somebodys_code(model: str, data: str, title: str, use: str | None, app: App, tmp_path: Path) -> None:
     """The report is written for any logged names, fit ends with a test if defined, and the printed command works."""
     flags = ["--model", f"user_code.{model}", "--data", f"user_code.{data}", *QUIET]
@@ -172,9 +175,9 @@ NAME = "<img src=x onerror=alert(1)> ![](http://e.com/a.png) [x](http://e.com) *
 
 def test_names_are_names(tmp_path: Path, image_root: Path) -> None:
     """Names are shown literally, even if they contain HTML, Markdown or mathematics."""
-    found = Reader(page(NAME, plain(NAME), [Section(NAME, table([NAME, ""], [[NAME, 1]]), folded=True)], {}))
-    assert not found.loaded
-    assert found.text.count(NAME) == 6
+    reader = Reader(page(NAME, plain(NAME), [Section(NAME, table([NAME, ""], [[NAME, 1]]), folded=True)], {}))
+    assert not reader.loaded
+    assert reader.text.count(NAME) == 6
     name = "<b>a$b$"
     for split in ("train", "test"):
         shutil.move(image_root / split / "eel", image_root / split / name)

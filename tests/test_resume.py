@@ -76,8 +76,8 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     assert epochs(resumed) == epochs(whole)
     assert not (runs / "version_2").exists(), "one training is one run"
     pd.testing.assert_frame_equal(*(pd.read_csv(run / "metrics.csv") for run in (whole, resumed)), atol=1e-6)
-    said = error_of(*app("fit", *flags, "--trainer.max_epochs=4", "--ckpt_path", "last", "--model.optimizer.lr", "0"))
-    assert "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, whose value is 0.05" in said
+    text = error_of(*app("fit", *flags, "--trainer.max_epochs=4", "--ckpt_path", "last", "--model.optimizer.lr", "0"))
+    assert "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, whose value is 0.05" in text
 
 
 @pytest.mark.parametrize("model", ["AccuracyFalls", "LossRises"])
@@ -96,9 +96,9 @@ def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
     for seed in ("1", "2"):
         output_of(*app("fit", *flags, "--trainer.max_epochs", "1", "--seed_everything", seed))
     first = ["--config", runs / "version_0" / "config.yaml", "--ckpt_path", "last"]
-    said = error_of(*app("fit", *first))
-    assert f"{runs / 'version_0'}" in said
-    assert "has been trained for 1 epochs, as many as --trainer.max_epochs 1: give more" in said
+    message = error_of(*app("fit", *first))
+    assert f"{runs / 'version_0'}" in message
+    assert "has been trained for 1 epochs, as many as --trainer.max_epochs 1: give more" in message
     output_of(*app("fit", *first, "--trainer.max_epochs", "2"))
     resumed = record_of(runs / "version_0")
     assert resumed["resumed_from"] == str(runs / "version_0" / "checkpoints" / "last.ckpt")
@@ -179,9 +179,9 @@ def test_what_makes_another_run(app: App, tmp_path: Path) -> None:
     assert f"not continuing {first}: it has newer checkpoints" in out
     out = output_of(*app("fit", *flags, "3", "--data.flip", "false", *newest))
     assert f"not continuing {runs}/version_2: --data.flip differs" in out
-    found = [record_of(runs / f"version_{n}") for n in range(4)]
-    assert [len(each["epochs"]) for each in found] == [1, 2, 2, 3]
-    assert not any(each["parts"] for each in found)
+    records = [record_of(runs / f"version_{n}") for n in range(4)]
+    assert [len(record["epochs"]) for record in records] == [1, 2, 2, 3]
+    assert not any(record["parts"] for record in records)
 
 
 def test_auto(app: App, tmp_path: Path) -> None:
@@ -223,11 +223,11 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["best.ckpt", "last-1.ckpt", "last.ckpt"]
     last, config = folder / "last.ckpt", folder.with_name("config.yaml")
     bit_flipped(last)
-    for command, given in (("fit", "last"), ("test", "last"), ("predict", last)):
-        said = error_of(*app(command, *FLAGS, "3", "--ckpt_path", given))
-        assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", said), said
-    said = error_of(*app("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "3"))
-    assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", said), said
+    for command, checkpoint in (("fit", "last"), ("test", "last"), ("predict", last)):
+        message = error_of(*app(command, *FLAGS, "3", "--ckpt_path", checkpoint))
+        assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", message), message
+    message = error_of(*app("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "3"))
+    assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", message), message
     (folder / "best.ckpt").unlink()
     out = output_of(*app("fit", *FLAGS, "3", "--ckpt_path", "auto"))
     assert f"{last} is damaged: it is kept as last.ckpt.damaged, and the run continues from {folder}/last-1.ckpt" in out
@@ -236,9 +236,9 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
     assert (folder / "last.ckpt.damaged").exists()
     for path in (tmp_path / "runs").rglob("*.ckpt"):
         bit_flipped(path)
-    said = error_of(*app("fit", *FLAGS, "4", "--ckpt_path", "auto"))
-    assert "from none of the 3 checkpoints under" in said
-    assert "give another --run.name to begin anew" in said
+    message = error_of(*app("fit", *FLAGS, "4", "--ckpt_path", "auto"))
+    assert "from none of the 3 checkpoints under" in message
+    assert "give another --run.name to begin anew" in message
 
 
 def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_in_its_first_epoch(app: App, tmp_path: Path) -> None:
-    """The record does not list the checkpoint yet, but the file exists."""
+    """`--ckpt_path last` finds the checkpoint's file, although the record does not list it or cannot be read."""
     output_of(*app("fit", *FLAGS, "1"))
     run = tmp_path / "runs" / "x" / "version_0"
     record = record_of(run)

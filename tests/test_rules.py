@@ -64,14 +64,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "launcher", "said"), REFUSED)
+@pytest.mark.parametrize(("settings", "launcher", "text"), REFUSED)
 def test_what_cannot_work(
-    settings: dict[str, Any], launcher: Launched | None, said: str, config: Namespace, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], launcher: Launched | None, text: str, config: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "launched", lambda: launcher)
     with pytest.raises(UserError) as error:
         rules.check("fit", changed(config, settings))
-    assert said in str(error.value)
+    assert text in str(error.value)
 
 
 WORKS = [
@@ -100,9 +100,9 @@ def test_what_works(
 def test_a_learning_rate_that_is_no_number(value: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate is rejected before anything is built."""
     monkeypatch.setattr("lightning.pytorch.trainer.trainer._AcceleratorConnector", lambda **_: pytest.fail("built"))
-    said = error_of(*app(*SMALL, f"--model.optimizer.lr={value}"))
-    assert said.startswith("error: --model.optimizer.lr ")
-    assert said.endswith((": give a finite number", ": expected a number"))
+    message = error_of(*app(*SMALL, f"--model.optimizer.lr={value}"))
+    assert message.startswith("error: --model.optimizer.lr ")
+    assert message.endswith((": give a finite number", ": expected a number"))
 
 
 def test_rules_of_flags_hold_on_any_machine() -> None:
@@ -115,6 +115,6 @@ def test_rules_of_flags_hold_on_any_machine() -> None:
 @pytest.mark.parametrize("hidden", ["hidden: [-1]", "hidden: [8, 0]", "repeats: 1000000000"])
 def test_sizes_of_the_network(hidden: str, app: App, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(f"model: {{class_path: FashionMLP, init_args: {{{hidden}}}}}\n")
-    said = error_of(*app(*SMALL, "--data.like", "FashionMNIST", "--config", tmp_path / "c.yaml"))
-    assert f"--model.{hidden.partition(':')[0]} " in said
-    assert "give" in said
+    message = error_of(*app(*SMALL, "--data.like", "FashionMNIST", "--config", tmp_path / "c.yaml"))
+    assert f"--model.{hidden.partition(':')[0]} " in message
+    assert "give" in message

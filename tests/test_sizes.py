@@ -43,7 +43,7 @@ def test_aspect_ratio_is_kept(image_root: Path) -> None:
 
 
 def test_training_images_are_kept_larger(image_root: Path, cache: Path, decoded: Any) -> None:  # noqa: F811
-    """The shorter side is kept at 23 pixels, or exactly 20 for `random`; validation uses a centre crop."""
+    """The cache has shorter sides of at most 23 pixels, or of 20 for `random`. Validation uses a centre crop."""
     for crop, sides in (("random_resized", (23,)), ("random", (20,))):
         flags = {**RESIZED, "crop": crop, "cache": str(cache)}
         data = attach(ImageFolder(str(image_root), **flags))
@@ -97,7 +97,7 @@ def test_a_worker_without_room(image_root: Path, cache: Path, monkeypatch: pytes
 
 
 def test_jpegs_have_the_pixels_of_pil(tmp_path: Path) -> None:
-    """At full size, in every kind of JPEG file; a file without its end has PIL's error."""
+    """Full-size images of every kind of JPEG file have PIL's pixels. A truncated file raises PIL's error."""
     path, rng = tmp_path / "x.jpg", np.random.default_rng(0)
     colours = Image.fromarray(rng.integers(256, size=(37, 51, 3), dtype=np.uint8))
     kinds: list[dict[str, Any]] = [{"subsampling": n} for n in range(3)]
@@ -190,8 +190,8 @@ def test_what_does_not_go_together(flags: list[str], message: str, app: App, ima
 
 def test_augmentations_by_name(image_root: Path, app: App, tmp_path: Path) -> None:
     config, erasing = tmp_path / "augment.yaml", {"class_path": "RandomErasing", "init_args": {"p": 1.0, "value": 7}}
-    given = {"augment": ["TrivialAugmentWide", erasing, "user_code.Inverted"]}
-    config.write_text(yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": given}}))
+    settings = {"augment": ["TrivialAugmentWide", erasing, "user_code.Inverted"]}
+    config.write_text(yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": settings}}))
     flags = ["--config", config, "--data.root", image_root, *options(max_epochs=1, num_workers=0, test=False), *QUIET]
     output_of(*app("fit", *flags))
     saved = (tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "config.yaml").read_text()

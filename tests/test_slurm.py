@@ -52,7 +52,7 @@ def test_it_goes_on_exactly(slurm: Slurm, app: App, tmp_path: Path) -> None:
     """2 nodes × 2 tasks have the losses of one device, and after two requeues the same weights, without further flags.
 
     In float64, because four ranks add up in another order after a restart: DDP rearranges its buckets after the first
-    step. Lightning loads weights through float32.
+    step.
     """
     stopped = tmp_path / "stopped"
     job = submit(slurm, stopped, *EXACT, shape=SHAPE, WANDB_MODE="offline")
@@ -65,14 +65,14 @@ def test_it_goes_on_exactly(slurm: Slurm, app: App, tmp_path: Path) -> None:
     slurm.start_again(job)
     assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
 
-    found = record(stopped)
-    runs = [*found["parts"], found]
-    assert [each["status"] for each in runs] == ["interrupted", "interrupted", "completed"], slurm.output(job)
-    assert [each["resumed_from"] for each in runs] == [None, *[str(last(stopped))] * 2]
+    final = record(stopped)
+    runs = [*final["parts"], final]
+    assert [run["status"] for run in runs] == ["interrupted", "interrupted", "completed"], slurm.output(job)
+    assert [run["resumed_from"] for run in runs] == [None, *[str(last(stopped))] * 2]
     assert len(list(stopped.glob("*/version_0/wandb/offline-run-*"))) == 3
-    assert len(list(stopped.glob(f"*/version_0/wandb/offline-run-*-{found['tracker']}"))) == 3
-    assert (found["world_size"], found["num_nodes"]) == (4, 2)
-    assert len(found["epochs"]) == 24
+    assert len(list(stopped.glob(f"*/version_0/wandb/offline-run-*-{final['tracker']}"))) == 3
+    assert (final["world_size"], final["num_nodes"]) == (4, 2)
+    assert len(final["epochs"]) == 24
     output_of(*app("fit", *STEPS, *EXACT, "--trainer.max_epochs", "24"))
     whole = tmp_path / "runs"
     assert difference(last(whole), last(stopped)) < 1e-7
@@ -85,9 +85,9 @@ def test_scancel_saves_and_leaves_no_process(slurm: Slurm, tmp_path: Path) -> No
     job = submit(slurm, tmp_path, epochs=100000)
     trained(slurm, job, tmp_path, 2)
     ranks = [pid for pid, variables in slurm.processes(job).items() if "SLURM_STEP_TASKS_PER_NODE" in variables]
-    found = listening(ranks)
-    assert found
-    assert not found & {"0.0.0.0", "::"}
+    addresses = listening(ranks)
+    assert addresses
+    assert not addresses & {"0.0.0.0", "::"}
     slurm.run("scancel", job)
     slurm.reaches(job, "CANCELLED")
     assert slurm.processes(job) == {}
@@ -114,14 +114,14 @@ def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
     alone = "error: this SLURM job has 4 tasks, but the command was started once: put srun before it"
     unequal = "error: srun started 2 node(s) of 2 process(es), but the run is --trainer.num_nodes 2 of 4: leave"
     nodes = "error: this SLURM job has 2 nodes, but the command was started once: put srun before it"
-    for shape, command, said in (
+    for shape, command, message in (
         (SHAPE, fit, alone),
         (["--nodes=2"], fit, nodes),
         (SHAPE, ["srun", *fit, "--trainer.devices", "4"], unequal),
     ):
         job = slurm.submit(*shape, "--wrap", shlex.join(command), env=PATH)
         assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=200) == "FAILED", slurm.output(job)
-        assert said in slurm.output(job)
+        assert message in slurm.output(job)
     session = ["salloc", "--nodes=2", "--ntasks-per-node=2"]
     out = slurm.run(*session, "sh", "-c", f"{shlex.join(fit)}; test $? = 2", env=PATH, timeout=200)
     assert alone in out

@@ -36,13 +36,13 @@ def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> 
     with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
         out = run.trained(3).get(name, whom).end(60, code={"SIGINT": 130, "SIGTERM": 143}[name])
     assert "Traceback" not in out
-    found = run.record
-    assert (found["status"], found["error"]) == ("interrupted", {"SIGINT": "by Ctrl-C", "SIGTERM": "by SIGTERM"}[name])
-    assert found["throughput"]["n"] > 0
-    assert found["test"] is None
-    assert Path(found["checkpoint"]["last"]).exists()
-    assert f"--ckpt_path {found['checkpoint']['last']}" in out
-    title = rf"<title>\d+\.\d\d % on \d+ validation images after \d+ epochs, interrupted {found['error']} .*</title>"
+    saved = run.record
+    assert (saved["status"], saved["error"]) == ("interrupted", {"SIGINT": "by Ctrl-C", "SIGTERM": "by SIGTERM"}[name])
+    assert saved["throughput"]["n"] > 0
+    assert saved["test"] is None
+    assert Path(saved["checkpoint"]["last"]).exists()
+    assert f"--ckpt_path {saved['checkpoint']['last']}" in out
+    title = rf"<title>\d+\.\d\d % on \d+ validation images after \d+ epochs, interrupted {saved['error']} .*</title>"
     assert re.search(title, (run.directory / "report.html").read_text())
 
 
@@ -73,17 +73,17 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
     flags = [*SMALL, "--model", "user_code.StopsItself", *flags, *options(max_epochs=2, test=False)]
     output_of(*app("fit", *flags), 130)
     run = tmp_path / "runs" / "StopsItself-Synthetic" / "version_0"
-    found = record_of(run)
-    assert (found["status"], found["steps"]) == ("interrupted", 4)
-    assert [row["whole"] for row in found["epochs"]] == [False]
-    assert sum(row["val_acc"] is not None for row in found["epochs"]) == validations
+    record = record_of(run)
+    assert (record["status"], record["steps"]) == ("interrupted", 4)
+    assert [row["whole"] for row in record["epochs"]] == [False]
+    assert sum(row["val_acc"] is not None for row in record["epochs"]) == validations
     output_of(*app("fit", "--config", run / "config.yaml", "--ckpt_path", "last"))
-    found = record_of(run)
-    assert found["status"] == "completed"
-    (part,) = found["parts"]
+    record = record_of(run)
+    assert record["status"] == "completed"
+    (part,) = record["parts"]
     assert (part["status"], part["error"], part["steps"]) == ("interrupted", "by Ctrl-C", 4)
-    assert [row["epoch"] for row in found["epochs"]] == [0, 1]
-    times = [seconds for seconds, _ in found["course"]["samples_per_s"]]
+    assert [row["epoch"] for row in record["epochs"]] == [0, 1]
+    times = [seconds for seconds, _ in record["course"]["samples_per_s"]]
     assert times == sorted(times), "that of the whole training"
     assert (run / "report.html").is_file()
 
@@ -97,8 +97,8 @@ def test_several_ranks_end_one_step_later(tmp_path: Path) -> None:
     flags = [*SMALL, *DDP, *options(max_epochs=2, test=False), "--cluster.max_restarts", "2"]
     with started(tmp_path, *flags, "--model", "user_code.StopsOneRank") as run:
         run.end(code=143)
-    found = run.record
-    assert (found["status"], found["error"], found["steps"]) == ("interrupted", "by SIGTERM", 5)
+    record = run.record
+    assert (record["status"], record["error"], record["steps"]) == ("interrupted", "by SIGTERM", 5)
     assert torch.load(last_of(run.directory), weights_only=True)["global_step"] == 5
 
 
@@ -140,8 +140,8 @@ def test_while_starting(strategy: str, name: str, tmp_path: Path) -> None:
 def is_started_rank(process: int) -> bool:
     """Return whether a process is a rank that the main process has started, not a helper."""
     try:
-        found = psutil.Process(process)
-        return "LOCAL_RANK" in found.environ() or "spawn_main" in " ".join(found.cmdline())
+        candidate = psutil.Process(process)
+        return "LOCAL_RANK" in candidate.environ() or "spawn_main" in " ".join(candidate.cmdline())
     except psutil.Error:  # it has ended
         return False
 
@@ -181,10 +181,10 @@ def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
     """Rank zero hangs as in a collective call of NCCL; the reason is the other rank's exception."""
     with started(tmp_path, *SMALL, "--model", "stuck_code.FailsWhileRankZeroIsStuck", *DDP) as run:
         out = run.end(code=1)
-    said = out.splitlines()[-1]
-    assert re.fullmatch(r"error: rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here", said)
+    line = out.splitlines()[-1]
+    assert re.fullmatch(r"error: rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here", line)
     assert re.search(r"^\[rank 1\] .*RuntimeError: only here$", out, flags=re.MULTILINE), "the end of its output"
-    assert (run.record["status"], f"error: {run.record['error']}") == ("failed", said)
+    assert (run.record["status"], f"error: {run.record['error']}") == ("failed", line)
 
 
 @SLOW

@@ -190,12 +190,12 @@ def trained(
     return calls, torch.load(folder / "end.ckpt", weights_only=False), reason
 
 
-def same_checkpoint(saved: dict[str, Any], found: dict[str, Any]) -> None:
+def same_checkpoint(saved: dict[str, Any], other: dict[str, Any]) -> None:
     """Check that two checkpoints resume the same training."""
     for key in ("global_step", "epoch", "loops", "lr_schedulers"):
-        assert found[key] == saved[key], key
-    assert difference(found["state_dict"], saved["state_dict"]) == 0
-    assert repr(found["optimizer_states"]) == repr(saved["optimizer_states"])
+        assert other[key] == saved[key], key
+    assert difference(other["state_dict"], saved["state_dict"]) == 0
+    assert repr(other["optimizer_states"]) == repr(saved["optimizer_states"])
 
 
 def last_checkpoint(run: Path) -> dict[str, Any]:
@@ -204,12 +204,12 @@ def last_checkpoint(run: Path) -> dict[str, Any]:
 
 def assert_alike(tmp_path: Path, reason: str | None = None, **settings: Any) -> None:
     calls, saved, _ = trained(False, tmp_path / "run", **settings)
-    found, found_saved, found_reason = trained(True, tmp_path / "run", **settings)
-    assert found_reason == reason
-    for ours, theirs in zip(found, calls, strict=False):
-        assert ours == theirs
-    assert len(found) == len(calls)
-    same_checkpoint(saved, found_saved)
+    straight_calls, straight_saved, straight_reason = trained(True, tmp_path / "run", **settings)
+    assert straight_reason == reason
+    for call, expected in zip(straight_calls, calls, strict=False):
+        assert call == expected
+    assert len(straight_calls) == len(calls)
+    same_checkpoint(saved, straight_saved)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -327,14 +327,14 @@ def test_every_config(
 
 
 def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
-    """Check that two loops agree; the second run uses the first run's saved config."""
+    """Check that the straight loop and Lightning's agree; the second run uses the first run's saved config."""
     CALLS.clear()
     output_of(*app("fit", *flags, *RECORDED))
     calls = Calls(CALLS)
     CALLS.clear()
     output_of(*app("fit", "--config", runs / "version_0" / "config.yaml", "--run.loop", "lightning"))
-    for ours, theirs in zip(calls, CALLS, strict=True):
-        assert ours == theirs
+    for call, expected in zip(calls, CALLS, strict=True):
+        assert call == expected
     runs = [runs / name for name in ("version_0", "version_1")]
     same_checkpoint(*map(last_checkpoint, runs))
     records = [record_of(run) for run in runs]

@@ -17,7 +17,7 @@ FLAGS = [*options(max_epochs=1, batch_size=8, num_workers=0, log_every_n_steps=1
 
 @pytest.fixture
 def table(image_root: Path) -> pd.DataFrame:
-    """Write `all.csv` beside a folder: its images, in the order of the classes."""
+    """Write `all.csv` into the image folder: a row for each image, sorted by class within each split."""
     files = [file for split in ("train", "test") for file in sorted((image_root / split).rglob("*.*"))]
     names = {"file": [str(file.relative_to(image_root)) for file in files], "label": [f.parent.name for f in files]}
     made = pd.DataFrame({**names, "split": [file.parts[-3] for file in files]})
@@ -32,15 +32,15 @@ def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, app: App, tm
     folder, ours = (tmp_path / "runs" / f"LeNet-{name}" / "version_0" for name in ("ImageFolder", "ImageTable"))
     assert losses(ours).tolist() == losses(folder).tolist()
     assert record_of(ours)["data"]["images"] == {"train": 33, "val": 3, "test": 12}
-    named = table.rename(columns={"file": "photo", "label": "kind"}).replace({"split": {"test": "validation"}})
-    named.to_csv(image_root / "named.csv", index=False)
+    renamed = table.rename(columns={"file": "photo", "label": "kind"}).replace({"split": {"test": "validation"}})
+    renamed.to_csv(image_root / "named.csv", index=False)
     data = attach(ImageTable(str(image_root / "named.csv"), "photo", "kind"))
     assert data.counts == {"train": 36, "val": 12}
     assert list(data.class_names) == ["cat", "dog", "eel"]
 
 
 def test_labels_are_read_again(image_root: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels are in numeric order. A changed label takes effect, and so does another column; files have whole paths."""
+    """Classes are in numeric order. A changed label and another label column take effect. Paths are absolute."""
     monkeypatch.chdir(image_root)
     numbered = table.drop(columns="split").assign(label=[str(8 + row % 4) for row in range(len(table))])
     numbered["file"] = [str(image_root / file) for file in table["file"]]
@@ -56,13 +56,13 @@ def test_labels_are_read_again(image_root: Path, table: pd.DataFrame, monkeypatc
 def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App) -> None:
     csv = image_root / "all.csv"
 
-    def said(**columns: str) -> str:
+    def message_of(**columns: str) -> str:
         with pytest.raises(UserError) as error:
             attach(ImageTable(str(csv), num_workers=0, **columns))
         return str(error.value)
 
     columns = "but file, label, split: give one to --data."
-    assert f"{csv} has no column species, {columns}label_column" in said(label_column="species")
+    assert f"{csv} has no column species, {columns}label_column" in message_of(label_column="species")
     fold = ["--data", "ImageTable", "--data.csv", csv, "--data.split_column", "fold"]
     assert f"{csv} has no column fold, {columns}split_column" in error_of(*app("fit", *fold, *FLAGS))
     for row, column, value, problem in (
@@ -75,13 +75,13 @@ def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App) 
         wrong = table.copy()
         wrong.loc[row, column] = value
         wrong.to_csv(csv, index=False)
-        assert problem in said()
+        assert problem in message_of()
     table[:0].to_csv(csv, index=False)
-    assert f"{csv} has no rows" in said()
+    assert f"{csv} has no rows" in message_of()
     csv.write_bytes(b"\xff\xfe\x00")
-    assert f"--data.csv {csv} cannot be read" in said()
+    assert f"--data.csv {csv} cannot be read" in message_of()
     csv.unlink()
-    assert f"--data.csv {csv} cannot be read (No such file or directory)" in said()
+    assert f"--data.csv {csv} cannot be read (No such file or directory)" in message_of()
 
 
 @pytest.fixture
@@ -109,14 +109,14 @@ def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp
         split, expected = data._splits["test" if stage == "test" else "train"][0], folder._splits["test"][0]
         assert sorted(data.class_names) == list(data.class_names) == list(folder.class_names)
         assert sorted(split.labels.tolist()) == expected.labels.tolist()
-        pixels = [sorted(bytes(each.flatten().tolist()) for each in made.tensor()) for made in (split, expected)]
+        pixels = [sorted(bytes(image.flatten().tolist()) for image in made.tensor()) for made in (split, expected)]
         assert pixels[0] == pixels[1]
 
 
 def test_columns_of_hugging_face(saved: Path, image_root: Path) -> None:
     made = datasets.load_from_disk(str(saved))
-    named = made["train"].add_column("kind", [str(2 * label + 8) for label in made["train"]["label"]])
-    named.remove_columns("label").save_to_disk(str(image_root / "named"))
+    renamed = made["train"].add_column("kind", [str(2 * label + 8) for label in made["train"]["label"]])
+    renamed.remove_columns("label").save_to_disk(str(image_root / "named"))
     with pytest.raises(UserError, match=r"has the columns image \(Image\), kind \(Value\): give one to --data.label_c"):
         HuggingFace(str(image_root / "named"))
     data = attach(HuggingFace(str(image_root / "named"), label_column="kind", crop="random_resized", num_workers=0))

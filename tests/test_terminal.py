@@ -31,13 +31,13 @@ def test_the_summary_shows_the_layers(app: App, monkeypatch: pytest.MonkeyPatch)
 def test_a_line_for_each_epoch(app: App) -> None:
     """Each epoch has its line, also in a pipe."""
     out = output_of(*app("fit", *SMALL[:4], "--trainer.max_epochs", "2", "--run.test", "false"))
-    said = [line for line in out.splitlines() if line.startswith("epoch ")]
-    assert [line.split("  ")[0] for line in said] == ["epoch 1/2", "epoch 2/2"]
-    for line in said:
+    lines = [line for line in out.splitlines() if line.startswith("epoch ")]
+    assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
+    for line in lines:
         assert re.search(r"train \d\.\d{3}  val \d\.\d{3}  acc +\d+\.\d % [* ]  lr 0\.001  [\d,]+/s  \d\.\d GiB", line)
         assert len(line) < 100
-    assert re.search(r"\d s left$", said[0])
-    assert "left" not in said[1]
+    assert re.search(r"\d s left$", lines[0])
+    assert "left" not in lines[1]
 
 
 def test_the_bar_takes_note_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,11 @@ STARTED = "torchrun started 1 node(s) of 2 process(es), but the run is --trainer
 MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # rank zero checks it for all ranks
 
 
-@pytest.mark.parametrize(("flags", "said"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)])
-def test_what_is_wrong_is_said_at_once(flags: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "text"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)])
+def test_what_is_wrong_is_said_at_once(flags: str, text: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *STEPS, flags, launcher=TORCHRUN) as run:
         out = run.end(120, code=1)  # torchrun's exit code
-    assert f"error: {said}" in out
+    assert f"error: {text}" in out
     assert not list(tmp_path.glob("*/version_*"))
 
 

@@ -40,17 +40,17 @@ OBJECTS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), OBJECTS)
-def test_an_object_that_a_flag_made(flags: str, said: str, app: App) -> None:
-    assert said in error_of(*app("fit", *SMALL, *shlex.split(flags)))
+@pytest.mark.parametrize(("flags", "message"), OBJECTS)
+def test_an_object_that_a_flag_made(flags: str, message: str, app: App) -> None:
+    assert message in error_of(*app("fit", *SMALL, *shlex.split(flags)))
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "ddp_fork"])
 def test_in_each_rank(strategy: str, tmp_path: Path) -> None:
     """Each rank raises the error, which is printed once."""
     way = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--run.root", tmp_path]
-    said = error_of(*fork_app("fit", *SMALL, *way, *CROP.split()))
-    assert said.replace("rank 1: ", "") == TOO_LARGE  # the first rank to fail ends the other
+    message = error_of(*fork_app("fit", *SMALL, *way, *CROP.split()))
+    assert message.replace("rank 1: ", "") == TOO_LARGE  # the first rank to fail ends the other
 
 
 def test_verbose_shows_what_the_library_did(app: App) -> None:

@@ -81,8 +81,8 @@ def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None
     assert media, text
     assert all((file.parent / "files" / path).exists() for path in media)
     assert not list((run.parent).glob("version_[1-9]*")), "only rank zero makes directories"
-    parts = ("train_loss", "val_acc", "test_acc", "confusion_matrix", "most_wrong", "throughput", "peak_memory")
-    assert not [part for part in (*parts, "CIFARCNN", "batch_size") if part not in text]
+    words = ("train_loss", "val_acc", "test_acc", "confusion_matrix", "most_wrong", "throughput", "peak_memory")
+    assert not [word for word in (*words, "CIFARCNN", "batch_size") if word not in text]
 
 
 @pytest.mark.slow
@@ -97,11 +97,11 @@ class OutOfQuota(BaseHTTPRequestHandler):
     """Server of Weights & Biases that answers every request with an exceeded quota."""
 
     def _answer(self) -> None:
-        said = json.dumps({"errors": [{"message": "storage limit reached"}]}).encode()
+        body = json.dumps({"errors": [{"message": "storage limit reached"}]}).encode()
         self.send_response(403)
-        self.send_header("Content-Length", str(len(said)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(said)
+        self.wfile.write(body)
 
     do_GET = do_POST = _answer  # noqa: N815
 

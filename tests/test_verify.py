@@ -42,8 +42,8 @@ class Runs:
         self.flags += ["--trainer.use_distributed_sampler", str(sampled).lower(), "--run.test", "false"]
 
     def record(self, name: str, *flags: str, steps: int = 16, earlier: Recorded | None = None) -> Recorded:
-        own = [*RECORDING, f"--trainer.callbacks.steps={steps}", "--trainer.callbacks.epoch_steps=8"]
-        way = [*self.flags, *flags, *own, "--run.root", str(self.root), "--run.name", name]
+        recording = [*RECORDING, f"--trainer.callbacks.steps={steps}", "--trainer.callbacks.epoch_steps=8"]
+        way = [*self.flags, *flags, *recording, "--run.root", str(self.root), "--run.name", name]
         output_of(*fork_app("fit", *way))
         return Recorded(self.root / name / "version_0", earlier)
 
@@ -58,8 +58,8 @@ class Runs:
             RECORDED[key] = self.record("reference", "--trainer.devices", "1", *REFERENCES.get(way, []), *flags)
         reference = RECORDED[key]
         recorded = self.resumed(*flags) if way == "resume" else self.record("way", *WAYS[way], *flags)
-        found = differences(reference, recorded)
-        return found, causes(Case(reference, recorded, found, 2 if way in ("ddp", "dp") else 1))
+        differing = differences(reference, recorded)
+        return differing, causes(Case(reference, recorded, differing, 2 if way in ("ddp", "dp") else 1))
 
 
 @pytest.mark.parametrize("way", ["ddp", "dp"])
@@ -103,21 +103,21 @@ FAULTS: list[tuple[str, str, str, Sequence[str], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "data", "way", "columns", "said"), FAULTS, ids=lambda each: str(each)[:40])
-def test_a_mistake_is_named(model: str, data: str, way: str, columns: Sequence[str], said: str, tmp_path: Path) -> None:
-    found, named = Runs(tmp_path, model, data).case(way)
-    assert found.keys() >= set(columns), found
-    for text in said.split("|"):
-        assert any(text in cause.text for cause in named), [cause.text for cause in named]
-    assert all(cause.remedy for cause in named)
+@pytest.mark.parametrize(("model", "data", "way", "columns", "text"), FAULTS, ids=lambda value: str(value)[:40])
+def test_a_mistake_is_named(model: str, data: str, way: str, columns: Sequence[str], text: str, tmp_path: Path) -> None:
+    differing, reasons = Runs(tmp_path, model, data).case(way)
+    assert differing.keys() >= set(columns), differing
+    for line in text.split("|"):
+        assert any(line in cause.text for cause in reasons), [cause.text for cause in reasons]
+    assert all(cause.remedy for cause in reasons)
 
 
 def test_what_a_callback_loses(tmp_path: Path) -> None:
     """The callback's average of the weights is in no checkpoint."""
     averaged = ["--trainer.callbacks+=faulty_code.Average"]
-    found, named = Runs(tmp_path, "Model", "Data").case("resume", *averaged)
-    assert "evaluation" in found
-    assert any(cause.text == "state that is in no checkpoint: Average.average" for cause in named), named
+    differing, reasons = Runs(tmp_path, "Model", "Data").case("resume", *averaged)
+    assert "evaluation" in differing
+    assert any(cause.text == "state that is in no checkpoint: Average.average" for cause in reasons), reasons
 
 
 def test_the_same_fault_of_several_ways_is_reported_once() -> None:
@@ -137,7 +137,7 @@ def test_samples_that_are_not_seen() -> None:
 
 
 def test_a_run_on_one_device_that_failed_stays_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each variant that is compared with it reports the failure."""
+    """Each variant reports the failure of the run on one device, because it would be compared with that run."""
     prover = Prover(Settings(), [], {"data": "Synthetic"}, tmp_path)
     failed = SimpleNamespace(status="failed", error="why", time_limit=None)
     monkeypatch.setattr("app.verify.proof.run_fit", lambda *_: failed)
@@ -159,24 +159,24 @@ HIDDEN = [
 def test_causes_behind_other_samples(model: str, data: str, named: list[str], removed: str) -> None:
     """An ordinary loader hides other mistakes, until `verify` gives both runs the same order of samples."""
     flags = {"trainer.accelerator": "cpu", "data.batch_size": 8}
-    found = same_training(f"faulty_code.{model}", f"faulty_code.{data}", quick=True, steps=8, flags=flags)
-    causes = found.results[0].by_effect
+    outcome = same_training(f"faulty_code.{model}", f"faulty_code.{data}", quick=True, steps=8, flags=flags)
+    causes = outcome.results[0].by_effect
     for text in ("the batch size is that of each rank", *named):
-        assert any(cause.text.startswith(text) and cause.remedy for cause in causes), repr(found)
+        assert any(cause.text.startswith(text) and cause.remedy for cause in causes), repr(outcome)
     effects = [cause.effect or 0.0 for cause in causes]
     assert effects == sorted(effects, reverse=True)
     assert effects[0] > 0
-    assert f"  with    --run.global_order true --run.virtual_devices 4: {removed}" in repr(found)
-    assert max(map(len, repr(found).splitlines()[1:5])) < 80
+    assert f"  with    --run.global_order true --run.virtual_devices 4: {removed}" in repr(outcome)
+    assert max(map(len, repr(outcome).splitlines()[1:5])) < 80
 
 
 @pytest.mark.slow
 def test_bits(app: App, tmp_path: Path) -> None:
     """An operation that differs on one rank is named with its module; without such an operation, nothing is named."""
     flags = [*OURS, "--quick", "--steps", "4", "--bits", "true", "--run.virtual_devices", "4", "--run.threads", "1"]
-    found, out = verdict(app, tmp_path, *flags, "--model", "faulty_code.Jitters", code=1)
-    assert [way["first_operation"] for way in found["ways"]] == ["step 1, shard 3: mul in Jitters.network.noise", None]
-    found, out = verdict(app, tmp_path, *flags)
+    report, out = verdict(app, tmp_path, *flags, "--model", "faulty_code.Jitters", code=1)
+    assert [way["first_operation"] for way in report["ways"]] == ["step 1, shard 3: mul in Jitters.network.noise", None]
+    report, out = verdict(app, tmp_path, *flags)
     assert "The same bits in all 3 ways of running" in out
 
 
@@ -196,18 +196,21 @@ def test_a_wrong_gradient_beside_much_larger_ones() -> None:
     norms = {"large.weight": 1000.0, "small.weight": 1.0, "none.bias": 1e-9}
     recorded = {"epoch": 0, "samples": [], "labels": [], "loss": 1.0}
     there = Step(0, [{**recorded, "gradients": norms}])
-    for name, value, found in (("small.weight", 1.01, True), ("none.bias", 3e-9, False)):
+    for name, value, differs in (("small.weight", 1.01, True), ("none.bias", 3e-9, False)):
         here = Step(0, [{**recorded, "gradients": {**norms, name: value}}])
-        assert [place.figures.split()[2] for place in _gradients(here, there, 1e-5)] == [name] * found
+        assert [place.figures.split()[2] for place in _gradients(here, there, 1e-5)] == [name] * differs
 
 
 @pytest.mark.parametrize("padding", [0, 9])
 def test_a_padded_sample_is_the_same_in_any_batch(padding: int) -> None:
-    """A longest sample, which has no padding, too. A mask shows which padding is no zero."""
+    """A sample has the same id with any amount of padding, and without padding as the batch's longest sample.
+
+    If the padding is not 0, the batch's mask shows where it is.
+    """
 
     def batch(*samples: list[int]) -> dict[str, Tensor]:
         filled = list(map(torch.tensor, samples))
-        tokens, labels = (pad_sequence(filled, batch_first=True, padding_value=each) for each in (padding, -100))
+        tokens, labels = (pad_sequence(filled, batch_first=True, padding_value=value) for value in (padding, -100))
         return {"tokens": tokens, "mask": (labels != -100).long(), "labels": labels}
 
     (first, _), _ = contents(None, batch([5, 6], [7, 8, 9]), 0)
@@ -231,8 +234,8 @@ def test_samples_of_a_batch_that_is_not_stacked() -> None:
 def test_every_way(app: App, tmp_path: Path) -> None:
     """Every variant passes, except an added one that differs."""
     (tmp_path / "ways.yaml").write_text("half the batch: {data.batch_size: 10, trainer.devices: 1}\n")
-    found, out = verdict(app, tmp_path, *OURS, "--ways", str(tmp_path / "ways.yaml"), "--steps", "20", code=1)
-    same = {way["name"]: way["same"] for way in found["ways"]}
+    report, out = verdict(app, tmp_path, *OURS, "--ways", str(tmp_path / "ways.yaml"), "--steps", "20", code=1)
+    same = {way["name"]: way["same"] for way in report["ways"]}
     assert same.pop("half the batch") is False, out
     assert len(same) == 7, out
     assert all(same.values()), out
@@ -248,9 +251,9 @@ def test_the_mlp(app: App, tmp_path: Path) -> None:
     """The MLP with Adam, a schedule, augmentation, and unequal shares in evaluation."""
     flags = ["--model", "FashionMLP", "--model.repeats", "1", "--model.scheduler", "StepLR", "--data", "Synthetic"]
     flags += ["--model.scheduler.step_size", "1", "--data.like", "FashionMNIST", "--data.crop_padding", "2"]
-    found, out = verdict(app, tmp_path, *flags, *OURS[2:], "--quick", "true", "--steps", "20")
-    assert [way["same"] for way in found["ways"]] == [True, True], out
-    assert not any(way["rounding"] for way in found["ways"])
+    report, out = verdict(app, tmp_path, *flags, *OURS[2:], "--quick", "true", "--steps", "20")
+    assert [way["same"] for way in report["ways"]] == [True, True], out
+    assert not any(way["rounding"] for way in report["ways"])
 
 
 @pytest.mark.slow
@@ -258,8 +261,8 @@ def test_rounding_is_proven(app: App, tmp_path: Path) -> None:
     """A high learning rate amplifies rounding errors; in float64, the difference vanishes."""
     flags = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.01", "--data.size", "403"]
     flags += ["--quick", "true", "--steps", "60"]
-    found, out = verdict(app, tmp_path, *OURS, *flags)
-    way = found["ways"][0]
+    report, out = verdict(app, tmp_path, *OURS, *flags)
+    way = report["ways"][0]
     assert way["rounding"], out
     assert 0 < way["in_float64"] < 1e-10
     assert way["same"]
@@ -277,9 +280,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), REFUSED)
-def test_what_cannot_be(flags: list[str], said: str, app: App, tmp_path: Path) -> None:
-    assert said in error_of(*app("verify", *OURS, *flags))
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_what_cannot_be(flags: list[str], message: str, app: App, tmp_path: Path) -> None:
+    assert message in error_of(*app("verify", *OURS, *flags))
     assert not list(tmp_path.rglob("version_*"))
 
 
@@ -288,7 +291,7 @@ def test_what_cannot_be(flags: list[str], said: str, app: App, tmp_path: Path) -
 def test_in_a_test_of_ones_own() -> None:
     """A user's own test, as the guide shows it. Lightning's own message explains a variant that does not run."""
     flags = {"trainer.use_distributed_sampler": "false", "trainer.accelerator": "cpu"}
-    found = same_training("faulty_code.PartlyUsed", "faulty_code.Data", quick=True, steps=8, flags=flags)
-    assert not found
-    assert "ddp_find_unused_parameters_true" in repr(found)
-    assert "Not the same training as on one device: ddp × 2, in the first 4 of 8 batches of an epoch." in repr(found)
+    outcome = same_training("faulty_code.PartlyUsed", "faulty_code.Data", quick=True, steps=8, flags=flags)
+    assert not outcome
+    assert "ddp_find_unused_parameters_true" in repr(outcome)
+    assert "Not the same training as on one device: ddp × 2, in the first 4 of 8 batches of an epoch." in repr(outcome)

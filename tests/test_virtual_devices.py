@@ -31,7 +31,7 @@ def train(folder: Path, flags: Sequence[str], ranks: int, *more: str | Path) -> 
     """Run fit on some processes; return its directory."""
     devices = ("--trainer.strategy", "ddp_fork" if ranks > 1 else "auto", "--trainer.devices", ranks)
     output_of(*fork_app("fit", "--run.root", folder, *flags, *map(str, devices), *more))
-    return max(folder.glob("*/version_*"), key=lambda each: each.stat().st_mtime)
+    return max(folder.glob("*/version_*"), key=lambda run: run.stat().st_mtime)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_fast_recipe(tmp_path: Path) -> None:
 
 
 def test_elastic(alone: Path, tmp_path: Path) -> None:
-    """Stopped in mid-epoch on three processes, resumed on two, and ended on one."""
+    """A run has the same bits if it stops in mid-epoch on three processes, resumes on two, and ends on one."""
     for ranks, steps in ((3, 3), (2, 8), (1, -1)):
         more = ["--ckpt_path", tmp_path / "CIFARCNN/version_0/checkpoints/last.ckpt"] if ranks < 3 else []
         run = train(tmp_path, [*SHARDED, "--run.name", "CIFARCNN"], ranks, "--trainer.max_steps", str(steps), *more)
@@ -118,14 +118,14 @@ def test_a_checkpoint_of_other_shards_or_threads(flag: str, alone: Path, app: Ap
 def test_one_order_of_additions(count: int) -> None:
     """In any order of additions, the sum has the same bits, and includes every shard."""
     tree, values = Tree(count), torch.randn(count, generator=torch.Generator().manual_seed(1))
-    found = set()
+    sums = set()
     for order in list(permutations(range(count)))[:: 1 if count < 8 else 997]:
         nodes: dict[tuple[int, int], Tensor] = {}
         for shard in order:
             tree.add(nodes, (0, shard), values[shard], torch.add)
-        found.add(nodes.pop(tree.root).item())
+        sums.add(nodes.pop(tree.root).item())
         assert not nodes
-    (total,) = found
+    (total,) = sums
     assert total == pytest.approx(values.sum().item(), abs=1e-5)
 
 
@@ -141,11 +141,14 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path) -> None:
-    """BatchNorm, dropout, random crops and colours: one SHA-256, and the same logged losses."""
+    """A plain Lightning module has the same weights and logged losses on three processes as on one.
+
+    It has BatchNorm and dropout, and its data has random crops and colours.
+    """
     flags, alone = plain
     run = train(tmp_path, flags, 3, "--data.num_workers", "1")
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
-    logged = [read_csv(each / "metrics.csv")[["loss_step", "loss_epoch"]].to_csv() for each in (run, alone)]
+    logged = [read_csv(folder / "metrics.csv")[["loss_step", "loss_epoch"]].to_csv() for folder in (run, alone)]
     assert logged[0] == logged[1]
 
 
@@ -160,7 +163,7 @@ def test_anybodys_buffers(tmp_path: Path) -> None:
 
 
 def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) -> None:
-    """Stopped in mid-epoch on two processes, and ended on one."""
+    """A run has the same weights if it stops in mid-epoch on two processes, and ends on one."""
     flags, alone = plain
     train(tmp_path, flags, 2, "--trainer.max_steps", "4")
     run = train(tmp_path, flags, 1, "--ckpt_path", tmp_path / "plain/version_0/checkpoints/last.ckpt")
@@ -202,8 +205,8 @@ REFUSED |= {f"{THEIRS} {kind}": f"PlainData.train_dataloader {reason}" for kind,
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_cannot_be_sharded(flags: str, app: App) -> None:
-    own = [] if "Data" in flags else SHARDED
-    assert REFUSED[flags] in error_of(*app("fit", *own, "--run.virtual_devices", "5", *flags.split()))
+    base = [] if "Data" in flags else SHARDED
+    assert REFUSED[flags] in error_of(*app("fit", *base, "--run.virtual_devices", "5", *flags.split()))
 
 
 def test_an_integer_that_differs_between_shards(app: App) -> None:

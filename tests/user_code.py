@@ -75,7 +75,7 @@ class PoisonedUpdate(CIFARCNN):
 
 
 class BuildsLate(TheirModel):
-    """Creates a layer at once and another in a hook, and takes images of this application."""
+    """Creates one layer in `__init__` and the others in `configure_model`; takes this application's images."""
 
     def __init__(self) -> None:
         LightningModule.__init__(self)
@@ -112,8 +112,8 @@ class NamedData(TheirData):
     """TheirData whose batches begin with the names of the images."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        named = [(f"{row}.png", *pair) for row, pair in enumerate(self.dataset)]
-        return DataLoader(named, batch_size=8)  # type: ignore[arg-type]
+        samples = [(f"{row}.png", *pair) for row, pair in enumerate(self.dataset)]
+        return DataLoader(samples, batch_size=8)  # type: ignore[arg-type]
 
 
 class HiddenData(NamedData):
@@ -322,13 +322,13 @@ class FailingModel(CIFARCNN):
 
 
 def speaking_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Print a line for each bucket of gradients, and average it."""
+    """Average a bucket of gradients, and print a line."""
     print("averaged a bucket\n", end="", flush=True)  # one write: other ranks print, too
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
 
 class SaysWhereImagesLie(Callback):
-    """Writes, for each rank, the memory mapping that holds the training images, and their sum."""
+    """Writes a file per rank: the memory mapping of the training images, and checksums of images and labels."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory

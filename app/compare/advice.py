@@ -92,8 +92,8 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     """Return whether other programs' load may explain why a variant is slower than the fastest.
 
-    Each second that a core spends on another program delays a run by at most one second. If a run lacked s cores, a
-    quiet machine would thus speed it up by at most the factor 1 / (1 - s). From s = 1 on, this factor has no bound.
+    If other programs took s cores from a run of T seconds, on average, they delayed it by at most s · T seconds. On a
+    quiet machine, it would be at most 1 / (1 - s) times as fast. From s = 1 on, this factor has no bound.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -115,8 +115,8 @@ def excluded(table: pd.DataFrame, baseline: str) -> list[str]:
         warnings.append(f"**The loss of {plain(', '.join(names))} is not finite**: excluded below.")
     accuracies = table.set_index("variant")["val_acc"]
     for name in table.loc[table["less_accurate"].eq(1), "variant"]:
-        here, there = (f"{100 * accuracies[each]:.1f} %" for each in (name, baseline))
-        warnings.append(f"**{plain(name)} is less accurate than {plain(baseline)}**: {here}, not {there}. No winner.")
+        low, high = (f"{100 * accuracies[variant]:.1f} %" for variant in (name, baseline))
+        warnings.append(f"**{plain(name)} is less accurate than {plain(baseline)}**: {low}, not {high}. No winner.")
     return warnings
 
 
@@ -175,7 +175,7 @@ def _apart(one: pd.Series, other: pd.Series) -> bool:
 
 
 def _as_good(rows: pd.DataFrame, best: pd.Series) -> list[pd.Series]:
-    """Return the variants that tie with the best one; a tie needs several runs of one of the two."""
+    """Return the variants that tie with the fastest. Two variants with a single run each never tie."""
     others = [row for _, row in rows.iterrows() if row.name != best.name and max(row["n"], best["n"]) > 1]
     return [row for row in others if not _apart(best, row)]
 
@@ -190,7 +190,7 @@ def ranks(table: pd.DataFrame) -> dict[str, int]:
 
 
 def _limit(row: pd.Series) -> list[str]:
-    """Return sentences on a variant's bottleneck, each with a remedy."""
+    """Return a sentence with a remedy for each limit of a variant: its memory, and the bottleneck of its steps."""
     fullest, name = row[["memory_main_percent", "memory_others_percent"]].max(), plain(row.name)
     sentences = []
     if fullest >= NEARLY_FULL:

@@ -107,7 +107,7 @@ def run(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
     """Return three things: the options of `compare`, the experiment, and the command line's flags for `fit`."""
-    own, flags = split_flags(arguments, ["--experiment"])
+    remaining, flags = split_flags(arguments, ["--experiment"])
     configs, typed = by_name(flags)
     file = shipped(typed.pop("experiment", DEFAULT))
     parser = PlainParser(usage=USAGE, description=__doc__, print_config=None)
@@ -120,13 +120,13 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     settings = [field.name for field in fields(Experiment)]
     for key in read_yaml(file, "--experiment").keys() - settings:
         raise UserError(f"--experiment {file}: {key}: there is no such setting{nearest(key, settings)}")
-    options = parser.parse_args(["--experiment", file, *own])
+    options = parser.parse_args(["--experiment", file, *remaining])
     if options.quick:
         form = options.quick_form
         if not form:
             raise UserError(f"--experiment {file} has no quick_form: remove --quick")
         form["flags"] = {**options.flags, **(form.get("flags") or {})}
-        options = parser.parse_args(["--experiment", file, "--experiment", yaml.safe_dump(form), *own])
+        options = parser.parse_args(["--experiment", file, "--experiment", yaml.safe_dump(form), *remaining])
     options = parser.instantiate_classes(options)
     experiment = Experiment(**{name: options[name] for name in settings})
     experiment.name = experiment.name or Path(file).stem

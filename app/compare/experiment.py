@@ -111,7 +111,7 @@ def expand(experiment: Experiment, flags: Mapping[str, Any]) -> list[Variant]:
     if max(combinations + len(experiment.variants), experiment.repeats) > MOST_VARIANTS:
         sizes = f"{len(experiment.variants):,} variants, a grid of {combinations:,} combinations"
         raise UserError(f"{sizes}, {experiment.repeats:,} repeats: give {MOST_VARIANTS:,} of each at most")
-    varied = {key for each in (*experiment.variants.values(), experiment.grid) for key in each}
+    varied = {key for settings in (*experiment.variants.values(), experiment.grid) for key in settings}
     for flag in (*varied, *experiment.flags, *flags):
         limit = flag.removeprefix("trainer.")
         if flag in RESERVED:
@@ -120,12 +120,12 @@ def expand(experiment: Experiment, flags: Mapping[str, Any]) -> list[Variant]:
             raise UserError(f"trainer.{limit}: the experiment sets {limit} for all variants: give only --{limit}")
         if flag in flags and flag in varied:
             raise UserError(f"--{flag} is a flag of the variants: leave it out, or change the experiment")
-    named = {**experiment.variants, **_product(experiment)}
-    if not named:
+    by_name = {**experiment.variants, **_product(experiment)}
+    if not by_name:
         raise UserError("the experiment has neither variants nor a grid: give one of them")
-    if experiment.baseline is not None and experiment.baseline not in named:
-        raise UserError(f"--baseline {experiment.baseline}: no such variant{nearest(experiment.baseline, named)}")
-    variants = [_variant(experiment, name, {**experiment.flags, **own, **flags}) for name, own in named.items()]
+    if experiment.baseline is not None and experiment.baseline not in by_name:
+        raise UserError(f"--baseline {experiment.baseline}: no such variant{nearest(experiment.baseline, by_name)}")
+    variants = [_variant(experiment, name, {**experiment.flags, **more, **flags}) for name, more in by_name.items()]
     slugs = [variant.slug for variant in variants]
     for variant in variants:
         if slugs.count(variant.slug) > 1:
@@ -173,8 +173,8 @@ def _scaled(variant: Variant) -> dict[str, Any]:
     if not isinstance(batch, int) or rate is None:
         needs = "--scale_batch needs a --data.batch_size in images and a --model.optimizer.lr"
         raise UserError(f"variant {variant.name!r}: {needs}: they are {batch} and {rate}")
-    given = settings.model.init_args
-    is_scheduled = any(given.get(name) for name in ("schedule", "scheduler", "warmup"))
-    warms_up = count > 1 and "warmup" in given and not is_scheduled and (settings.trainer.max_epochs or 0) > 1
+    model = settings.model.init_args
+    is_scheduled = any(model.get(name) for name in ("schedule", "scheduler", "warmup"))
+    warms_up = count > 1 and "warmup" in model and not is_scheduled and (settings.trainer.max_epochs or 0) > 1
     warmup = {"model.warmup": "1ep"} if warms_up else {}
     return {"data.batch_size": batch * count, "model.optimizer.lr": rate * count, **warmup}

@@ -18,7 +18,7 @@ from app.monitor.report import stacked_bars
 from app.record import PHASES
 from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, label_lines
 
-ALIKE = 0.005  # largest difference of coinciding curves, as a fraction of the losses' range; a drawn line is wider
+ALIKE = 0.005  # curves coincide if they differ by at most this fraction of the losses' range, less than a line's width
 NAMED = 5  # with more curves than this, only the baseline and the recommended variant get a colour and a label
 
 
@@ -99,7 +99,7 @@ def _throughput(
     if ideals.notna().any():
         axes.vlines(ideals, places - 0.38, places + 0.38, color=ORANGE, linewidth=2)
         legend.append(Line2D([], [], color=ORANGE, label=f"ideal: {baseline} times the devices"))
-    room = 0.2 * most.max()  # width of a label; a label that would cover the mark of the ideal moves behind it
+    room = 0.2 * most.max()  # width of a label; a label that would cover the ideal's mark starts at the mark
     ends = most.where(~ideals.between(most, most + room), ideals)
     for place, (name, end) in enumerate(ends.items()):
         axes.annotate(rate(rates[str(name)]), (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)

@@ -61,7 +61,7 @@ def write_report(
     lead = _lead(experiment, outcomes, [*cautions, *excluded(results, baseline)])
     ranking = Section("Ranking" if places else "Measured", _ranking(shown, outcomes, baseline, places))
     recommended = Section("Recommendation", "\n\n".join(advised))
-    tails = [f"{plain(each.variant.name)}:\n\n{code(chr(10).join(each.tail))}" for each in outcomes if each.tail]
+    tails = [f"{plain(o.variant.name)}:\n\n{code(chr(10).join(o.tail))}" for o in outcomes if o.tail]
     failures = Section("Last lines of failed runs", "\n\n".join(tails), folded=True)
     sections = [
         ranking,
@@ -81,8 +81,8 @@ def write_report(
 
 
 def _markdown(result: Verdict, lead: str, sections: Sequence[Section]) -> str:
-    parts = [f"# {plain(result.conclusion)}", lead, *(f"## {s.heading}\n\n{s.text}" for s in sections if s.text)]
-    return "\n\n".join(parts) + "\n"
+    texts = [f"# {plain(result.conclusion)}", lead, *(f"## {s.heading}\n\n{s.text}" for s in sections if s.text)]
+    return "\n\n".join(texts) + "\n"
 
 
 def _rows(results: pd.DataFrame, outcomes: Sequence[Outcome], commands: dict[str, str]) -> list[dict[Any, Any]]:
@@ -154,7 +154,7 @@ def _ranking(results: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, 
 
 
 def _figures(results: pd.DataFrame) -> str:
-    """Return the table of all measurements, one row each."""
+    """Return the table of all measurements, with a row for each measurement and a column for each variant."""
     names = [name for name in COLUMNS if name not in ("variant", "slow_rank") and results[name].notna().any()]
     return table(["", *results["variant"]], [[COLUMNS[name].heading, *map(_number, results[name])] for name in names])
 

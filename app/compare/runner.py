@@ -71,7 +71,7 @@ class Runner:
         return self.directory / "runs" / f"repeat_{repeat}" / variant.slug
 
     def measured_at(self) -> str | None:
-        """Return the time of the last run."""
+        """Return the time at which the last run ended, or None without a run."""
         ends = [path.stat().st_mtime for path in self.directory.glob("runs/*/*/version_0/run.json")]
         return datetime.datetime.fromtimestamp(max(ends)).astimezone().isoformat(timespec="seconds") if ends else None
 

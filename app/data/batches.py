@@ -34,7 +34,7 @@ def tensors(batch: Any) -> list[Tensor]:
         case Mapping():
             return tensors(list(batch.values()))
         case Sequence() if not isinstance(batch, str | bytes):
-            return [leaf for part in batch for leaf in tensors(part)]
+            return [leaf for item in batch for leaf in tensors(item)]
     return tensors(vars(batch)) if is_dataclass(batch) else []
 
 
@@ -226,11 +226,11 @@ class GlobalBatches(GlobalOrder):
         if placement == "device":
             order = torch.arange(len(rows))
             kept = order if shuffle else torch.cat([order[self.span(step)] for step in range(super().__len__())])
-            there = torch.empty((len(kept), *self.images.shape[1:]), dtype=torch.uint8, device=device)
+            images = torch.empty((len(kept), *self.images.shape[1:]), dtype=torch.uint8, device=device)
             # in blocks, because a copy of all images would double the use of host memory
-            for to, part in zip(there.split(4096), rows[kept].split(4096), strict=True):
-                to.copy_(self.images[part])
-            self.images = there
+            for block, numbers in zip(images.split(4096), rows[kept].split(4096), strict=True):
+                block.copy_(self.images[numbers])
+            self.images = images
             self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept)))
 
     @property
@@ -282,8 +282,8 @@ class GlobalBatches(GlobalOrder):
         more = batch.mix is not None  # a mixed shard includes the first sample of the next shard
         places = [slice(a - bounds[0], b - bounds[0] + (more and b > a)) for a, b in pairwise(bounds)]
         images, labels, draws, mix = batch
-        parts = (RawBatch(images[at], labels[at], None if draws is None else draws[at], mix) for at in places)
-        return self.shards(parts, step)
+        shards = (RawBatch(images[at], labels[at], None if draws is None else draws[at], mix) for at in places)
+        return self.shards(shards, step)
 
     def _place(self, step: int) -> tuple[slice, slice | None]:
         """Return the slice of the epoch's order that holds this rank's samples of a step.
@@ -366,7 +366,7 @@ class GlobalBatches(GlobalOrder):
         return list(zip(rows, self._share(seeds, place).tolist(), strict=True))
 
     def _draw(self, epoch: int, order: Tensor) -> Tensor | None:
-        """Draw an epoch's random integers for augmentation, equal for all ranks and batch sizes: int32 (k, n)."""
+        """Draw an epoch's random integers for augmentation, equal for all ranks and batch sizes, int32 (draws, n)."""
         if not self.draws:
             return None
         shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)

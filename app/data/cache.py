@@ -75,7 +75,7 @@ class ImageCache:
 
         Raises:
             OSError: When the file cannot be written.
-            UserError: When an image cannot be read.
+            UserError: When an image cannot be read; if the source skips unreadable images, when none can be read.
         """
         files = source.encoded(split)
         if not files:

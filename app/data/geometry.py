@@ -27,7 +27,7 @@ class Geometry:
         cache_size: Shorter side to which larger images are reduced before `random_resized` crops.
 
     Raises:
-        UserError: When settings contradict each other.
+        UserError: When a setting is out of range, or settings contradict each other.
     """
 
     size: tuple[int, int]

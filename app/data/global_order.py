@@ -41,28 +41,28 @@ class SeededItems(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitems__(self, parts: Shards) -> Shards:
+    def __getitems__(self, shards: Shards) -> Shards:
         """Replace each pair of an index and a seed by the data set's item, in place."""
         with own_streams() as seed:
-            for place, part in enumerate(parts):
-                parts[place] = []
-                for index, number in part:
+            for place, pairs in enumerate(shards):
+                shards[place] = []
+                for index, number in pairs:
                     seed(number)
-                    parts[place].append(self.dataset[index])
-        return parts
+                    shards[place].append(self.dataset[index])
+        return shards
 
 
-def collate_parts(collate: Callable[[list[Any]], Any], sharded: bool, parts: Any) -> Any:
+def collate_parts(collate: Callable[[list[Any]], Any], sharded: bool, shards: Any) -> Any:
     """Make a batch of each shard, or one batch of the rank's share.
 
     Args:
         collate: The loader's collate function.
         sharded: Whether to return `Shards`.
-        parts: Items of each part, as `Shards`, changed in place.
+        shards: Items of each shard, or of the rank's share, as `Shards`; changed in place.
     """
-    for place, part in enumerate(parts):
-        parts[place] = collate(part)
-    return parts if sharded else parts[0]
+    for place, items in enumerate(shards):
+        shards[place] = collate(items)
+    return shards if sharded else shards[0]
 
 
 class GlobalSampler(GlobalOrder):
@@ -163,7 +163,7 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
     elif type(loader.batch_sampler) is not BatchSampler:
         reason = "has a batch sampler of its own, or no batches: give the DataLoader a batch_size"
     elif type(loader.sampler) not in SAMPLERS:
-        names = ", ".join(each.__name__ for each in SAMPLERS)
+        names = ", ".join(kind.__name__ for kind in SAMPLERS)
         reason = f"has a {type(loader.sampler).__name__}, whose order cannot be seeded: use one of {names}"
     if reason:
         raise UserError(f"--run.global_order true: {where} {reason}; or leave the flag out")

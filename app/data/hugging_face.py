@@ -90,12 +90,12 @@ class HuggingFaceSource(EncodedSource):
             self._tables[split] = images, labels
             self.splits = [*self.splits, "predict" if is_unlabelled else split]
 
-    def _column(self, features: Any, kind: type, name: str, given: str | None) -> str:
-        found = [given] if given else [column for column, each in features.items() if isinstance(each, kind)]
-        if len(found) != 1 or found[0] not in features:
-            there = ", ".join(f"{column} ({type(each).__name__})" for column, each in features.items())
-            raise UserError(f"--data.path {self.root} has the columns {there}: give one to --data.{name}_column")
-        return found[0]
+    def _column(self, features: Any, kind: type, name: str, choice: str | None) -> str:
+        columns = [choice] if choice else [column for column, feature in features.items() if isinstance(feature, kind)]
+        if len(columns) != 1 or columns[0] not in features:
+            listed = ", ".join(f"{column} ({type(feature).__name__})" for column, feature in features.items())
+            raise UserError(f"--data.path {self.root} has the columns {listed}: give one to --data.{name}_column")
+        return columns[0]
 
     def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
         return [*super().settings(split), self._image, self._label]

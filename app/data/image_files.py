@@ -24,7 +24,7 @@ from app.errors import UserError, one_line
 from app.system.files import open_file
 
 SPLITS: Sequence[SplitName] = ("train", "val", "test")
-SYNONYMS: dict[str, SplitName] = {each: each for each in SPLITS} | {"validation": "val", "valid": "val", "dev": "val"}
+SYNONYMS: dict[str, SplitName] = {name: name for name in SPLITS} | {"validation": "val", "valid": "val", "dev": "val"}
 
 
 def pixels(picture: Image.Image, channels: int) -> Tensor:
@@ -95,22 +95,22 @@ class FileSplit(Split):
         if self._images is None:
             check_memory(len(self), self.image_shape, "give --data.placement disk, or a smaller --data.size")
             images = torch.empty((len(self), *self.image_shape), dtype=torch.uint8)
-            for part, block in zip(images.split(self._block), self.blocks(num_workers), strict=True):
-                part.copy_(block)
+            for view, block in zip(images.split(self._block), self.blocks(num_workers), strict=True):
+                view.copy_(block)
             self._images = images
         return self._images
 
     def blocks(self, num_workers: int, wrong: Errors | None = None, file: str = "") -> Iterator[Images]:  # noqa: D102
-        parts = [range(len(self))[start : start + self._block] for start in range(0, len(self), self._block)]
+        batches = [range(len(self))[start : start + self._block] for start in range(0, len(self), self._block)]
         target = file if self.ragged else self.image_shape
-        workers = Workers(self.__getitem__, parts, target, min(num_workers, len(parts)))
+        workers = Workers(self.__getitem__, batches, target, min(num_workers, len(batches)))
         console = get_console()
         silent = not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0"
         with Progress(console=console, transient=True, disable=silent) as progress:
-            task = progress.add_task(f"decoding {len(self):,} images", total=len(parts))
-            for part, (images, errors) in zip(parts, workers.with_errors(), strict=True):
+            task = progress.add_task(f"decoding {len(self):,} images", total=len(batches))
+            for batch, (images, errors) in zip(batches, workers.with_errors(), strict=True):
                 if wrong is not None:
-                    wrong.update({part[place]: error for place, error in errors.items()})
+                    wrong.update({batch[place]: error for place, error in errors.items()})
                 elif errors:
                     # pop the error, because a reference from this frame would keep the frame and its workers alive
                     raise errors.pop(min(errors))
@@ -197,7 +197,7 @@ class FolderSource(EncodedSource):
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         classes = [(label, self._places[split] / name) for label, name in enumerate(self._classes)]
-        return [(file, label) for label, each in classes if each.is_dir() for file in _images(str(each), {})]
+        return [(file, label) for label, folder in classes if folder.is_dir() for file in _images(str(folder), {})]
 
 
 class TableSource(EncodedSource):
@@ -205,7 +205,7 @@ class TableSource(EncodedSource):
 
     Args:
         csv: Path of the CSV file.
-        file_column: Column of the paths, relative to the file's folder.
+        file_column: Column of the images' paths, relative to the CSV file's folder.
         label_column: Column of the labels.
         split_column: Column of the splits.
     """
@@ -223,8 +223,8 @@ class TableSource(EncodedSource):
         columns = {"file": file_column, "label": label_column, "split": split_column}
         for name, column in columns.items():
             if column not in table and column != "split":
-                there = ", ".join(table.columns)
-                raise UserError(f"{csv} has no column {column}, but {there}: give one to --data.{name}_column")
+                listed = ", ".join(table.columns)
+                raise UserError(f"{csv} has no column {column}, but {listed}: give one to --data.{name}_column")
         rows = pd.DataFrame({name: table.get(column, "train") for name, column in columns.items()})
         rows["split"] = rows["split"].replace(SYNONYMS)
         self.class_names = sorted_names(rows["label"][rows["split"] == "train"])
@@ -266,10 +266,10 @@ def files_in(places: Iterable[str]) -> list[str]:
     """
     files: list[str] = []
     for place in places:
-        found = [place] if os.path.isfile(place) else _images(place, {})
-        if not found:
+        images = [place] if os.path.isfile(place) else _images(place, {})
+        if not images:
             raise UserError(f"{place} holds no images ({', '.join(IMG_EXTENSIONS)})")
-        files += found
+        files += images
     return files
 
 

@@ -168,7 +168,7 @@ class ImageData(LightningDataModule):
             size, world = self.global_batch_size, self.trainer.world_size
             if self.virtual_devices is not None and size < self.virtual_devices:
                 raise UserError(shards_beyond(self.virtual_devices, size))
-            # not in __init__, because a batch size given as a fraction is known only after the images are read
+            # checked here, not in __init__, because a fraction's batch size is known only after the images are read
             if size % world and self.virtual_devices is None:
                 raise UserError(unequal_shares(size, world))
             images = len(self._splits["train"][1])
@@ -228,7 +228,7 @@ class ImageData(LightningDataModule):
         """
         split, rows = self._splits["train"]
         images = (split[row] for row in rows[:: max(len(rows) // count, 1)].tolist())
-        return self.transform(torch.stack([split.ragged.evaluated(each) if split.ragged else each for each in images]))
+        return self.transform(torch.stack([split.ragged.evaluated(item) if split.ragged else item for item in images]))
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -268,7 +268,10 @@ class ImageData(LightningDataModule):
 
     @property
     def num_workers(self) -> int:
-        """Number of this rank's worker processes: SLURM's cores per task, else an equal share of the cores."""
+        """Number of this rank's worker processes.
+
+        For `auto`, SLURM's number of cores per task; if there is none, an equal share of the usable cores.
+        """
         if self.requested_workers != "auto":
             return self.requested_workers
         environment = getattr(self.trainer.strategy, "cluster_environment", None)

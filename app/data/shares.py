@@ -97,8 +97,8 @@ class GlobalOrder:
 
     def deal(self, shares: Sequence[int]) -> None:
         """Set the number of parts of each rank; call this before iterating."""
-        own = run_of(self.rank, shares)
-        self._ends = range(own.start, own.stop + 1)
+        indices = run_of(self.rank, shares)
+        self._ends = range(indices.start, indices.stop + 1)
 
     def __len__(self) -> int:
         full, rest = divmod(self._samples, self.batch_size)
@@ -134,7 +134,7 @@ class GlobalOrder:
         """Return the boundaries of this rank's parts of a step, as positions in the epoch's order."""
         size, rest = divmod(self.global_count(step), self._parts)
         first = step * self.batch_size
-        return [first + part * size + min(part, rest) for part in self._ends]
+        return [first + index * size + min(index, rest) for index in self._ends]
 
     def span(self, step: int) -> slice:
         """Return this rank's samples of a step, as a slice of the epoch's order."""
@@ -146,10 +146,10 @@ class GlobalOrder:
         span = self.span(step)
         return span.stop - span.start
 
-    def shards(self, parts: Iterable[Any], step: int) -> "Shards":
-        """Return `Shards` of this rank's parts of a step, with the number of samples of each."""
+    def shards(self, shards: Iterable[Any], step: int) -> "Shards":
+        """Return this rank's parts of a step as `Shards`, with the number of samples of each part."""
         counts = [end - start for start, end in pairwise(self.bounds(step))]
-        return Shards(parts, self._ends.start, counts, self.global_count(step))
+        return Shards(shards, self._ends.start, counts, self.global_count(step))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings that define the order. The trainer itself saves the position in the epoch."""

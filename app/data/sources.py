@@ -31,7 +31,7 @@ EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 
 Errors = dict[int, UserError]  # errors of unreadable images, by index
-# uint8 (n, C, H, W); or, for images that a worker appended to a file, each one's height, width and end (in bytes)
+# uint8 (n, C, H, W); or, if a worker appended the images to a file, each image's height, width and end (a byte offset)
 Images = Tensor | list[tuple[int, int, int]]
 
 
@@ -61,7 +61,7 @@ class _Items(Dataset[Any]):
             return wrong
 
     def collate(self, images: list[Tensor | UserError]) -> tuple[Images, Errors]:
-        """Return a batch's images and errors; with a file as target, append the images, and return sizes and ends."""
+        """Return a batch's images and errors. If `target` is a file, append the images; return their sizes and ends."""
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
         if isinstance(self.target, str):

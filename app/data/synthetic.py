@@ -144,8 +144,8 @@ class SyntheticSource(Source):
         images, labels = np.empty((count, *self.image_shape), np.uint8), np.empty(count, np.int64)
         for block, start in enumerate(range(0, count, BLOCK)):
             rng = np.random.default_rng((self.seed, split != "train", block))
-            part = slice(start, start + BLOCK)
-            self._draw(rng, images[part], labels[part])
+            span = slice(start, start + BLOCK)
+            self._draw(rng, images[span], labels[span])
         return Split(torch.from_numpy(images), torch.from_numpy(labels))
 
     def _draw(self, rng: np.random.Generator, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
@@ -161,10 +161,10 @@ class SyntheticSource(Source):
         cos, sin = np.cos(angle) / radius, np.sin(angle) / radius
         cover = np.empty((n, 1, height, width), np.float32)
         for label, shape in enumerate(SHAPES):
-            own = (labels == label).nonzero()[0]
-            across = cos[own] * left[own] + sin[own] * top[own]
-            down = cos[own] * top[own] - sin[own] * left[own]
-            cover[own] = (0.5 - shape(across, down, kind[own]) * radius[own]).clip(0, 1)
+            members = (labels == label).nonzero()[0]
+            across = cos[members] * left[members] + sin[members] * top[members]
+            down = cos[members] * top[members] - sin[members] * left[members]
+            cover[members] = (0.5 - shape(across, down, kind[members]) * radius[members]).clip(0, 1)
 
         gray = channels == 1
         paper, contrast = (70 if gray else 215) * paper, 50 + 90 * contrast

@@ -21,7 +21,8 @@ class Choices(NamedTuple):
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
-        rows: Flat index at which each output row's padded row starts, by vertical crop position, (crops, H).
+        rows: For each vertical crop position and output row, flat index of the row's start in the padded image,
+            (crops, H).
         columns: Column of the padded image for each output column, by flip (mirrored, plain) and horizontal crop
             position, (2, crops, W).
         hole_rows: Mask of the rows that cutout covers, for each centre, bool (H, H).

@@ -37,13 +37,13 @@ class _Fit(ModuleType):
         from app.fit.run_options import default_name
         from app.runs import run_fit
 
-        given = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in flags.items()}
-        chosen = [f"--{flag}={given[flag]}" for flag in ("config", "model", "data") if flag in given]
+        values = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in flags.items()}
+        chosen = [f"--{flag}={values[flag]}" for flag in ("config", "model", "data") if flag in values]
         sections = {name: parameters(MADE[name]) for name in ("trainer", "run")}
         for name, path in classes_of(read_arguments(["fit", *chosen])).items():
             sections[name] = parameters(find_class(name, path))
         words = []
-        for flag, value in given.items():
+        for flag, value in values.items():
             is_whole = "." in flag or f"--{flag}" in (*FIT_FLAGS, "--ckpt_path")
             names = [flag] if is_whole else [f"{name}.{flag}" for name in sections if flag in sections[name]]
             if len(names) > 1:

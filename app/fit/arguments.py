@@ -56,7 +56,7 @@ def tokenise(words: Sequence[str]) -> list[Token]:
             tokens[-1] = Token(flag, word if known is None else known, (*before, word))
         else:
             tokens.append(Token("", None, (word,)))
-    return [part for token in tokens for part in _network(token)]
+    return [expanded for token in tokens for expanded in _network(token)]
 
 
 def _network(token: Token) -> list[Token]:

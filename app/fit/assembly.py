@@ -43,11 +43,11 @@ def plugins(config: Namespace, resolved: Resolved) -> list[Any]:
         config: The configuration with instantiated classes.
         resolved: The resolved configuration.
     """
-    theirs = as_list(config.trainer.plugins)
-    is_clustered = any(isinstance(plugin, ClusterEnvironment) for plugin in theirs)
+    chosen = as_list(config.trainer.plugins)
+    is_clustered = any(isinstance(plugin, ClusterEnvironment) for plugin in chosen)
     environment = [] if is_clustered else [environment_of(resolved.nodes)]
-    own_files = not (any(isinstance(each, CheckpointIO) for each in theirs) or resolved.options.get("checkpoint_io"))
-    return [*theirs, *[CheckpointFiles()] * own_files, *environment]
+    adds_io = not (any(isinstance(plugin, CheckpointIO) for plugin in chosen) or resolved.options.get("checkpoint_io"))
+    return [*chosen, *[CheckpointFiles()] * adds_io, *environment]
 
 
 def callbacks(config: Namespace, command: str) -> dict[str, Any]:
@@ -58,18 +58,18 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         command: The command line.
     """
     trainer, run, timeout = config.trainer, config.run, config.cluster.timeout
-    theirs: Sequence[Callback] = as_list(trainer.callbacks)
+    chosen: Sequence[Callback] = as_list(trainer.callbacks)
     arguments: dict[str, Any] = {}
-    own: list[Callback] = []
+    added: list[Callback] = []
     ranks = RankTimes(timeout)
     if isinstance(trainer.logger, bool | None):
         arguments["logger"] = False  # add our loggers later, when the directory is known
-    if trainer.enable_model_summary is not False and not any(isinstance(each, ModelSummary) for each in theirs):
+    if trainer.enable_model_summary is not False and not any(isinstance(c, ModelSummary) for c in chosen):
         arguments["enable_model_summary"] = False
-        own.append(Header())
-    if trainer.enable_progress_bar is not False and not any(isinstance(each, LightningBar) for each in theirs):
-        own.append(ProgressBar())
-    own += [
+        added.append(Header())
+    if trainer.enable_progress_bar is not False and not any(isinstance(c, LightningBar) for c in chosen):
+        added.append(ProgressBar())
+    added += [
         NonFinite(run.on_nonfinite),
         StepClock(ranks),
         *[Balance(ranks)] * run.balance,
@@ -78,7 +78,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         TestFigures(track=run.track_images),
         PredictionWriter(run.top_k),
     ]
-    return arguments | {"callbacks": [*theirs, *own]}
+    return arguments | {"callbacks": [*chosen, *added]}
 
 
 def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:

@@ -128,7 +128,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
         name: `last`, `best` or a path.
         configs: Config files of the command line.
         root: Directory of all runs.
-        run: Value of `--run.name`, which several runs may share.
+        run: Name of the runs: `--run.name` or its default. Several runs may share it.
 
     Raises:
         UserError: When the checkpoint is missing or damaged.
@@ -183,18 +183,18 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
 
 
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
-    """Return the newest readable checkpoint, or None if no checkpoint exists.
+    """Return the newest checkpoint that training can resume from, or None if no checkpoint exists.
 
     Rename newer, damaged checkpoints to `*.damaged`.
 
     Args:
         root: Directory of all runs.
-        run: Value of `--run.name`, which several runs may share.
+        run: Name of the runs: `--run.name` or its default. Several runs may share it.
         of: Command line and launcher ids. Only runs with this command line and one of these launchers are searched;
             None searches all runs.
 
     Raises:
-        UserError: When checkpoints exist but none is readable.
+        UserError: When checkpoints exist, but training can resume from none of them.
     """
     folders = list(Path(root, run).glob("version_*/checkpoints"))
     if of is not None:

@@ -132,7 +132,7 @@ class CLI(Flags):
         self.requested_checkpoint, self.flags.ckpt_path = self.flags.ckpt_path, None
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Pass the checkpoint that rank zero chose, and suppress Lightning's result tables and returned predictions."""
+        """Pass rank zero's checkpoint. Suppress returned predictions and, for an `ImageClassifier`, result tables."""
         quiet = {"predict": {"return_predictions": False}, "fit": {}}.get(subcommand, self._quiet)
         return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": self.checkpoint, **quiet}
 
@@ -141,7 +141,10 @@ class CLI(Flags):
         return {"verbose": not isinstance(self.model, app.modules.ImageClassifier)}
 
     def instantiate_classes(self) -> None:
-        """Start the ranks as their agent; a rank builds model, data and Trainer and agrees on folder and checkpoint."""
+        """Start the ranks if this process is their agent; else build model, data and Trainer.
+
+        All ranks then agree on folder and checkpoint.
+        """
         config = self.flags
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
@@ -223,7 +226,7 @@ class CLI(Flags):
             raise UserError(f"{self.subcommand} needs weights: give --ckpt_path last, best or a file")
 
     def _record(self, decided: dict[str, Any]) -> None:
-        """Add the run's loggers to the Trainer, and complete its record."""
+        """Add the run's loggers to the Trainer; record checkpoint and launchers, and continue an earlier record."""
         run, earlier = self.flags.run, decided["earlier"]
         mode = tracking_mode(run.wandb) if self.subcommand == "fit" else "off"
         folder = Path(run.root, decided["folder"])
@@ -283,7 +286,7 @@ class CLI(Flags):
             for tracker in trackers(trainer.loggers) if start_method(trainer.strategy) == "fork" else []:
                 tracker.share_with_forks()
         timeout = self.flags.cluster.timeout if several else None
-        reset_seed()  # Lightning does this only in several processes, but a hook of the module may draw weights
+        reset_seed()  # Lightning resets it only in several processes: a hook would draw other weights in one process
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
             try:
                 super()._run_subcommand(subcommand)

@@ -47,8 +47,8 @@ SKIPPED = dict.fromkeys(("fit", "validate", "test", "predict"), _ARGUMENTS)
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    `--model` and `--data` get their default class only if the user chooses none. Settings of a replaced default would
-    remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
+    `--model` and `--data` get their default class only if the user chooses none, because the settings of a replaced
+    default would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -113,7 +113,7 @@ class Flags(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the requested command, and its arguments that get no flag; Lightning then builds only its parser."""
+        """Return the requested command with its arguments that get no flag; Lightning then builds no other parser."""
         return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -231,13 +231,13 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
 
 def shared_settings(config: Namespace) -> dict[str, str]:
     """Return the flags that must be equal on all nodes: all except addresses, paths and other settings of one node."""
-    own = ("config", "ckpt_path", "cluster.", "run.root", "trainer.default_root_dir", "trainer.devices")
-    nodes = (".root", ".csv", ".path", ".predict_dir", ".cache", ".dirpath", ".num_workers", ".placement")
+    prefixes = ("config", "ckpt_path", "cluster.", "run.root", "trainer.default_root_dir", "trainer.devices")
+    suffixes = (".root", ".csv", ".path", ".predict_dir", ".cache", ".dirpath", ".num_workers", ".placement")
     flags = {name.replace(".init_args.", "."): str(value) for name, value in vars(config.as_flat()).items()}
     return {
         name: re.sub(" at 0x[0-9a-f]+", "", value)  # remove a function's address
         for name, value in flags.items()
-        if not name.startswith(own) and not name.endswith(nodes)
+        if not name.startswith(prefixes) and not name.endswith(suffixes)
     }
 
 

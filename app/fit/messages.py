@@ -69,6 +69,6 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         near = f": give [{value}]" if "list" in names and "," in value else nearest(value, choices)
         return f"{flag} {value}: expected {' or '.join(dict.fromkeys(names))}{near}"
     reasons = re.split(r"Errors:| - ", text.partition("Errors:")[2].partition("Given value type")[0] or text)
-    reason = next((part.strip(" -") for part in reasons if part.strip(" -") and "NoneType" not in part), "")
+    reason = next((clause.strip(" -") for clause in reasons if clause.strip(" -") and "NoneType" not in clause), "")
     reason = re.sub("Problem with given class_path '[^']+': ", "", reason)
     return f"{flag} {value}: {reason[:200]}"

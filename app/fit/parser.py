@@ -40,9 +40,9 @@ def trusted_modules() -> list[str]:
     """
     folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
     files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
-    own = {path.stem for path in files if path.suffix == ".py" or path.is_dir()} - sys.stdlib_module_names
-    given = filter(None, os.environ.get(TRUST, "").split(","))
-    return [*TRUSTED, *(name for name in own if name.isidentifier() and name != "jsonargparse"), *given]
+    local = {path.stem for path in files if path.suffix == ".py" or path.is_dir()} - sys.stdlib_module_names
+    extra = filter(None, os.environ.get(TRUST, "").split(","))
+    return [*TRUSTED, *(name for name in local if name.isidentifier() and name != "jsonargparse"), *extra]
 
 
 def import_trusted_only() -> None:
@@ -132,4 +132,4 @@ def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
     for base in (*recipe, *reversed(cls.__mro__ if cls else ())):
         with suppress(KeyError, NameError, TypeError):  # a base may lack `__init__`; annotations may not resolve
             merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
-    return {name: each for name, each in merged.items() if name not in ("self", "args", "kwargs", "params")}
+    return {name: parameter for name, parameter in merged.items() if name not in ("self", "args", "kwargs", "params")}

@@ -168,7 +168,10 @@ class Resolved:
 
     @cached_property
     def agent_processes(self) -> int:
-        """Number of this node's ranks that this process starts; 0 for one rank in all, or if others start the ranks."""
+        """Number of ranks that this process starts as its node's agent.
+
+        0 for a run with one rank, or if a launcher, a cluster plugin or the strategy starts the ranks.
+        """
         is_agent = self.stands_alone and not self.spawns and self.world_size > 1
         return self.processes if is_agent else 0
 
@@ -203,7 +206,7 @@ class Resolved:
         return config
 
     def given(self, flag: str) -> Any:
-        """Return the value of a flag of this application's models and data, such as `data.batch_size`, or None."""
+        """Return a model or data flag's value, such as `data.batch_size`; None for a user's own module or data."""
         section, _, name = flag.partition(".")
         return self.checked[section].get(f"init_args.{name}")
 

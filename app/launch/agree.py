@@ -57,14 +57,14 @@ def agree(
     Raises:
         UserError: On every rank, when settings differ, rank zero cannot decide, or a rank rejects the decision.
     """
-    ids, nodes, everyones = zip(*gather_objects((launch_id(), (node, own_addresses()), settings)), strict=True)
+    ids, nodes, all_settings = zip(*gather_objects((launch_id(), (node, own_addresses()), settings)), strict=True)
     name_nodes(list(nodes), node)
-    for rank, theirs in enumerate(everyones):
-        for flag in {**everyones[0], **theirs}:
-            here, there = (each.get(flag, "not set") for each in (everyones[0], theirs))
-            if here != there:
+    for rank, rank_settings in enumerate(all_settings):
+        for flag in {**all_settings[0], **rank_settings}:
+            expected, actual = (values.get(flag, "not set") for values in (all_settings[0], rank_settings))
+            if expected != actual:
                 place = f"node {nodes[rank][0]}" if nodes[rank][0] else f"rank {rank}"
-                raise UserError(f"--{flag} is {here} on node 0 and {there} on {place}: give the same")
+                raise UserError(f"--{flag} is {expected} on node 0 and {actual} on {place}: give the same")
     decided: Decision | UserError = {}
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         try:
@@ -102,7 +102,8 @@ def connect(trainer: Trainer, timeout: float) -> None:
     environment: ClusterEnvironment | None = getattr(strategy, "cluster_environment", None)
     launcher = launched()
     if launcher is None and trainer.world_size > 1 and environment and environment.creates_processes_externally:
-        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)  # a user's plugin reports it
+        # the user's ClusterEnvironment plugin reports that a launcher has started the processes
+        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)
     if launcher is None or launcher.world_size == 1 or environment is None:
         return
     if launcher.nodes > 1:

@@ -26,9 +26,9 @@ class Launched(NamedTuple):
 def launched() -> Launched | None:
     """Return the launcher that started this process as a rank, or None."""
     if is_worker():
-        world, here, nodes = (int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+        world, local, nodes = (int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
         by = OWN_AGENT if AGENT in os.environ else "torchrun"
-        return Launched(by, nodes, here if here * nodes == world else None, world)
+        return Launched(by, nodes, local if local * nodes == world else None, world)
     if is_task_of_srun():
         world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{name}"]) for name in ("TASKS", "NODES"))
         # `2(x2)` is two nodes of two tasks; `3,1` is unequal. SLURM_NTASKS_PER_NODE would be the job's, not the step's

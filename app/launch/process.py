@@ -59,7 +59,7 @@ def check_environment() -> None:
 
 def trust_flags() -> list[str]:
     """Return a `--trust` flag for each module in APP_TRUST. `app.cli` has added the command line's modules there."""
-    return [part for module in os.environ.get(TRUST, "").split(",") if module for part in ("--trust", module)]
+    return [word for module in os.environ.get(TRUST, "").split(",") if module for word in ("--trust", module)]
 
 
 def is_task_of_srun() -> bool:

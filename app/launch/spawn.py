@@ -116,7 +116,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _forward(self, number: int, frame: FrameType | None) -> None:
         again = self.stopped_by and number == signal.SIGINT
         self.stopped_by = self.stopped_by or number
-        # has no effect while the processes start, because `procs` is still empty; the setter of `procs` then kills them
+        # while the processes start, `kill` has no effect, because `procs` is empty; its setter kills them later
         self.kill(signal.SIGKILL if again else number)
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:

@@ -136,11 +136,11 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
             if (others_give_up or still >= timeout - min(10.0, 1 + timeout / 4)) and not written:
                 written = True
                 file.parent.mkdir(parents=True, exist_ok=True)
-                part, text = file.with_suffix(".part"), f"step {now[0]}, in {PHASES[now[1]]}\n"
+                temporary, text = file.with_suffix(".part"), f"step {now[0]}, in {PHASES[now[1]]}\n"
                 for stack in take_stacks(process, stacks):
                     text += stack  # write after each stack, because other ranks may give up soon
-                    part.write_text(text)
-                    part.rename(file)
+                    temporary.write_text(text)
+                    temporary.rename(file)
         peers = memory[PEERS:].rstrip(b"\0").decode().split()
         if still > timeout + LATER and {*peers} - connections(process) and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
@@ -169,20 +169,20 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
     if status.split()[0] == "T":
         yield "stopped (SIGSTOP)\n"
         return
-    children = "".join(each.read_text() for each in Path(f"/proc/{process}/task").glob("*/children")).split()
-    for each in (process, *map(int, children)):
+    children = "".join(file.read_text() for file in Path(f"/proc/{process}/task").glob("*/children")).split()
+    for pid in (process, *map(int, children)):
         with contextlib.suppress(OSError):  # the process has ended
-            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{each}/status").read_text())
+            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
             if caught is None or not int(caught[1], 16) >> (WRITE_STACKS - 1) & 1:
                 continue
             begin = size = os.fstat(stacks).st_size
-            os.kill(each, WRITE_STACKS)
+            os.kill(pid, WRITE_STACKS)
             for _ in range(20):  # wait until the file stops growing
                 time.sleep(0.05)
                 before, size = size, os.fstat(stacks).st_size
                 if begin < size == before:
                     break
-            yield f"\nprocess {each}\n" + os.pread(stacks, size - begin, begin).decode(errors="replace")
+            yield f"\nprocess {pid}\n" + os.pread(stacks, size - begin, begin).decode(errors="replace")
 
 
 # -- reading the stacks -------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Place(NamedTuple):
         """Parse a file that `watch` wrote."""
         head, _, rest = text.partition("\n")
         step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
-        stacks = [threads(part) for part in rest.split("\nprocess ")[1:]]
+        stacks = [threads(chunk) for chunk in rest.split("\nprocess ")[1:]]
         inner = [frame for frames in stacks for frame in within_loop(frames)]  # main process first
         users = next((f for f in inner if not LIBRARY.search(f[0]) and not f[0].startswith(OWN)), None)
         hook = next((f for f in inner if f[2].startswith("on_")), inner[0] if inner else None)
@@ -242,8 +242,8 @@ def within_loop(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 def threads(text: str) -> list[Frame]:
     """Return the frames of a process's main thread, innermost first: file, line and function."""
-    parts = re.split(r"^(Current thread|Thread) .*$", text, flags=re.MULTILINE)
-    kinds, stacks = parts[1::2], parts[2::2]
+    chunks = re.split(r"^(Current thread|Thread) .*$", text, flags=re.MULTILINE)
+    kinds, stacks = chunks[1::2], chunks[2::2]
     if not stacks:
         return []
     main = kinds.index("Current thread") if "Current thread" in kinds else -1  # the main thread is listed last

@@ -23,7 +23,7 @@ from app.modules import ImageClassifier
 from app.recipe import rates_of
 from app.training_sums import log_window
 
-MOST = 16  # steps in one graph
+MOST = 16  # maximum number of steps in one graph
 PIXELS = 2**24  # maximum number of channel values in one graph's prepared images: more would only take memory
 WARM_UP = 3  # number of steps before the first graph: libraries choose kernels, and the optimizer creates its state
 # hooks that act between the phases of a step
@@ -66,7 +66,7 @@ class Block:
     """Consecutive training steps as two CUDA graphs.
 
     Args:
-        inputs: Batch of all steps, to copy into memory of the block.
+        inputs: One batch with the samples of all steps, which is copied into the block's memory.
         prepare: Function that gathers, augments and normalises the inputs; None for a prepared batch.
         steps: Number of steps.
         device: Device of the graphs.
@@ -82,7 +82,7 @@ class Block:
         held = self._inputs = apply_to_collection(inputs, Tensor, lambda value: value.to(device, copy=True))
         self._preparation = Graph(lambda: prepare(held)) if prepare is not None else None
         batch = held if self._preparation is None else self._preparation.results
-        self.batches = [batch] if steps == 1 else list(zip(*(part.chunk(steps) for part in batch), strict=True))
+        self.batches = [batch] if steps == 1 else list(zip(*(tensor.chunk(steps) for tensor in batch), strict=True))
 
     def prepare(self, inputs: Any) -> None:
         """Copy the inputs into the block's memory, and prepare the batches."""
@@ -186,8 +186,8 @@ class Graphs:
                 remedy = "use --model.schedule, or leave cuda_graph out"
                 raise UserError(f"--model.cuda_graph true: {problem}: {remedy}")
             self._settings, self._replays = settings, 0
-            for each in self._blocks.values():
-                each.training = None  # free it before the new capture
+            for cached in self._blocks.values():
+                cached.training = None  # free it before the new capture
         if block.training is None:
             self._step.optimizer.zero_grad()
             block.training = Graph(self._train)
@@ -220,8 +220,8 @@ class Graphs:
                 else:
                     step.backward(loss)
                 step.clip_gradients()
-                for group, there in zip(groups, self._rates_on_device, strict=True):
-                    group["lr"] = there[place]  # a tensor, so that a new learning rate needs no new graph
+                for group, on_device in zip(groups, self._rates_on_device, strict=True):
+                    group["lr"] = on_device[place]  # a tensor, so that a new learning rate needs no new graph
                 step.optimizer.step()
                 losses.append(loss.detach())
         for group, rate in zip(groups, rates, strict=True):
@@ -256,7 +256,7 @@ class GraphStep(Step):
             loop.graphs = Graphs(self)
         self.graphs = loop.graphs
         self.preparation = [self._part("batch_to_device", partial(self.graphs.prepare, steps=self._steps))]
-        self._watchers = [each for each in self.callbacks if overrides(each, Callback, *BATCH)]
+        self._watchers = [callback for callback in self.callbacks if overrides(callback, Callback, *BATCH)]
         self._most = self._most_steps()
         self._replay = self._part("training_step", self.graphs.train)
         self._update_without, self.update = self.update, self._update
@@ -274,8 +274,8 @@ class GraphStep(Step):
         Return 1 with a profiler, a batch hook of the module, or a scheduler whose rates are unknown in advance.
         """
         trainer, module = self.trainer, self.module
-        steps = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
-        foreseen = all(type(each) is LambdaLR for each in steps)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
+        foreseen = all(type(scheduler) is LambdaLR for scheduler in schedulers)
         if type(self.profiler) is not PassThroughProfiler or overrides(module, LightningModule, *BATCH) or not foreseen:
             return 1
         window = log_window(trainer)
@@ -286,7 +286,7 @@ class GraphStep(Step):
         trainer, progress, size = self.trainer, self.loop.batch_progress, batch.size
         batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
         step, every = trainer.global_step, trainer.val_check_batch or 1
-        periods = [log_window(trainer), *(getattr(each, "looks_every", 1) for each in self._watchers)]
+        periods = [log_window(trainer), *(getattr(watcher, "looks_every", 1) for watcher in self._watchers)]
         room = [period - step % period for period in periods if period]
         room += [every - batches.ready % every, self.batches - progress.current.ready]
         room += [(batch.epoch.shape[1] - batch.place.start) // size, PIXELS // (size * batch.loader.images[0].numel())]
@@ -314,13 +314,13 @@ class GraphLoop(StraightLoop):
         """Look up the hooks, and return the step.
 
         Raises:
-            UserError: When a requested feature runs code between the phases of a step.
+            UserError: When a requested feature needs Lightning's step, or runs code between the phases of a step.
         """
         trainer: Any = self.trainer
         reason, module = self.reason, trainer.lightning_module
-        for each in trainer.callbacks:
-            if isinstance(each, StochasticWeightAveraging) or overrides(each, Callback, *HOOKS):
-                reason = type(each).__name__
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging) or overrides(callback, Callback, *HOOKS):
+                reason = type(callback).__name__
         if overrides(module, ImageClassifier, *STEP):
             reason = f"the hooks of {type(module).__name__}"
         if reason:

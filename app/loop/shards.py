@@ -63,7 +63,7 @@ class ShardSums:
         self.in_buckets = ddp = isinstance(model, DistributedDataParallel)
         group = model.process_group if ddp else None
         self.tree = Tree(count, strategy.global_rank if ddp else 0, strategy.world_size if ddp else 1, group)
-        self.parameters = [each for each in module.parameters() if each.requires_grad]
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self.nodes: dict[Node, Gradients] = {}
         self.device = strategy.root_device
@@ -115,12 +115,12 @@ class ShardSums:
         """Sum a bucket over all shards. DDP calls this hook when the bucket holds the last shard's gradients."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         places = [self.place[id(parameter)] for parameter in parameters]
-        starts = list(accumulate((each.numel() for each in parameters), initial=0))
+        starts = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
 
         def views(flat: Tensor) -> list[Tensor]:  # DDP's buckets keep each parameter's strides
             return [
-                flat.as_strided(each.size(), each.stride(), flat.storage_offset() + start)
-                for each, start in zip(parameters, starts, strict=False)
+                flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + start)
+                for parameter, start in zip(parameters, starts, strict=False)
             ]
 
         nodes = {node: [gradients[place] for place in places] for node, gradients in self.nodes.items()}
@@ -305,12 +305,12 @@ class ShardedStep(Step):
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
         """Concatenate a shard's loss, changed buffers and logged values, and multiply them by its number of samples."""
         numbers = [torch.as_tensor(logged.values[name], device=self._device).detach() for name in logged.options]
-        parts = [loss.detach(), *self._buffers.values(changed), *numbers]
-        sizes = [part.numel() for part in parts]
+        tensors = [loss.detach(), *self._buffers.values(changed), *numbers]
+        sizes = [tensor.numel() for tensor in tensors]
         exact = torch.float32 if self._device.type == "mps" else torch.float64
         vector = torch.zeros(sum(sizes), dtype=exact, device=self._device)
         if count:  # an empty shard trains on stand-in samples, which the means exclude
-            torch._foreach_copy_(vector.split(sizes), [part.reshape(-1) for part in parts])
+            torch._foreach_copy_(vector.split(sizes), [tensor.reshape(-1) for tensor in tensors])
         return vector.mul_(count)
 
     def _finish(self, vector: Tensor, samples: int, changed: list[int], logged: Logged) -> Tensor:

@@ -30,9 +30,9 @@ from app.system.patches import expects
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def overrides(thing: Any, base: type, *names: str) -> bool:
+def overrides(owner: Any, base: type, *names: str) -> bool:
     """Return whether any of the hooks is overridden, by a subclass or by an attribute of the object."""
-    return any(getattr(getattr(thing, name), "__func__", None) is not getattr(base, name) for name in names)
+    return any(getattr(getattr(owner, name), "__func__", None) is not getattr(base, name) for name in names)
 
 
 @expects(
@@ -201,16 +201,16 @@ class Step:
     def _hook(self, name: str) -> Callable[..., Any]:
         """Return a function that calls a hook of all callbacks and the module, and returns the module's result."""
         trainer, module = self.trainer, self.module
-        overridden = (getattr(each, name) for each in self.callbacks if overrides(each, Callback, name))
+        overridden = (getattr(callback, name) for callback in self.callbacks if overrides(callback, Callback, name))
         hooks = list(filter(callable, overridden))
-        own = getattr(module, name) if overrides(module, LightningModule, name) else None
-        if not hooks and own is None and type(self.profiler) is PassThroughProfiler:
+        module_hook = getattr(module, name) if overrides(module, LightningModule, name) else None
+        if not hooks and module_hook is None and type(self.profiler) is PassThroughProfiler:
             return lambda *_: None
 
         def call(*args: Any) -> Any:
             for hook in hooks:
                 hook(trainer, module, *args)
-            return own(*args) if own is not None else None
+            return module_hook(*args) if module_hook is not None else None
 
         return self._part(name, call)
 

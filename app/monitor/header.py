@@ -50,9 +50,9 @@ class Header(RichModelSummary):
 
 def counted(network: nn.Module) -> str:
     """Format a network's number of parameters, such as `1,000 parameters, 10 of them trainable`."""
-    known = [each for each in network.parameters() if not isinstance(each, nn.UninitializedParameter)]
-    total = sum(each.numel() for each in known)
-    trainable = sum(each.numel() for each in known if each.requires_grad)
+    known = [parameter for parameter in network.parameters() if not isinstance(parameter, nn.UninitializedParameter)]
+    total = sum(parameter.numel() for parameter in known)
+    trainable = sum(parameter.numel() for parameter in known if parameter.requires_grad)
     return f"{total:,} parameters" + (f", {trainable:,} of them trainable" if trainable < total else "")
 
 
@@ -79,8 +79,8 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         window = trainer.accumulate_grad_batches
         yield "batch", batch(record) + (f", {window} of them for each step" if window > 1 else "")
     for index, optimizer in enumerate(trainer.optimizers):
-        schedules = [each for each in trainer.lr_scheduler_configs if each.scheduler.optimizer is optimizer]
-        then = "".join(f"; {_schedule(each.scheduler, each.interval)}" for each in schedules)
+        schedules = [config for config in trainer.lr_scheduler_configs if config.scheduler.optimizer is optimizer]
+        then = "".join(f"; {_schedule(config.scheduler, config.interval)}" for config in schedules)
         yield "optimizer" if index == 0 else "", describe(optimizer) + then
     if chosen := ", ".join(f"{name} {value}" for name, value in _chosen(trainer.lightning_module, data).items()):
         yield "recipe", chosen
@@ -95,16 +95,16 @@ def _chosen(model: LightningModule, data: Any) -> dict[str, Any]:
     """Return the non-default settings of RECIPE, augmentation and class balancing, by flag name."""
     settings: dict[str, Any] = {}
     if isinstance(model, ImageClassifier):
-        usual = {name: each.default for name, each in inspect.signature(Recipe).parameters.items()}
+        usual = {name: parameter.default for name, parameter in inspect.signature(Recipe).parameters.items()}
         recipe = vars(model.recipe) | {"no_decay": ",".join(sorted(model.recipe.no_decay)) or None}
         settings = {name: recipe[name] for name in RECIPE if recipe[name] != usual[name]}
         settings |= {"views": model.views} if model.views else {}
     if isinstance(data, ImageData):
         transform, (mixup, cutmix) = data.transform, data.mixing
         flip = "alternate" if data.alternate else transform.flip
-        given = {"flip": flip, "crop_padding": transform.crop_padding, "cutout": transform.cutout}
-        given |= {"mixup": mixup, "cutmix": cutmix, "augment": " ".join(type(each).__name__ for each in data.augment)}
-        settings |= {name: value for name, value in (given | {"balance": data.balance}).items() if value}
+        values = {"flip": flip, "crop_padding": transform.crop_padding, "cutout": transform.cutout}
+        values |= {"mixup": mixup, "cutmix": cutmix, "augment": " ".join(type(op).__name__ for op in data.augment)}
+        settings |= {name: value for name, value in (values | {"balance": data.balance}).items() if value}
     return settings
 
 
@@ -130,4 +130,4 @@ def _schedule(scheduler: Any, interval: str) -> str:
 
 
 def _number(value: Any) -> str:
-    return " ".join(f"{float(each):g}" for each in value) if isinstance(value, list | tuple) else f"{float(value):g}"
+    return " ".join(f"{float(item):g}" for item in value) if isinstance(value, list | tuple) else f"{float(value):g}"

@@ -60,8 +60,8 @@ def tracking_mode(flag: str | bool | None) -> str:
         flag: Value of `--run.wandb`; YAML reads `on` and `off` as booleans.
     """
     requested = ("off", "offline")[flag] if isinstance(flag, bool) else flag
-    given = [mode for mode in (requested, WANDB_MODES.get(os.environ.get("WANDB_MODE", ""))) if mode]
-    return min(given, key=MODES.index, default="offline")
+    modes = [mode for mode in (requested, WANDB_MODES.get(os.environ.get("WANDB_MODE", ""))) if mode]
+    return min(modes, key=MODES.index, default="offline")
 
 
 def trial() -> str | None:
@@ -274,7 +274,7 @@ class RateMonitor(LearningRateMonitor):
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Decide whether to log once per logging window, or only once per epoch."""
         super().on_train_start(trainer, *args, **kwargs)
-        by_step = any(each.interval == "step" for each in trainer.lr_scheduler_configs)
+        by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         self._logs_windows = self.logging_interval == "step" or (self.logging_interval is None and by_step)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
@@ -326,8 +326,8 @@ def next_version(root: str, name: str, what: str = "version") -> str:
         name: Name of the experiment.
         what: Prefix of the name. `version` counts from 0, another prefix from 1.
     """
-    taken = [re.fullmatch(rf"{what}_(\d+)", path.name) for path in Path(root, name).glob(f"{what}_*")]
-    return f"{what}_{max((int(match[1]) for match in taken if match), default=-(what == 'version')) + 1}"
+    matches = [re.fullmatch(rf"{what}_(\d+)", path.name) for path in Path(root, name).glob(f"{what}_*")]
+    return f"{what}_{max((int(match[1]) for match in matches if match), default=-(what == 'version')) + 1}"
 
 
 def claim_version(folder: Path, what: str = "version") -> Path:

@@ -12,7 +12,7 @@ from torch import Tensor
 from app.errors import UserError
 from app.training_sums import log_window
 
-NONE = 2**62  # stands for "all losses are finite"; larger than any batch index
+NONE = 2**62  # means that all losses are finite; larger than any batch index × number of ranks + rank
 
 
 class NonFinite(Callback):
@@ -72,7 +72,7 @@ class NonFinite(Callback):
         """
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
-            self._check(trainer, [each for each in weights if isinstance(each, Tensor) and each.is_floating_point()])
+            self._check(trainer, [w for w in weights if isinstance(w, Tensor) and w.is_floating_point()])
 
     def _skip(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Skip an update with non-finite gradients by setting all gradients to None."""
@@ -127,4 +127,4 @@ class NonFinite(Callback):
 
 
 def _finite(tensors: list[Tensor]) -> bool:
-    return bool(torch.stack([each.isfinite().all() for each in tensors]).all()) if tensors else True
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all()) if tensors else True

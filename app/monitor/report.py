@@ -24,7 +24,7 @@ from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
 
 SHOWN = 5  # number of rows in each table of mistakes
-CELLS = 20  # maximum number of classes for which a confusion matrix shows counts, and of ranks with a bar each
+CELLS = 20  # maximum number of classes with counts in the confusion matrix, and of ranks in the step chart
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),
@@ -237,7 +237,7 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
 
     An image with 2 or more than 3 channels is drawn in grey, from its first channel.
     """
-    columns, width, height, side = 5, 1.8, 2.1, 1.6  # inches: size of a cell, and longer side of an image
+    columns, width, height, side = 5, 1.8, 2.1, 1.6  # a cell and an image's longer side in inches
     lines = max(-(-len(rows) // columns), 1)
     figure = Figure(figsize=(columns * width, lines * height))
     axes = figure.add_axes((0, 0, 1, 1))  # one axes for all images, because 25 axes take a second
@@ -267,20 +267,20 @@ def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
     images = counts.sum(1)
     recall = np.where(images > 0, counts.diagonal() / np.maximum(images, 1), np.inf)
     wrong = counts - np.diag(counts.diagonal())
-    parts = []
+    blocks = []
     if wrong.any():
         least = [(names[i], percent(recall[i]), f"{images[i]:,}") for i in recall.argsort(kind="stable") if images[i]]
         pairs = [divmod(int(place), len(names)) for place in (-wrong).argsort(axis=None, kind="stable")[:SHOWN]]
         most = [(names[i], names[j], f"{wrong[i, j]:,}") for i, j in pairs if wrong[i, j]]
-        parts.append(table(["least recognised", "recall", "images"], least[:SHOWN]))
-        parts.append(table(["most confused", "predicted as", "images"], most, words=(0, 1)))
+        blocks.append(table(["least recognised", "recall", "images"], least[:SHOWN]))
+        blocks.append(table(["most confused", "predicted as", "images"], most, words=(0, 1)))
     figures["confusion"] = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
-    parts.append('![Counts of label against prediction](confusion "Confusion matrix: label against prediction")')
+    blocks.append('![Counts of label against prediction](confusion "Confusion matrix: label against prediction")')
     picture = folder / "most_wrong.png"
     if wrong.any() and picture.is_file():
         figures["most_wrong"] = picture.read_bytes()
-        parts.append('![Test images, each with its label and its prediction](most_wrong "Most confidently wrong")')
-    return "\n\n".join(parts)
+        blocks.append('![Test images, each with its label and its prediction](most_wrong "Most confidently wrong")')
+    return "\n\n".join(blocks)
 
 
 # -- bottleneck -------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
 def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
     times, ranks, median = record.time_per_step, record.ranks, record.throughput.median
     rates, memory = np.array(record.course.samples_per_s), np.array(record.course.memory_gib)
-    parts = [f"**{plain(line)}**: the others wait for it in every step." for line in slow_ranks(ranks).values()]
+    blocks = [f"**{plain(line)}**: the others wait for it in every step." for line in slow_ranks(ranks).values()]
     shown = []
 
     def draw_rates(axes: Axes) -> None:
@@ -312,14 +312,14 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
     if times and times.step:
         limit, remedy = bottleneck(vars(times), record.accelerator == "cuda", record.placement)
-        parts.append(f"A step takes {times.step:.3g} ms. **{limit}.** Try {remedy}.")
+        blocks.append(f"A step takes {times.step:.3g} ms. **{limit}.** Try {remedy}.")
         figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
         shown.append('![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")')
     if 1 < len(ranks) <= CELLS:
         labels, height = [f"rank {row.rank}" for row in ranks], 1.1 + 0.28 * len(ranks)
         figures["ranks"] = draw(lambda axes: stacked_bars(axes, labels, NAMES, ranks), height=height)
         shown.append('![Milliseconds of a step on each rank](ranks "A step on each rank: wait is for the others")')
-    return "\n\n".join(filter(None, [*parts, "\n".join(shown)]))
+    return "\n\n".join(filter(None, [*blocks, "\n".join(shown)]))
 
 
 def _over_time(axes: Axes, points: np.ndarray) -> None:
@@ -337,7 +337,7 @@ def stacked_bars(axes: Axes, labels: Sequence[str], phases: Sequence[str], rows:
     for phase, widths, share, left in zip(phases, times, shares, times.cumsum(0) - times, strict=True):
         bars = axes.barh(labels, widths, left=left, color=PHASE_COLOURS[phase], edgecolor=page.PAPER, height=0.65)
         bars.set_label(phase.replace("_", " + "))
-        written = [f"{part:.0%}" if part >= 0.08 else "" for part in share]
+        written = [f"{fraction:.0%}" if fraction >= 0.08 else "" for fraction in share]
         axes.bar_label(bars, written, label_type="center", color="white", fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("milliseconds")

@@ -34,12 +34,12 @@ class PredictionWriter(Callback):
         """Store a row for each image of this rank: index, and probabilities and labels of its most likely classes."""
         loader = trainer.predict_dataloaders
         if isinstance(pl_module, ImageClassifier) and isinstance(loader, GlobalBatches):
-            best = (each.tolist() for each in outputs.topk(min(self.top_k, outputs.shape[1])))
+            best = (tensor.tolist() for tensor in outputs.topk(min(self.top_k, outputs.shape[1])))
             self._rows += zip(loader.samples(batch_idx).tolist(), *best, strict=True)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather all ranks' rows, and write the file. Collective."""
-        rows = sorted(row for part in gather_objects(self._rows) for row in part)
+        rows = sorted(row for local in gather_objects(self._rows) for row in local)
         self._rows = []
         directory = trainer.log_dir
         if not trainer.is_global_zero or not rows or directory is None:
@@ -96,7 +96,7 @@ class TestFigures(Callback):
             return
         matrix = torch.atleast_2d(pl_module.confusion.compute()).cpu()  # torchmetrics returns a scalar for one class
         pl_module.confusion.reset()
-        worst = sorted((row for part in gather_objects(self._worst) for row in part), reverse=True)[: self.wrong]
+        worst = sorted((row for local in gather_objects(self._worst) for row in local), reverse=True)[: self.wrong]
         self._worst = []
         directory = trainer.log_dir
         if not trainer.is_global_zero or directory is None:

@@ -126,10 +126,10 @@ class RunRecord(Callback):
             folder: Directory of the run.
             earlier: Record of the run up to now.
         """
-        part = records.Part(**{each.name: getattr(earlier, each.name) for each in fields(records.Part)})
+        part = records.Part(**{field.name: getattr(earlier, field.name) for field in fields(records.Part)})
         if part.status == "running":
             part.status, part.error = "failed", "the run was killed, or the machine went down"
-        part.train_s = (earlier.train_s or 0.0) - sum(each.train_s or 0.0 for each in earlier.parts)
+        part.train_s = (earlier.train_s or 0.0) - sum(previous.train_s or 0.0 for previous in earlier.parts)
         now, self.record = self.record, earlier
         for name in ("command", "resumed_from", "launchers", "status", "error", "test", "tested"):
             setattr(earlier, name, getattr(now, name))
@@ -221,7 +221,7 @@ class RunRecord(Callback):
                 setattr(self.record, name, value)
             model.name += f", {title(pl_module.network_name)}"
         self.record.model = model
-        self.record.fused = any(group.get("fused") for each in trainer.optimizers for group in each.param_groups)
+        self.record.fused = any(group.get("fused") for optim in trainer.optimizers for group in optim.param_groups)
         for device in devices_of(trainer):
             if device.type == "cuda":  # a run on the CPU must not start CUDA
                 torch.cuda.reset_peak_memory_stats(device)
@@ -258,7 +258,7 @@ class RunRecord(Callback):
         if (order := order_of(trainer.train_dataloader)) is not None:
             self._window_samples += order.global_count(batch_idx)
         else:
-            self._window_samples += next((len(each) for each in tensors(batch) if each.ndim), 0) * trainer.world_size
+            self._window_samples += next((len(leaf) for leaf in tensors(batch) if leaf.ndim), 0) * trainer.world_size
         self._window_steps += 1
         self._window_profiled |= self._clock is not None and self._clock.timing
         self._last_step = time.perf_counter()

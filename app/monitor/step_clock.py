@@ -108,7 +108,7 @@ class StepClock(Callback):
             trainable = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
             # a hook costs time, so a single rank has none
             self.on_after_backward = self._on_averaged  # type: ignore[method-assign]
-            self._handles = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in trainable]
+            self._handles = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in trainable]
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer, *_: Any) -> None:
@@ -190,7 +190,7 @@ class StepClock(Callback):
 
     @property
     def timing(self) -> bool:
-        """Whether the clock may slow the current step, because it synchronises a GPU between phases."""
+        """Whether the clock synchronises a GPU between the current step's phases, which slows the step."""
         return self._cuda and self.looks_every == 1
 
     @property
@@ -223,7 +223,7 @@ def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> P
     Args:
         profiled: Median of each phase over a few profiled steps.
         step: Median step time in the windows, in milliseconds.
-        rank: Rank zero's median times over all windows; None if there is only one rank. Its data time and
+        rank: Rank zero's median times over the latest windows; None if there is only one rank. Its data time and
             its wait replace the profiled data and communication: these vary too much to be measured in a few steps.
     """
     known = {"data": rank.data, "communication": rank.wait} if rank and rank.data + rank.wait < step else {}
@@ -253,7 +253,7 @@ class _PhaseProfiler(PassThroughProfiler):
         self._begun: dict[str, float] = {}
         self._marks: list[float] = []  # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
         self._before, trainer.profiler = trainer.profiler, self  # type: ignore[attr-defined]
-        self._handles = [each.register_step_post_hook(self._on_stepped) for each in trainer.optimizers]
+        self._handles = [optimizer.register_step_post_hook(self._on_stepped) for optimizer in trainer.optimizers]
         strategy, module = trainer.strategy, trainer.lightning_module
         if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
             assert strategy.replica is not None

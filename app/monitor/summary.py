@@ -95,7 +95,7 @@ def epoch_line(
     """
     number = f"{row.epoch + 1}/{epochs}" if epochs and epochs > 0 else str(row.epoch + 1)
     hidden = re.compile(r".*_step|lr-.*|train_(acc|loss)|val_(acc|loss|f1)")
-    parts = [
+    texts = [
         f"epoch {number:>{2 * len(str(epochs or 0)) + 1}}",
         f"train {row.train_loss:.3f}" if row.train_loss is not None else "",
         f"val {row.val_loss:.3f}" if row.val_loss is not None else "",
@@ -107,7 +107,7 @@ def epoch_line(
         f"{duration(left)} left" if left else "",
         "" if row.whole else "(in part)",
     ]
-    return "  ".join(filter(None, parts))
+    return "  ".join(filter(None, texts))
 
 
 def _figures(metrics: Metrics) -> str:

@@ -70,7 +70,7 @@ class PowerSGD(FixedHook):
         self.options = matrix_approximation_rank, start_powersgd_iter
 
     def comm_state(self) -> PowerSGDState:
-        """Return a new state, without errors of earlier steps."""
+        """Return a new state, without the compression errors that earlier steps left."""
         self.state = PowerSGDState(None, *self.options)
         return self.state
 

@@ -131,14 +131,14 @@ class SplitForward(Traits, Strategy):
             return self.replica(*args, **kwargs)
         if devices[0].type != "cuda":
             return _forward_in_threads(self.replica, self._threads, args, kwargs)
-        parts, kwargs_parts = scatter_kwargs(args, kwargs, devices)
-        devices = devices[: len(parts)]
+        replica_args, replica_kwargs = scatter_kwargs(args, kwargs, devices)
+        devices = devices[: len(replica_args)]
         replicas = replicate(self.replica, devices, detach=not torch.is_grad_enabled())
         for index, replica in enumerate(replicas):
             replica.index = index
             if isinstance(replica.module, LightningModule):
                 set_device(replica.module, devices[index])
-        return gather(parallel_apply(replicas, parts, kwargs_parts, devices), devices[0])
+        return gather(parallel_apply(replicas, replica_args, replica_kwargs, devices), devices[0])
 
 
 class DataParallelStrategy(SplitForward, SingleDeviceStrategy):
@@ -170,7 +170,7 @@ def _forward_in_threads(replica: Replica, threads: Sequence[ThreadPoolExecutor],
     leaves, structure = tree_flatten((args, kwargs))
     chunks = [leaf.chunk(len(threads)) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
     used = max((len(chunk) for chunk in chunks if chunk is not None), default=1)
-    parts = [
+    calls = [
         tree_unflatten([leaf if c is None else c[i] for leaf, c in zip(leaves, chunks, strict=True)], structure)
         for i in range(used)
     ]
@@ -182,14 +182,17 @@ def _forward_in_threads(replica: Replica, threads: Sequence[ThreadPoolExecutor],
             return copy(*args, **kwargs)
 
     copies = shallow_copies(replica, used)
-    work = enumerate(zip(copies, parts, strict=True))
-    started = [threads[index].submit(apply, index, copy, *part) for index, (copy, part) in work]
+    work = enumerate(zip(copies, calls, strict=True))
+    started = [threads[index].submit(apply, index, copy, *call) for index, (copy, call) in work]
     wait(started)
     return tree_map(_gather, *(future.result() for future in started))
 
 
 def _gather(*outputs: Any) -> Any:
-    """Gather the replicas' outputs: concatenate tensors along the batch; stack scalars into a vector."""
+    """Gather one output of all replicas: concatenate tensors along the batch, or stack scalars into a vector.
+
+    Of outputs that are not tensors, return replica 0's.
+    """
     if not isinstance(outputs[0], Tensor):
         return outputs[0]
     return torch.cat([output if output.ndim else output[None] for output in outputs])

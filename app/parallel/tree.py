@@ -78,15 +78,15 @@ class Tree:
         """
         if self.world_size == 1:
             return nodes[self.root]
-        rank, others = self.rank, [each for each in range(self.world_size) if each != self.rank]
-        parts = [nodes[node].tensor_split(self.world_size) for node in self._held[rank]]
-        own = parts[0][rank]
-        received = {each: own.new_empty(len(self._held[each]), len(own)) for each in others}
-        received[rank] = torch.stack([part[rank] for part in parts])
-        self._exchange({each: torch.cat([part[each] for part in parts]) for each in others}, received)
+        rank, others = self.rank, [other for other in range(self.world_size) if other != self.rank]
+        split = [nodes[node].tensor_split(self.world_size) for node in self._held[rank]]
+        chunk = split[0][rank]
+        received = {other: chunk.new_empty(len(self._held[other]), len(chunk)) for other in others}
+        received[rank] = torch.stack([chunks[rank] for chunks in split])
+        self._exchange({other: torch.cat([chunks[other] for chunks in split]) for other in others}, received)
         sums: dict[Node, Tensor] = {}
-        for each, held in enumerate(self._held):
-            for node, value in zip(held, received[each], strict=True):
+        for sender, held in enumerate(self._held):
+            for node, value in zip(held, received[sender], strict=True):
                 self.add(sums, node, value, torch.add)
         whole = torch.empty_like(nodes[self._held[rank][0]])
         places = dict(enumerate(whole.tensor_split(self.world_size)))

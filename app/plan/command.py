@@ -95,8 +95,8 @@ def run(arguments: list[str]) -> int:
     Raises:
         UserError: For invalid flags, or a failed measurement.
     """
-    own, flags = split_flags(arguments)
-    options = _parse(own)
+    remaining, flags = split_flags(arguments)
+    options = _parse(remaining)
     console = make_console(highlight=False)
     for flag, value in flags:
         if options.run and not flag.startswith("--data."):
@@ -179,7 +179,7 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
     cautions: list[str] = []
     if records:
         settings = [(record.model, record.precision, record.threads) for record in records]
-        if any(each != settings[0] for each in settings):
+        if any(other != settings[0] for other in settings):
             raise UserError("the runs of --run differ in model, precision or threads: vary only the batch size")
         cuda, threads = records[0].accelerator == "cuda", records[0].threads
         gpus = len(records[0].hardware.gpus) if records[0].hardware else 0
@@ -190,9 +190,9 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
             )
     devices = gpus if cuda else max(usable_cores() // threads, 1)
     _require_links(options, devices, cuda)
-    fit += ["--model.warmup", "0"] if "warmup" in config["model"]["init_args"] else []  # 30 steps may be too few for it
+    fit += ["--model.warmup", "0"] if "warmup" in config["model"]["init_args"] else []  # a warm-up may exceed 30 steps
     measured = [timed(record) for record in records] or measure_steps(fit, say)
-    sizes = ", ".join(f"{each.images:.0f}" for each in measured)
+    sizes = ", ".join(f"{steps.images:.0f}" for steps in measured)
     source = f"the steps of {', '.join(options.run)}" if records else f"steps measured here, with batches of {sizes}"
     batch = max([record.global_batch_size or 1 for record in records], default=int(measured[0].images))
     if records and any(flag == "--data.batch_size" for flag, _ in flags):

@@ -11,6 +11,8 @@ reduced over a ring once its last gradient is ready, one bucket after the other:
     step              = data(b) + forward(b) + max(backward(b), end of the last bucket) + update + rest
                         + all_reduce(8 bytes), the ranks' agreement on stopping
 
+Here, ready_i is the fraction of the backward pass after which bucket i's last gradient is ready.
+
 Communication costs only the time that the backward pass does not hide. Over several nodes, the ring is as fast as its
 slowest link. Sources: Patarasuk and Yuan (ring), https://doi.org/10.1016/j.jpdc.2008.09.002; Li et al., VLDB 2020
 (buckets, overlap), https://arxiv.org/abs/2006.15704.
@@ -27,9 +29,8 @@ https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
 
 Processes that share cores are not predicted, because the formulas ignore their interference.
 
-Each prediction has a range. Its ends come from the same formulas, after the step and the link are scaled by the largest
-measured deviations. For the step, these are the deviations of logging windows from the fit; for the link, those of
-all-reduces.
+Each prediction has a range. The same formulas give its ends, for a faster and a slower step and link. The step is
+scaled by the largest deviation of a logging window from the fit, the link by the largest deviation of an all-reduce.
 
 Not modelled: stragglers, other traffic, and algorithms other than the ring. For small buffers among many ranks, NCCL
 uses trees, whose latency grows with log N.

@@ -83,7 +83,7 @@ def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
 
 
 def origin(step: Step, machines: Machines, source: str, network: str) -> Iterator[str]:
-    """Yield paragraphs about the measurements, the given figures, and the cost model."""
+    """Yield paragraphs about the origin of the predictions: the step, the network, and the cost model."""
     buckets = ", ".join(f"{bucket.size / 2**20:.2f} MiB at {bucket.ready:.0%}" for bucket in step.buckets)
     links = {"in a node": machines.link if machines.per_node > 1 else None, "between nodes": machines.node_link}
     known = [(link.bandwidth / 1e9, link.latency * 1e6, place) for place, link in links.items() if link]

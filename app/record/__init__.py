@@ -100,7 +100,7 @@ class RankTime:
 
 @dataclass
 class DeviceMemory:
-    """Memory of a rank on a device, GiB; see `peak_memory`."""
+    """Memory of a rank on a device, in GiB; see `peak_memory` in `app/monitor/README.md`."""
 
     rank: Int
     device: str

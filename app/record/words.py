@@ -70,11 +70,11 @@ def bottleneck(milliseconds: Mapping[str, float], cuda: bool, placement: str | N
         placement: Placement of the images, such as `disk` or `memory`.
     """
     phase = max((name for name in PHASES if name != "forward_backward"), key=lambda name: milliseconds[name])
-    part, step = milliseconds[phase], sum(milliseconds[name] for name in PHASES)
-    if part < OVERHEAD * step:
-        part = milliseconds["forward_backward"]
-        phase = "rest" if cuda and milliseconds["launch"] >= LAUNCH_BOUND * part else "forward_backward"
+    time, step = milliseconds[phase], sum(milliseconds[name] for name in PHASES)
+    if time < OVERHEAD * step:
+        time = milliseconds["forward_backward"]
+        phase = "rest" if cuda and milliseconds["launch"] >= LAUNCH_BOUND * time else "forward_backward"
     name, remedy = BOTTLENECKS[phase]
     if phase == "data" and placement == "disk":
         remedy = "another `--data.num_workers`, or `--data.placement memory`"
-    return f"{name}: {part / step:.0%} of a step", remedy
+    return f"{name}: {time / step:.0%} of a step", remedy

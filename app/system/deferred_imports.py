@@ -108,4 +108,4 @@ FLOPS = _Deferred("torch.utils.flop_counter", "FlopCounterMode")
 
 def defer_imports() -> None:
     """Install the stand-ins of modules that are not yet imported. Safe to call again."""
-    sys.meta_path[:0] = [each for each in (DYNAMO, PLOTS, FLOPS) if each.name not in sys.modules and not each.pending]
+    sys.meta_path[:0] = [hook for hook in (DYNAMO, PLOTS, FLOPS) if hook.name not in sys.modules and not hook.pending]

@@ -68,16 +68,16 @@ def whole(path: Path) -> Iterator[BinaryIO]:
         OSError: When the file cannot be written; an existing file is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part, file = _part(path)
+    temporary, file = _part(path)
     try:
         with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            part.replace(path)
+            temporary.replace(path)
     except BaseException as error:
         with suppress(OSError):
-            part.unlink()
+            temporary.unlink()
         if isinstance(error, OSError) and error.errno:
             error.filename = str(path)  # a full disk's error names no file
         raise
@@ -87,12 +87,12 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 def _part(path: Path) -> tuple[Path, BinaryIO]:
     """Create and lock a temporary file beside `path`. Retry if another process removes the file before it is locked."""
     while True:
-        part = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
-        file = part.open("xb")
+        temporary = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
+        file = temporary.open("xb")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        if part.exists():
-            return part, file
+        if temporary.exists():
+            return temporary, file
         file.close()
 
 
@@ -108,10 +108,10 @@ def sync_folder(folder: Path) -> None:
 
 def remove_parts(folder: Path) -> None:
     """Delete unfinished files of killed processes."""
-    for part in folder.glob(f".*{PART}"):
-        with suppress(OSError), part.open("r+b") as file:  # NFS locks only files that are open for writing
+    for temporary in folder.glob(f".*{PART}"):
+        with suppress(OSError), temporary.open("r+b") as file:  # NFS locks only files that are open for writing
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if a process is writing it
-            part.unlink()
+            temporary.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

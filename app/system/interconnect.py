@@ -163,14 +163,14 @@ def use_interface_to(address: str) -> None:
     """
     try:
         family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        own = _own_address_towards(target, family)
-        if own == "127.0.0.1" and not address.startswith(("127.", "localhost")):
-            own = _own_address_towards(NOBODY)  # the host's own name often resolves to the loopback
+        source = _own_address_towards(target, family)
+        if source == "127.0.0.1" and not address.startswith(("127.", "localhost")):
+            source = _own_address_towards(NOBODY)  # the host's own name often resolves to the loopback
     except OSError:
         return
-    if own in ("127.0.0.1", "::1"):
+    if source in ("127.0.0.1", "::1"):
         use_loopback()
     for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == own for entry in entries) and name != "lo":
+        if any(entry.address == source for entry in entries) and name != "lo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # `=`: exact name, not a prefix

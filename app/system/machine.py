@@ -92,7 +92,7 @@ def busy_seconds(cores: Collection[int] = ()) -> float:
     some = 0 < len(cores) < (os.cpu_count() or 1)
     times = [t for i, t in enumerate(psutil.cpu_times(True)) if i in cores] if some else [psutil.cpu_times()]
     idle = ("idle", "iowait", "guest", "guest_nice")  # guests are excluded, because user time includes them
-    return sum(seconds for each in times for name, seconds in each._asdict().items() if name not in idle)
+    return sum(seconds for row in times for name, seconds in row._asdict().items() if name not in idle)
 
 
 def time_when_done(device: torch.device) -> float:
@@ -123,8 +123,8 @@ def _control_groups() -> list[Path]:
     file = Path("/proc/self/cgroup")
     lines = file.read_text().splitlines() if file.exists() else []
     folder = CONTROL_GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    around = [each for each in (folder, *folder.parents) if each.is_relative_to(CONTROL_GROUPS)]
-    return [each for each in around if (each / "cpu.max").exists()]
+    around = [group for group in (folder, *folder.parents) if group.is_relative_to(CONTROL_GROUPS)]
+    return [group for group in around if (group / "cpu.max").exists()]
 
 
 def driver() -> str | None:

@@ -30,7 +30,7 @@ def shallow_copies(module: Module, count: int) -> Sequence[Module]:
     modules = list(module.modules())
     copies = []
     for index in range(count):
-        copy_of: dict[nn.Module, nn.Module] = {each: each._replicate_for_data_parallel() for each in modules}
+        copy_of: dict[nn.Module, nn.Module] = {child: child._replicate_for_data_parallel() for child in modules}
         for original, copy in copy_of.items():
             copy._parameters = original._parameters
             copy._modules = {name: child and copy_of[child] for name, child in original._modules.items()}

@@ -105,8 +105,8 @@ def _samples(case: Case) -> Cause | None:
     if _same_order(way) and not _same_order(reference):
         text = "every epoch has the same order: the sampler's set_epoch is never called"
         return Cause(text, "give the loader itself to Lightning, which calls it, or call it in on_train_epoch_start")
-    ours, theirs = way.facts["sampler"], reference.facts["sampler"]
-    by = f": here by {ours}, there by {theirs}" if ours != theirs else ""
+    sampler, expected = way.facts["sampler"], reference.facts["sampler"]
+    by = f": here by {sampler}, there by {expected}" if sampler != expected else ""
     text = f"samples come in another order{by}: the same training only on average"
     return Cause(text, f"draw one permutation from the seed, and divide it among the ranks: {OURS}")
 
@@ -114,8 +114,8 @@ def _samples(case: Case) -> Cause | None:
 def _other_pixels(case: Case) -> bool:
     """Return whether only the pixels of the samples differ, as with unseeded augmentation.
 
-    In this case, every step has the reference's labels. Ids of samples are digests of their pixels, so the reference
-    never saw the ids that differ in the first different step.
+    In this case, every step has the reference's labels. A sample's id is a digest of its pixels. So the new ids in the
+    first step that differs occur nowhere in the reference.
     """
     place = case.differences.get("samples")
     if place is None or place.step is None:
@@ -130,13 +130,13 @@ def _other_pixels(case: Case) -> bool:
 def _split(case: Case) -> Cause | None:
     """Return a cause if one run validates on samples that the other run trains on, else None."""
     runs = case.way, case.reference
-    ours, theirs = (run.evaluated for run in runs)
+    evaluated, expected = (run.evaluated for run in runs)
     here, there = ({sample for step in run.steps for sample in step.samples} for run in runs)
-    more, fewer = ours - theirs, theirs - ours
+    more, fewer = evaluated - expected, expected - evaluated
     if not (more and fewer and ({*more} & there or {*fewer} & here)):
         return None
-    owner, others = "process" if len(case.way.ranks) > 1 else "run", min(more.total(), theirs.total())
-    text = f"each {owner} draws its own split: {others} of {theirs.total()} validation samples differ"
+    owner, others = "process" if len(case.way.ranks) > 1 else "run", min(more.total(), expected.total())
+    text = f"each {owner} draws its own split: {others} of {expected.total()} validation samples differ"
     return Cause(text, "seed random_split's generator: generator=torch.Generator().manual_seed(0)")
 
 
@@ -179,14 +179,14 @@ def _rates(case: Case) -> Cause | None:
         text = f"the schedule is lost on resume: {place}"
         remedy = "return the scheduler from configure_optimizers, so that Lightning saves it; or save its state"
         return Cause(text, remedy)
-    for mine, theirs in zip(way.facts["schedulers"], reference.facts["schedulers"], strict=False):
-        name, interval = mine["class"], mine["interval"]
-        ours, wanted = ([len(run.epoch(epoch)) for epoch in (0, 1)] for run in (way, reference))
-        if interval == "epoch" and ours != wanted:
-            text = f"{name} advances with each epoch, which has {ours[0]} steps, {wanted[0]} in the reference"
+    for scheduler, expected in zip(way.facts["schedulers"], reference.facts["schedulers"], strict=False):
+        name, interval = scheduler["class"], scheduler["interval"]
+        lengths, wanted = ([len(run.epoch(epoch)) for epoch in (0, 1)] for run in (way, reference))
+        if interval == "epoch" and lengths != wanted:
+            text = f"{name} advances with each epoch, which has {lengths[0]} steps, {wanted[0]} in the reference"
             return Cause(text, "advance it with each step, or keep the global batch")
-        total = next((key for key in theirs["state"] if "total" in key or "T_max" in key), "")
-        here, there = (state["state"].get(total, 0) for state in (mine, theirs))
+        total = next((key for key in expected["state"] if "total" in key or "T_max" in key), "")
+        here, there = (state["state"].get(total, 0) for state in (scheduler, expected))
         if here == there and interval == "step":
             total = "estimated_stepping_batches"
             here, there = (run.facts["estimated_steps"] for run in (way, reference))
@@ -262,8 +262,8 @@ def _state(case: Case) -> Iterator[Cause]:
     if buffers and len(way.ranks) > 1 and not {"loss", "gradients"} & differences.keys():
         text = f"buffers are computed from each rank's own share: {_some(buffers)}"
         yield Cause(text, "reduce their inputs over all ranks", changes_loss=False)
-    mine, theirs = way.ranks[0]["attributes"], reference.ranks[0]["attributes"]
-    lost = [name for name in theirs if name not in mine or apart(mine[name], theirs[name]) > TOLERANCE]
+    attributes, expected = way.ranks[0]["attributes"], reference.ranks[0]["attributes"]
+    lost = [name for name in expected if name not in attributes or apart(attributes[name], expected[name]) > TOLERANCE]
     numbers = {"loss", "gradients", "weights", "evaluation"} & differences.keys()
     if not lost or not numbers or "samples" in differences:
         return
@@ -279,16 +279,16 @@ def _evaluation(case: Case) -> Iterator[Cause]:
     """Yield causes that change only the evaluation."""
     if "evaluation" not in case.differences:
         return
-    way, ours, theirs = case.way, case.way.evaluated, case.reference.evaluated
-    world, more, fewer = len(way.ranks), (ours - theirs).total(), (theirs - ours).total()
+    way, evaluated, expected = case.way, case.way.evaluated, case.reference.evaluated
+    world, more, fewer = len(way.ranks), (evaluated - expected).total(), (expected - evaluated).total()
     if more and not fewer:
-        text = f"{more} of {theirs.total()} samples are evaluated twice: the shares are padded to equal size"
-        if more == theirs.total() * (world - 1):
+        text = f"{more} of {expected.total()} samples are evaluated twice: the shares are padded to equal size"
+        if more == expected.total() * (world - 1):
             text = "every rank evaluates all samples"
         remedy = f"drop the repeated samples (torch's DistributedSampler repeats); or {OURS}"
         yield Cause(text, remedy, changes_loss=False)
     if fewer and not more:
-        text = f"{fewer} of {theirs.total()} samples are not evaluated: drop_last, or a sampler that truncates shares"
+        text = f"{fewer} of {expected.total()} samples are not evaluated: drop_last, or a sampler that truncates shares"
         yield Cause(text, f"evaluate the last, smaller batch, too; or {OURS}", changes_loss=False)
     if world == 1:
         return

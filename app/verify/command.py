@@ -51,13 +51,13 @@ def run(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
     """Return the options of `verify`, and a prover with the command line's flags for `fit`."""
-    own, flags = split_flags(arguments)
+    remaining, flags = split_flags(arguments)
     parser = PlainParser(usage=USAGE, description=__doc__)
     parser.add_argument("--root", default="runs", help="the report and its runs go to ROOT/verify")
     parser.add_argument("--json", default=None, type=str | None, help="write the result to this file, too")
     parser.add_argument("--ways", default=None, type=str | None, help="YAML file of variants, NAME: {FLAG: VALUE}")
     parser.add_class_arguments(Settings, skip={"ways"})
-    options = parser.parse_args(own)
+    options = parser.parse_args(remaining)
     if options.json is not None and (Path(options.json).is_dir() or not Path(options.json).parent.is_dir()):
         raise UserError(f"--json {options.json}: no file can be written there: give another path")
     values = {field.name: options[field.name] for field in fields(Settings)}

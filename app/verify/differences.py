@@ -101,7 +101,7 @@ class Step:
     @property
     def operations(self) -> list[list[tuple[str, str, list[str]]]]:
         """Operations of each shard or rank, each operation as its module, its name and the digests of its outputs."""
-        return [part for rank in self.ranks for part in rank.get("operations", [])]
+        return [rows for rank in self.ranks for rows in rank.get("operations", [])]
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def apart(here: float, there: float, scale: float = 1.0) -> float:
 def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE) -> dict[str, Difference]:
     """Return a variant's difference from the reference by column; equal columns are absent.
 
-    Samples, learning rate, loss and gradients have the first step that differs. Weights, evaluation and optimizer have
-    the largest difference after training.
+    For samples, learning rate, loss and gradients, it is the difference at the first step that differs. For weights,
+    evaluation and optimizer, it is the largest difference after training.
     """
     columns: dict[str, Difference] = {}
     for name, look in (("samples", _samples), ("learning rate", _rates), ("loss", _losses), ("gradients", _gradients)):
@@ -158,7 +158,7 @@ def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE
 
 
 def largest(reference: Recorded, way: Recorded) -> float:
-    """Return the largest difference of losses, gradients and weights, over all steps."""
+    """Return the largest difference: of losses and gradients over all steps, and of weights after training."""
     pairs = list(zip(way.steps, reference.steps, strict=False))
     places = [place for here, there in pairs for look in (_losses, _gradients) for place in look(here, there, 0.0)]
     return max((place.size for place in [*places, *weights_apart(reference, way, 0.0)]), default=0.0)
@@ -177,10 +177,10 @@ def first_operation(reference: Recorded, way: Recorded) -> str | None:
         if len(here.operations) != len(there.operations):  # the runs split a batch differently: compare whole batches
             shards = [(_joined(here.operations), _joined(there.operations))]
         for number, pair in enumerate(shards):
-            for (_, _, ours), (module, name, theirs) in zip(*pair, strict=False):
+            for (_, _, digests), (module, name, expected) in zip(*pair, strict=False):
                 # skip in-place operations outside all modules, because they update metrics
                 counts = module == "Global" and name.endswith("_")
-                if ours != theirs and len(ours) == len(theirs) and not counts:
+                if digests != expected and len(digests) == len(expected) and not counts:
                     place = f", shard {number + 1}" if len(shards) > 1 else ""
                     return f"step {there.number + 1}{place}: {name} in {module}"
         mine, wanted = (step.ranks[0].get("bits", {}) for step in (here, there))
@@ -189,9 +189,9 @@ def first_operation(reference: Recorded, way: Recorded) -> str | None:
     return None
 
 
-def _joined(parts: list[list[tuple[str, str, list[str]]]]) -> list[tuple[str, str, list[str]]]:
+def _joined(operations: list[list[tuple[str, str, list[str]]]]) -> list[tuple[str, str, list[str]]]:
     """Concatenate each operation's output digests over all shards or ranks of a batch."""
-    return [(*rows[0][:2], [each for row in rows for each in row[2]]) for rows in zip(*parts, strict=False)]
+    return [(*rows[0][:2], [digest for row in rows for digest in row[2]]) for rows in zip(*operations, strict=False)]
 
 
 def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
@@ -217,16 +217,16 @@ def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
 def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     scale = max((norm for norm in there.gradients.values() if math.isfinite(norm)), default=1.0) or 1.0
     names = {*here.gradients, *there.gradients}
-    ours, theirs = ({name: step.gradients.get(name, math.nan) for name in names} for step in (here, there))
-    sizes = {name: apart(ours[name], theirs[name], TINY * scale) for name in names}
-    name = max(sizes, key=lambda each: sizes[each], default="")
+    norms, expected = ({name: step.gradients.get(name, math.nan) for name in names} for step in (here, there))
+    sizes = {name: apart(norms[name], expected[name], TINY * scale) for name in names}
+    name = max(sizes, key=lambda key: sizes[key], default="")
     if name and sizes[name] > tolerance:
-        figures = f"norm of {name} {ours[name]:.9g}, {theirs[name]:.9g} in the reference"
+        figures = f"norm of {name} {norms[name]:.9g}, {expected[name]:.9g} in the reference"
         yield Difference(f"step {there.number + 1}", figures, sizes[name], there.number)
 
 
 def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:
-    """Yield the differences after training: weights and buffers from the reference, and weights between ranks."""
+    """Yield differences after training: from the reference in weights and buffers, between ranks in parameters."""
     for name in {*reference.weights, *way.weights}:
         here, there = (run.weights.get(name, torch.empty(0)).double() for run in (way, reference))
         if here.shape != there.shape:
@@ -248,10 +248,10 @@ def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterato
         counts = [f"{twice} samples too many"] * bool(twice) + [f"{missing} too few"] * bool(missing)
         yield Difference("samples", f"{' and '.join(counts)}, of {wanted.total()}")
     for rank in range(len(way.ranks)):
-        ours, theirs = way.ranks[rank]["metrics"], reference.ranks[0]["metrics"]
-        names = ours if rank else {*ours, *theirs}  # some metrics are logged only on rank zero
+        metrics, expected = way.ranks[rank]["metrics"], reference.ranks[0]["metrics"]
+        names = metrics if rank else {*metrics, *expected}  # some metrics are logged only on rank zero
         for name in sorted(names):
-            here, there = ours.get(name, math.nan), theirs.get(name, math.nan)
+            here, there = metrics.get(name, math.nan), expected.get(name, math.nan)
             if (size := apart(here, there)) > tolerance:
                 place = f"{name} on rank {rank}" if rank else name
                 yield Difference(place, f"{here:.6g}, {there:.6g} in the reference", size)
@@ -259,8 +259,8 @@ def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterato
 
 def _optimizer(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:
     """Yield differences of the optimizers' and schedulers' states on rank zero, compared by norms."""
-    ours, theirs = ({name: each.ranks[0][name] for name in ("optimizers", "schedulers")} for each in (way, reference))
-    for path, here, there in _leaves(ours, theirs, ""):
+    states, expected = ({name: run.ranks[0][name] for name in ("optimizers", "schedulers")} for run in (way, reference))
+    for path, here, there in _leaves(states, expected, ""):
         size = apart(here, there) if isinstance(here, float | int) and isinstance(there, float | int) else math.inf
         if here != there and size > tolerance:
             yield Difference(path, f"{here}, {there} in the reference", size)

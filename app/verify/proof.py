@@ -258,8 +258,11 @@ class Prover:
     def _repeat_in_float64(self, result: Result, flags: Mapping[str, Any] | None, more: Mapping[str, Any]) -> None:
         """Repeat a variant in float64, where rounding nearly vanishes, to separate rounding from other differences.
 
+        Does nothing if rounding cannot be the cause: the numbers are equal or far apart, samples or learning rates
+        differ, or the variant ran in float64.
+
         Args:
-            result: Result of a variant that differs; updated.
+            result: Result of a variant; updated.
             flags: Flags of the variant; None for the variant that was stopped and resumed.
             more: Additional flags of the result's run.
         """

@@ -45,7 +45,7 @@ class Operations(TorchDispatchMode):
         module, name = max(self.tracker.parents, key=len), func.name().partition("::")[2].partition(".")[0]
         for value in () if func.is_view else tensors(output):
             split = value.ndim and len(value) == self.samples
-            self.rows.append((module, name, [digest(each) for each in (value if split else [value])]))
+            self.rows.append((module, name, [digest(row) for row in (value if split else [value])]))
         return output
 
 
@@ -112,10 +112,10 @@ class Recording(Callback):
             return
         for group in optimizer.param_groups:
             self._step.setdefault("rates", []).append(float(group.get("lr") or 0.0))
-        gradients = {name: each.grad for name, each in pl_module.named_parameters() if each.grad is not None}
-        self._step["gradients"] = {name: norm(each) for name, each in gradients.items()}
+        gradients = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+        self._step["gradients"] = {name: norm(gradient) for name, gradient in gradients.items()}
         if self.bits:
-            self._step["bits"] = {name: digest(each) for name, each in gradients.items()}
+            self._step["bits"] = {name: digest(gradient) for name, gradient in gradients.items()}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -144,10 +144,10 @@ class Recording(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the logged metrics."""
-        after = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        own = {name for name, value in after.items() if self._before.get(name) != value} | self.record["metrics"].keys()
+        now = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        names = {name for name, value in now.items() if self._before.get(name) != value} | self.record["metrics"].keys()
         if not trainer.sanity_checking:
-            self.record["metrics"] = {name: after[name] for name in own if name in after}
+            self.record["metrics"] = {name: now[name] for name in names if name in now}
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -162,7 +162,7 @@ class Recording(Callback):
         """Write the recording and the final weights. Collective, because `trainer.log_dir` broadcasts."""
         state = {k: v.detach().cpu() for k, v in pl_module.state_dict().items() if isinstance(v, Tensor)}
         self.record["digests"] = {name: digest(value) for name, value in state.items()}
-        self.record["parameters"] = [name for name, each in pl_module.named_parameters() if each.requires_grad]
+        self.record["parameters"] = [name for name, p in pl_module.named_parameters() if p.requires_grad]
         self.record["optimizers"] = [norms(optimizer.state_dict()["state"]) for optimizer in trainer.optimizers]
         self.record["schedulers"] = schedulers(trainer)
         self.record["attributes"] = attributes(trainer, pl_module)
@@ -188,8 +188,8 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     if isinstance(loader, GlobalBatches):
         return loader.samples(index).tolist(), []
     if isinstance(batch, Shards):
-        parts = [contents(None, shard, index) for shard, count in zip(batch, batch.counts, strict=True) if count]
-        return [each for part in parts for each in part[0]], [each for part in parts for each in part[1]]
+        pairs = [contents(None, shard, index) for shard, count in zip(batch, batch.counts, strict=True) if count]
+        return [sample for pair in pairs for sample in pair[0]], [label for pair in pairs for label in pair[1]]
     samples = [tensors(sample) for sample in unstacked(batch)]
     if not samples:
         sized = [leaf for leaf in tensors(batch) if leaf.ndim]
@@ -200,8 +200,8 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
             leaves = [leaf * mask if leaf.shape == mask.shape else leaf for leaf in leaves]
         samples = [list(row) for row in zip(*leaves, strict=True)]
     whole = [" ".join(digest(unpadded(leaf)) for leaf in sample) for sample in samples]
-    integers = [" ".join(digest(unpadded(leaf)) for leaf in each if not leaf.is_floating_point()) for each in samples]
-    return whole, integers if any(integers) else []
+    labels = [" ".join(digest(unpadded(leaf)) for leaf in sample if not leaf.is_floating_point()) for sample in samples]
+    return whole, labels if any(labels) else []
 
 
 def singles(batch: Any) -> list[Any]:
@@ -214,19 +214,22 @@ def singles(batch: Any) -> list[Any]:
 
 
 def unstacked(batch: Any) -> list[Any]:
-    """Cut a batch of lists, as for detection, into batches of one; return [] for a batch of stacked tensors."""
+    """Cut a batch of lists, as for detection, or a list of samples, into batches of one.
+
+    Return [] for other batches, such as stacked tensors.
+    """
     if len({leaf.ndim and len(leaf) for leaf in tensors(batch)}) < 2 or not isinstance(batch, Mapping | list | tuple):
         return []
     columns = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
     sized = {k: v for k, v in columns.items() if isinstance(v, list | tuple) or getattr(v, "ndim", False)}
-    lists = [each for each in sized.values() if isinstance(each, list | tuple)]
-    alike = all(len({(type(item), getattr(item, "ndim", 0)) for item in each}) == 1 for each in lists)
+    lists = [column for column in sized.values() if isinstance(column, list | tuple)]
+    alike = all(len({(type(item), getattr(item, "ndim", 0)) for item in column}) == 1 for column in lists)
     if lists and alike and len({*map(len, sized.values())}) == 1:  # each list has one item per sample
-        cut = [columns | {key: each[row : row + 1] for key, each in sized.items()} for row in range(len(lists[0]))]
-        return cut if isinstance(batch, Mapping) else [tuple(each.values()) for each in cut]
+        cut = [columns | {key: column[row : row + 1] for key, column in sized.items()} for row in range(len(lists[0]))]
+        return cut if isinstance(batch, Mapping) else [tuple(single.values()) for single in cut]
     # else perhaps a list of samples
-    kinds = {tuple(each) if isinstance(each, Mapping) else type(each) for each in columns.values()}
-    return [[each] for each in batch] if isinstance(batch, list) and len(kinds) == 1 and Tensor not in kinds else []
+    kinds = {tuple(value) if isinstance(value, Mapping) else type(value) for value in columns.values()}
+    return [[sample] for sample in batch] if isinstance(batch, list) and len(kinds) == 1 and Tensor not in kinds else []
 
 
 def unpadded(sample: Tensor) -> Tensor:
@@ -249,17 +252,17 @@ def norms(state: Any) -> Any:
 
 def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
     """Return class, interval and numeric state of each learning-rate scheduler."""
-    found = []
+    rows = []
     for config in trainer.lr_scheduler_configs:
         state = {k: v for k, v in config.scheduler.state_dict().items() if isinstance(v, bool | int | float)}
-        found.append({"class": type(config.scheduler).__name__, "interval": config.interval, "state": state})
-    return found
+        rows.append({"class": type(config.scheduler).__name__, "interval": config.interval, "state": state})
+    return rows
 
 
 @expects("torch:Tensor._backward_hooks", "torch.nn.modules.batchnorm:_BatchNorm", "torch.nn.modules.dropout:_DropoutNd")
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Return facts that may explain differences: loader, schedules, and layers such as BatchNorm and dropout."""
-    named = [(name, each) for name, each in module.named_modules() if not isinstance(each, nn.SyncBatchNorm)]
+    layers = [(name, layer) for name, layer in module.named_modules() if not isinstance(layer, nn.SyncBatchNorm)]
     return {
         "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
         "accumulate": trainer.accumulate_grad_batches,
@@ -267,9 +270,9 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "batches": trainer.num_training_batches,
         "estimated_steps": float(trainer.estimated_stepping_batches),
         "schedulers": schedulers(trainer),
-        "batchnorm": [name for name, each in named if isinstance(each, _BatchNorm) and each.training],
-        "dropout": [name for name, each in named if isinstance(each, _DropoutNd) and each.p > 0],
-        "hooked": [name for name, each in module.named_parameters() if each._backward_hooks],
+        "batchnorm": [name for name, layer in layers if isinstance(layer, _BatchNorm) and layer.training],
+        "dropout": [name for name, layer in layers if isinstance(layer, _DropoutNd) and layer.p > 0],
+        "hooked": [name for name, p in module.named_parameters() if p._backward_hooks],
     }
 
 
@@ -277,11 +280,11 @@ def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Return numeric public attributes of all modules and of the user's callbacks, by name; tensors as norms."""
     owners: list[tuple[str, Any]] = [pair for pair in module.named_modules() if not isinstance(pair[1], Metric)]
     callbacks: Iterable[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in ("app", "lightning")]
-    owners += [(type(each).__name__, each) for each in theirs]
+    chosen = [c for c in callbacks if type(c).__module__.partition(".")[0] not in ("app", "lightning")]
+    owners += [(type(c).__name__, c) for c in chosen]
     return {
-        f"{owner}.{name}".lstrip("."): norms(value)
-        for owner, each in owners
-        for name, value in vars(each).items()
+        f"{path}.{name}".lstrip("."): norms(value)
+        for path, owner in owners
+        for name, value in vars(owner).items()
         if not name.startswith("_") and isinstance(value, bool | int | float | Tensor)
     }

@@ -134,7 +134,10 @@ class Verdict:
         return [["", *(column.removeprefix("learning ") for column in COLUMNS)], *rows]
 
     def explained(self) -> Iterator[str]:
-        """Yield lines that explain the table: a block per fault, and per variant that is skipped or only rounded."""
+        """Yield lines that explain the table.
+
+        Each fault has a block, and so has each variant that is skipped or differs only by rounding.
+        """
         faults: dict[str, list[Result]] = {}
         for result in self.results:
             if not result.same or result.rounding or result.skipped:

@@ -131,9 +131,9 @@ def _stock(**settings: Any) -> dict[str, float]:
             self.network = network
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            found = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
-            self.log("train_loss", found, prog_bar=True)
-            return found
+            loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+            self.log("train_loss", loss, prog_bar=True)
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters())
@@ -263,9 +263,9 @@ def _ddp_rank(rank: int, store: str, figures: str) -> None:
     shares = (images.float() / 127.5 - 1)[rank::2], labels[rank::2]
     network = DistributedDataParallel(LeNet())
     optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
-    found = loop(network, optimizer, shuffled(*shares, 32), 3)
+    measured = loop(network, optimizer, shuffled(*shares, 32), 3)
     if rank == 0:
-        Path(figures).write_text(json.dumps(found))
+        Path(figures).write_text(json.dumps(measured))
     distributed.destroy_process_group()
 
 

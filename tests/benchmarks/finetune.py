@@ -25,8 +25,8 @@ def halves(images: Path, place: Path) -> list[Path]:
     for half, members in (("first", classes[:middle]), ("second", classes[middle:])):
         for label in members:
             files = sorted(label.iterdir())
-            parts = {"train": files} if half == "first" else {"train": files[:FEW], "val": files[FEW : 2 * FEW]}
-            for split, chosen in parts.items():
+            splits = {"train": files} if half == "first" else {"train": files[:FEW], "val": files[FEW : 2 * FEW]}
+            for split, chosen in splits.items():
                 (folder := place / half / split / label.name).mkdir(parents=True)
                 for file in chosen:
                     (folder / file.name).symlink_to(file.resolve())

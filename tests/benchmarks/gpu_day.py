@@ -52,10 +52,10 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, number)
                     process.wait(10)
-    found = json.loads(figures.read_text()) if figures.exists() else {}
+    recorded = json.loads(figures.read_text()) if figures.exists() else {}
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     seconds, end = round(time.monotonic() - began, 1), lines[-12:] if status == "failed" else []
-    return {"item": item, "status": status, "seconds": seconds, "figures": found, "end": end}
+    return {"item": item, "status": status, "seconds": seconds, "figures": recorded, "end": end}
 
 
 def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
@@ -63,16 +63,16 @@ def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
     (folder / "results.json").write_text(json.dumps(rows, indent=2))
     lines = ["| item | status | s | found |", "|---|---|---|---|"]
     for row in rows:
-        found = "; ".join(f"{name}: {value}" for name, value in row["figures"].items())
+        text = "; ".join(f"{name}: {value}" for name, value in row["figures"].items())
         end = " ".join(row["end"][-1:])
-        lines.append(f"| {row['item']} | {row['status']} | {row['seconds']} | {found or end} |".replace("\n", " "))
+        lines.append(f"| {row['item']} | {row['status']} | {row['seconds']} | {text or end} |".replace("\n", " "))
     (folder / "results.md").write_text("\n".join(lines) + "\n")
     with tarfile.open(folder / "logs.tar.gz", "w:gz") as archive:
         archive.add(logs, "logs")
 
 
 def main(chosen: Sequence[str], folder: Path) -> None:
-    """Run calls and items, and print each one's status; exit with 1 if one failed or timed out."""
+    """Run the chosen items, or all items of a call in `CALLS`. Print each status; exit with 1 if an item failed."""
     limits = {item: limit for call in CALLS.values() for item, limit in call.items()} | {"suite": ALL}
     items = [item for name in chosen or CALLS for item in CALLS.get(name, [name])]
     if unknown := [item for item in items if item not in limits]:

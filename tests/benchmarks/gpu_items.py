@@ -83,13 +83,13 @@ def newest(name: str) -> Path:
 def rate(name: str, *flags: str | Path) -> float | None:
     """Train, and record and return samples/s; record the error of a failed training, and return None."""
     try:
-        found = record_of(fit(name.replace(" ", "_"), *flags))
+        record = record_of(fit(name.replace(" ", "_"), *flags))
     except (Exception, SystemExit) as error:
         note(name, f"failed: {str(error).splitlines()[0] if str(error) else error!r}")
         traceback.print_exc()
         return None
-    note(name, found["throughput"]["median"])
-    return found["throughput"]["median"]
+    note(name, record["throughput"]["median"])
+    return record["throughput"]["median"]
 
 
 def versions() -> None:
@@ -158,8 +158,8 @@ class Watch(Callback):
     def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
         if "synchroniz" in str(message).lower():
             frames = [f for f in traceback.extract_stack()[:-1] if "warnings.py" not in f.filename]
-            own = [f for f in frames if "/app/" in f.filename or "lightning" in f.filename] or frames
-            self.waits[f"{Path(own[-1].filename).name}:{own[-1].lineno}"] += 1
+            relevant = [f for f in frames if "/app/" in f.filename or "lightning" in f.filename] or frames
+            self.waits[f"{Path(relevant[-1].filename).name}:{relevant[-1].lineno}"] += 1
 
 
 def watched(*flags: str) -> Watch:
@@ -306,9 +306,9 @@ def mlp() -> None:
         flags += options(like="FashionMNIST", size=SIZE if CPU else 60_000, batch_size=0.25)
         flags += options(log_every_n_steps=1, max_epochs=6)
         for name, more in (("float32", []), ("TF32", TF32), ("bf16", BF16))[: 1 if CPU else 3]:
-            if (found := rate(f"{repeats}, {name}", *flags, *more)) is not None:
+            if (speed := rate(f"{repeats}, {name}", *flags, *more)) is not None:
                 weights = record_of(newest(f"{repeats},_{name}"))["model"]["parameters"]
-                note(f"{repeats}, {name}: share of the roofline", 6 * weights * found / peaks[name])
+                note(f"{repeats}, {name}: share of the roofline", 6 * weights * speed / peaks[name])
 
 
 def pipeline() -> None:
@@ -399,9 +399,9 @@ def ddp_gloo() -> None:
         codes = [node.result()[0] for node in nodes]
         note(f"{name}: exit codes", codes)
         if codes == [0, 0]:
-            found, expected = newest(name), alone[kind]
-            note(f"{name}: largest difference of losses", float(abs(losses(found) - losses(expected)).max()))
-            note(f"{name}: largest difference of weights", difference(found, expected))
+            run, expected = newest(name), alone[kind]
+            note(f"{name}: largest difference of losses", float(abs(losses(run) - losses(expected)).max()))
+            note(f"{name}: largest difference of weights", difference(run, expected))
 
 
 def nccl() -> None:
@@ -413,15 +413,15 @@ def nccl() -> None:
         note(f"{strategy}: exit code", code)
         note(f"{strategy}: warnings", [line.strip()[:200] for line in out.splitlines() if "arning" in line])
         if code == 0:
-            found = record_of(newest(strategy))
-            note(f"{strategy}: samples/s", found["throughput"]["median"])
-            note(f"{strategy}: time per step", found["time_per_step"])
+            record = record_of(newest(strategy))
+            note(f"{strategy}: samples/s", record["throughput"]["median"])
+            note(f"{strategy}: time per step", record["time_per_step"])
 
 
 def commands() -> None:
     """Recorded memory against nvidia-smi; doctor, plan, compare and verify."""
-    found = record_of(fit("memory", *DATA, "--trainer.max_epochs", "1", "--run.test", "false"))["peak_memory"][0]
-    note("recorded", {key: value for key, value in found.items() if key.endswith("gib")})
+    memory = record_of(fit("memory", *DATA, "--trainer.max_epochs", "1", "--run.test", "false"))["peak_memory"][0]
+    note("recorded", {key: value for key, value in memory.items() if key.endswith("gib")})
     if not CPU:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
         note("nvidia-smi", subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip())

@@ -95,7 +95,7 @@ def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 10) ->
     def memory() -> float:
         ctypes.CDLL(None).malloc_trim(0)
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        return sum(each.private_dirty for process in processes for each in process.memory_maps()) / 2**20
+        return sum(mapping.private_dirty for process in processes for mapping in process.memory_maps()) / 2**20
 
     walls, used, began = [], [], time.perf_counter()
     batches = begin()
@@ -122,11 +122,11 @@ def crops_torchvision() -> dict[str, float]:
                 v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,) * 3, (0.5,) * 3),
             ]
         )  # fmt: skip
-        given: dict[str, Any] = {"num_workers": WORKERS, "shuffle": True, "persistent_workers": True}
+        settings: dict[str, Any] = {"num_workers": WORKERS, "shuffle": True, "persistent_workers": True}
 
         def begin() -> Callable[[], Iterator[Any]]:
             images = ImageFolder(f"{folder}/train", transform)
-            loader = torch.utils.data.DataLoader(images, CROPPED, **given)
+            loader = torch.utils.data.DataLoader(images, CROPPED, **settings)
             return lambda: iter(loader)
 
         return _read(begin)

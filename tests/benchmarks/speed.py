@@ -50,7 +50,7 @@ def measure(contender: str, threads: int) -> dict[str, float]:
 
 def table(contenders: Sequence[str], turns: list[dict[str, dict[str, float]]]) -> Iterator[str]:
     """Yield lines of Markdown: median and range of each figure, and of its ratio to the first contender's."""
-    figures = [name for name in turns[0][contenders[0]] if all(name in turns[0][each] for each in contenders)]
+    figures = [name for name in turns[0][contenders[0]] if all(name in turns[0][other] for other in contenders)]
     for figure in figures:
         yield f"\n| {figure}, n = {len(turns)} | median | range | × {contenders[0]} | range |"
         yield "|---|---|---|---|---|"
@@ -73,10 +73,10 @@ def main() -> None:
     """Measure each item in turns, and print its tables."""
     import contenders  # beside this script
 
-    given = read(sys.argv[1:])
-    for item in given.items or ITEMS:
+    arguments = read(sys.argv[1:])
+    for item in arguments.items or ITEMS:
         threads, names = ITEMS[item]
-        turns = [{name: measure(name, threads) for name in names} for _ in range(given.turns)]
+        turns = [{name: measure(name, threads) for name in names} for _ in range(arguments.turns)]
         described = [f"\n* {name}: {getattr(contenders, name).__doc__}" for name in names]
         print(f"\n## {item}, {threads} thread(s)", *described, sep="")
         print(*table(names, turns), sep="\n", flush=True)

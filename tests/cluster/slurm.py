@@ -60,8 +60,8 @@ class Slurm:
         (place / "slurm.conf").write_text(SETTINGS.format(place=place))
         (place / "key").write_bytes(os.urandom(1024))
         (place / "key").chmod(0o400)
-        own = " ".join(f"--{name}-file={place}/{name}" for name in ("key", "seed", "pid", "log"))
-        self.ctl = self.network.switch_on(f"munged --foreground --socket={place}/socket {own} & slurmctld -D -c")
+        files = " ".join(f"--{name}-file={place}/{name}" for name in ("key", "seed", "pid", "log"))
+        self.ctl = self.network.switch_on(f"munged --foreground --socket={place}/socket {files} & slurmctld -D -c")
         self.nodes = {name: self.network.add(name, "slurmd -D -c") for name in NODES}
         awaited(lambda: self._states() == ["idle"] * len(NODES), 60, self.network.logs)
 
@@ -110,9 +110,9 @@ class Slurm:
 
     def processes(self, job: str) -> dict[int, dict[str, str]]:
         """Return the environments of a job's living processes on all hosts, by pid on the real machine."""
-        found = {pid: environ(pid) for pid in psutil.pids()}
+        environments = {pid: environ(pid) for pid in psutil.pids()}
         mark = {**self.conf, "SLURM_JOB_ID": job}
-        return {pid: variables for pid, variables in found.items() if mark.items() <= variables.items()}
+        return {pid: variables for pid, variables in environments.items() if mark.items() <= variables.items()}
 
 
 @contextmanager
