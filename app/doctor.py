@@ -1,8 +1,8 @@
-"""Command `python -m app doctor`: checks of this machine, and a test of each strategy.
+"""Command `python -m app doctor`: checks of this machine, and a training step under the common strategies.
 
-Each check is green, yellow (works, with a caution) or red (does not work), with a remedy. The last checks run one
-training step under each strategy. A timeout is red only on a quiet machine; on a busy one, it proves nothing. Exit code
-1 if a check is red.
+Each check is green, yellow (works, with a caution) or red (does not work), with a remedy. The last checks train one
+step on one device, and under dp, ddp, ddp_spawn and, without a GPU, ddp_fork. A timeout is red only on a quiet machine;
+on a busy one, it proves nothing. Exit code 1 if a check is red.
 """
 
 import importlib.metadata
