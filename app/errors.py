@@ -91,8 +91,7 @@ NO_MEMORY = (
 def out_of_memory(error: BaseException) -> str | None:
     """Return a message with requested memory, free memory and a remedy; None if memory did not run out."""
     matches = (re.search(pattern, str(error), re.DOTALL) for pattern in NO_MEMORY)
-    match = next(filter(None, matches), None)
-    if match is None:
+    if (match := next(filter(None, matches), None)) is None:
         return None
     known = match.groupdict()
     size = f": {known['size']} were requested" if known.get("size") else ""

@@ -142,6 +142,8 @@ class ImageClassifier(LightningModule):
         Reset the metrics, because spawned processes would share the memory of the metrics' states. Sum losses in
         float64, so that the order of additions does not change the logged values.
         """
+        # hide Lightning's advice to use sync_dist, because `Sums` and torchmetrics already add up over ranks
+        warnings.filterwarnings("ignore", r".*'(train|val|test)_(loss|acc|loss_step|f1|top5)'.*sync_dist=True")
         device = self.trainer.strategy.root_device
         self.executed = self.execution.prepare(self.network, device, str(self.trainer.precision))
         for metric in self.modules():
@@ -155,7 +157,10 @@ class ImageClassifier(LightningModule):
             elif isinstance(self.network, WhitenedCNN):
                 self.network.whiten(self._image_data("--model.network whitened", "show its images").sample())
             if self.recipe.class_weights is not None:
-                self.class_weights = self._balanced_weights()
+                counts = self._image_data("--model.class_weights balanced", "count its classes").class_counts.to(
+                    self.device
+                )
+                self.class_weights = counts.sum() / (len(counts) * counts.clamp(min=1))
             self.sums = Sums(self.trainer.strategy.root_device)
             self.micro_batch = getattr(self.trainer.datamodule, "micro_batch", None)  # type: ignore[attr-defined]
             if self.micro_batch is None:
@@ -168,10 +173,6 @@ class ImageClassifier(LightningModule):
         if not isinstance(data, ImageData):
             raise UserError(f"{flag}: {type(data).__name__} does not {purpose}: use a data class of this application")
         return data
-
-    def _balanced_weights(self) -> Tensor:
-        counts = self._image_data("--model.class_weights balanced", "count its classes").class_counts.to(self.device)
-        return counts.sum() / (len(counts) * counts.clamp(min=1))
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
         """Raise a UserError if the network does not accept images of a shape (C, H, W)."""
@@ -264,13 +265,11 @@ class ImageClassifier(LightningModule):
         """Log the mean loss every `log_every_n_steps` steps."""
         trainer = self.trainer
         if (trainer.global_step + 1) % log_window(trainer) == 0:
-            loss = self.sums.end_window(trainer)
-            self.log("train_loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
+            self.log_dict(self.sums.end_window(trainer), on_step=True, on_epoch=False, prog_bar=True)
 
     def on_train_epoch_end(self) -> None:
         """Log the epoch's mean loss and accuracy."""
-        loss, accuracy = self.sums.end_epoch(self.trainer)
-        self.log_dict({"train_loss": loss, "train_acc": accuracy})
+        self.log_dict(self.sums.end_epoch(self.trainer))
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Update the validation metrics."""

@@ -156,6 +156,12 @@ def title(name: str) -> str:
     return NETWORKS[name].__name__ if name in NETWORKS else re.split("[./]", name)[-1]
 
 
+def count_parameters(network: nn.Module, trainable: bool = False) -> int:
+    """Return the number of all or of the trainable parameters, without those of lazy layers that have no shape yet."""
+    known = [parameter for parameter in network.parameters() if not isinstance(parameter, nn.UninitializedParameter)]
+    return sum(parameter.numel() for parameter in known if parameter.requires_grad or not trainable)
+
+
 def make_network(name: str, num_classes: int) -> nn.Module:
     """Create a network.
 
@@ -285,8 +291,7 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
         sizes = {"size": size, "resize": round(size / preset.crop_pct)}
         return {"mean": [*preset.mean], "std": [*preset.std], "interpolation": preset.interpolation, **sizes}
     content = None if source == "DEFAULT" else _read(source)
-    images = content.get("images") if isinstance(content, dict) else None
-    if not images:
+    if not (images := content.get("images") if isinstance(content, dict) else None):
         return {}
     names = ("mean", "std", "resize", "interpolation")
     known = {name: images[name] for name in names if images.get(name) is not None}

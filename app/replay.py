@@ -146,7 +146,7 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
 
 def mean_loss(module: LightningModule, batch: Any, index: int) -> Tensor:
     """Return a batch's mean loss."""
-    if isinstance(module, ImageClassifier):
+    if isinstance(module, ImageClassifier) and type(module).training_step is ImageClassifier.training_step:
         return module.recipe.criterion(module(batch[0]), batch[1]).mean()
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     output: Any = module.training_step(batch, index) if takes_index else module.training_step(batch)
@@ -203,7 +203,8 @@ def run(arguments: list[str]) -> int:
     words += ["--trainer.enable_checkpointing", "false"]
     words += ["--run.wandb", "off", "--run.on_nonfinite", "warn", f"--trainer.callbacks+={__name__}.Replay"]
     words += [f"--trainer.callbacks.first={first}", f"--trainer.callbacks.last={last}"]
-    if (checkpoint := before(config.with_name("checkpoints"), first)) is not None:
+    # a loader without a global order loses its order on resume
+    if (checkpoint := before(config.with_name("checkpoints"), first) if record.global_batch_size else None) is not None:
         words += ["--ckpt_path", str(checkpoint)]
     print(f"replay  step {first:,}{f' to {last:,}' * (last > first)}, from {checkpoint or 'the beginning'}", flush=True)
     result = run_fit(words, LIMIT, folder)
@@ -237,8 +238,9 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
     if record.not_finite_step is not None:
         return record.not_finite_step, record.not_finite_step
     rows = read_metrics(metrics)
-    names = [name for row in rows for name in row if name.endswith("loss_step") or name == "loss"]
-    losses = [(int(row["step"]) + 1, row[names[0]]) for row in rows if names and names[0] in row]
+    names = {name for row in rows for name in row if name.endswith("loss_step") or name in ("loss", "train_loss")}
+    name = min(names, key=lambda name: (name == "train_loss", name), default="")  # may be an epoch's mean
+    losses = [(int(row["step"]) + 1, row[name]) for row in rows if name in row]
     if len(losses) < 2:
         raise UserError(f"--step worst: {metrics} has no per-step losses: give --step N")
     rises = [key(after) - before for (_, before), (_, after) in itertools.pairwise(losses)]

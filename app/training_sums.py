@@ -1,6 +1,5 @@
 """Sums over a logging window and an epoch of training: losses, correct predictions, samples."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -60,21 +59,21 @@ class Sums:
         """Return all ranks' sums of losses, correct predictions and samples in the epoch so far. Collective."""
         return [before + now for before, now in zip(self.epoch, self._of_window(trainer), strict=True)]
 
-    def end_window(self, trainer: Trainer) -> Tensor:
-        """Return the window's mean loss on the host, and reset the window. Collective."""
+    def end_window(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Return the window's mean loss on the host, by name; nothing without samples. Reset the window. Collective."""
         window = self._of_window(trainer)
         self.epoch = [before + now for before, now in zip(self.epoch, window, strict=True)]
         self.window.zero_()
         self.count = 0
-        return _mean(window[0], window[2])
+        return _means(["train_loss_step"], window)
 
-    def end_epoch(self, trainer: Trainer) -> tuple[Tensor, Tensor]:
-        """Return the epoch's mean loss and accuracy on the host, and reset the sums. Collective."""
+    def end_epoch(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Return the epoch's mean loss and accuracy, like `end_window`, and reset the sums. Collective."""
         self.end_window(trainer)
-        losses, correct, samples = self.epoch
-        self.epoch = [0.0] * 3
-        return _mean(losses, samples), _mean(correct, samples)
+        epoch, self.epoch = self.epoch, [0.0] * 3
+        return _means(["train_loss", "train_acc"], epoch)
 
 
-def _mean(total: float, samples: float) -> Tensor:
-    return torch.tensor(total / samples if samples else math.nan)
+def _means(names: list[str], sums: list[float]) -> dict[str, Tensor]:
+    """Return means by name; nothing without samples, as where a user's `training_step` adds no batch."""
+    return {name: torch.tensor(total / sums[2]) for name, total in zip(names, sums, strict=False)} if sums[2] else {}

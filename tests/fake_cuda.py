@@ -183,8 +183,7 @@ def convert(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recur
         for name, value in kept.items():
             if value is not None:
                 moved = function(value.detach())
-                is_parameter = isinstance(value, Parameter)
-                kept[name] = Parameter(moved, value.requires_grad) if is_parameter else moved
+                kept[name] = Parameter(moved, value.requires_grad) if isinstance(value, Parameter) else moved
     return module
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, random_split
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from app.modules import CIFARCNN
@@ -73,8 +73,7 @@ class Data(LightningDataModule):
     def __init__(self, batch_size: int = BATCH) -> None:
         super().__init__()
         self.batch_size = batch_size
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randn((COUNT, 3, 2, 2), generator=generator)
+        images = torch.randn((COUNT, 3, 2, 2), generator=torch.Generator().manual_seed(0))
         self.dataset: Any = TensorDataset(images, (images.mean((1, 2, 3)) > 0).long())
 
     def train_dataloader(self) -> Any:
@@ -91,10 +90,17 @@ class Stock(Data):
     """An ordinary loader, with the batch size of one device, for Lightning's sampler."""
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.dataset, batch_size=BATCH, shuffle=True)
+        return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(torch.utils.data.Subset(self.dataset, range(VALIDATED)), batch_size=4)
+        return DataLoader(Subset(self.dataset, range(VALIDATED)), batch_size=4)
+
+
+class OwnBatches(Stock):
+    """Names its batch size in a batch sampler, from which Lightning does not read it under ddp."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.dataset, batch_sampler=BatchSampler(RandomSampler(self.dataset), BATCH, False))
 
 
 class Halved(Stock):
@@ -103,6 +109,14 @@ class Halved(Stock):
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
         return DataLoader(self.dataset, batch_size=BATCH // self.trainer.world_size, shuffle=True)
+
+
+class Repeated(Halved):
+    """`Halved` with eight different samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dataset = Subset(self.dataset, [index % 8 for index in range(COUNT)])
 
 
 class Everything(IterableDataset[Any]):
@@ -147,7 +161,7 @@ class SplitByChance(Data):
 
     def setup(self, stage: str) -> None:
         chance = torch.Generator().manual_seed(os.getpid())
-        self.train, self.val = random_split(self.dataset, [COUNT - VALIDATED, VALIDATED], chance)
+        self.train, self.val = torch.utils.data.random_split(self.dataset, [COUNT - VALIDATED, VALIDATED], chance)
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.train, batch_sampler=self.sampler(self, COUNT - VALIDATED, True))
@@ -172,7 +186,7 @@ class DropsLast(Data):
         assert self.trainer is not None
         world, rank = self.trainer.world_size, self.trainer.global_rank
         rows = range(rank * (VALIDATED // world), (rank + 1) * (VALIDATED // world))
-        return DataLoader(torch.utils.data.Subset(self.dataset, rows), batch_size=4)
+        return DataLoader(Subset(self.dataset, rows), batch_size=4)
 
 
 class LogsItsOwn(Model):
@@ -291,6 +305,14 @@ class PlainMean(Model):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return cross_entropy(self(batch[0]), batch[1])
+
+
+class Weighted(PlainMean):
+    """Weights the samples of a batch by their first pixel."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weights = batch[0][:, 0, 0, 0].exp()
+        return (cross_entropy(self(batch[0]), batch[1], reduction="none") * weights).sum() / weights.sum()
 
 
 class Average(Callback):

@@ -9,7 +9,14 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torchvision import transforms
 
 
@@ -102,6 +109,8 @@ class PlainData(LightningDataModule):
                 return DataLoader(self.train, sampler=OwnSampler(self.train), **self.options)
             case "own_batches":
                 return DataLoader(self.train, batch_sampler=[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]])
+            case "torchs_batches":
+                return DataLoader(self.train, batch_sampler=BatchSampler(OwnSampler(self.train), 5, False))
             case "iterable":
                 return DataLoader(Streamed(), **self.options)
             case "several":

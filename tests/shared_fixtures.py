@@ -102,8 +102,7 @@ def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return [name, torchvision.datasets.utils.calculate_md5(str(folder / name))]
 
     def batch(name: str) -> list[str]:
-        labels = list(range(10))
-        return write(name, {"data": rng.integers(256, size=(10, 3072), dtype=np.uint8), "labels": labels})
+        return write(name, {"data": rng.integers(256, size=(10, 3072), dtype=np.uint8), "labels": list(range(10))})
 
     names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
     monkeypatch.setattr(cls, "train_list", [batch(f"data_batch_{i}") for i in range(1, 6)])

@@ -155,9 +155,8 @@ def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest
 
     for name in ("empty", "randint"):  # record it only, because page-locking needs a driver
         monkeypatch.setattr(torch, name, without(getattr(torch, name)))
-    rows = torch.arange(3, 40)
     loader, reference = (
-        GlobalBatches(split(50), rows, batch_size=8, shuffle=True, draws=2, device=torch.device(device))
+        GlobalBatches(split(50), torch.arange(3, 40), batch_size=8, shuffle=True, draws=2, device=torch.device(device))
         for device in ("cuda", "cpu")
     )
     batches = iter(loader)

@@ -68,13 +68,11 @@ def test_the_second_start_decodes_nothing(image_root: Path, cache: Path, app: Ap
     assert decoded() == 36 + 12, "train and test"
     assert f"Decoding 36 images, once, into {cache}" in out
     assert multiprocessing.active_children() == []
-    from_disk = ["--data.placement", "disk", "--data.augment", "torchvision.transforms.v2.RandomHorizontalFlip"]
-    for more in ([], from_disk):
+    for more in ([], ["--data.placement", "disk", "--data.augment", "torchvision.transforms.v2.RandomHorizontalFlip"]):
         out = output_of(*app("fit", *flags, "--data.num_workers", "1", *more))
         assert decoded() == 0
         assert "Decoding" not in out
-    checkpoint = ["--ckpt_path", "last"]
-    code, out = app("predict", *flags, *checkpoint, "--data.predict_dir", image_root / "train" / "eel")
+    code, out = app("predict", *flags, "--ckpt_path", "last", "--data.predict_dir", image_root / "train" / "eel")
     assert (code, decoded()) == (0, 12), out
 
 
@@ -101,9 +99,8 @@ def test_off(image_root: Path, tmp_path: Path, app: App, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     config = tmp_path / "off.yaml"
     config.write_text("data:\n  class_path: ImageFolder\n  init_args:\n    cache: off\n")
-    flags = ["--data.root", image_root, *STEPS, *UNTESTED]
     for off in (["--config", config], ["--data", "ImageFolder", "--data.cache", "off"]):
-        output_of(*app("fit", *off, *flags))
+        output_of(*app("fit", *off, "--data.root", image_root, *STEPS, *UNTESTED))
         assert not (tmp_path / "home" / "data-parallel-lab").exists()
     attach(ImageFolder(str(image_root)))
     assert len(list((tmp_path / "home" / "data-parallel-lab").iterdir())) == 2

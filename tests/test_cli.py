@@ -75,8 +75,7 @@ def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
     late = ["--data.like", "FashionMNIST", "--data.size=64", "--model.optimizer.lr", "0.5", "--model.repeats=1"]
     late += ["--trainer.strategy.bucket_cap_mb", "5", "--trainer.strategy", "ddp"]
     late += ["--model.optimizer", "SGD", "--config", str(tmp_path / "c.yaml"), "--data", "Synthetic"]
-    out = output_of(*app("fit", *late, "--print_config"))
-    config = yaml.safe_load(out)
+    config = yaml.safe_load(output_of(*app("fit", *late, "--print_config")))
     model, data = config["model"]["init_args"], config["data"]["init_args"]
     assert (model["repeats"], data["size"], data["like"]) == (1, 64, "FashionMNIST")
     assert (model["optimizer"]["class_path"], model["optimizer"]["init_args"]["lr"]) == ("torch.optim.SGD", 0.5)

@@ -111,8 +111,7 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
     table = pd.read_csv(folder / "results.csv")
     assert list(table.columns) == list(COLUMNS)
     may_lack = ("memory_others", "not_finite", "efficiency", "slow_rank")
-    needed = [name for name in COLUMNS if not name.startswith(may_lack)]
-    assert table[needed].notna().all().all()
+    assert table[[name for name in COLUMNS if not name.startswith(may_lack)]].notna().all().all()
     text = (folder / "report.md").read_text()
     head = results(path)
     assert "Published, and here" in text
@@ -215,9 +214,8 @@ def test_curves_that_coincide_are_one_line() -> None:
         table = table.reindex(columns=list(COLUMNS)).assign(samples_per_s=math.nan)
         outcomes = []
         for name, curve in zip(table["variant"], losses, strict=True):
-            variant = Variant(name, ["fit"], Namespace())
             epochs = [Epoch(epoch, train_loss=loss, seconds=1.0) for epoch, loss in enumerate(curve)]
-            outcomes.append(Outcome(variant, {1: Record(epochs=epochs)}))
+            outcomes.append(Outcome(Variant(name, ["fit"], Namespace()), {1: Record(epochs=epochs)}))
         return pictures(table, outcomes, "0", None)["loss_epoch"].title
 
     assert coinciding([2.0, 1.0], [2.0, 1.0 + 3e-7], [2.0, 1.0]) == (
@@ -241,8 +239,7 @@ def test_the_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path
     folder = path.parent / "compare" / "tiny" / "version_0"
     assert len(list(folder.glob("runs/repeat_1/*/version_0/wandb/offline-run-*"))) == 2
     assert len(list(folder.glob("wandb/offline-run-*"))) == 1
-    tracked = list(folder.glob("wandb/offline-run-*/files/media/images/*.png"))
-    assert len(tracked) == len(list(folder.glob("*.png")))
+    assert len(list(folder.glob("wandb/offline-run-*/files/media/images/*.png"))) == len(list(folder.glob("*.png")))
     config = yaml.safe_load((folder / "runs" / "repeat_1" / "one" / "version_0" / "config.yaml").read_text())
     assert config["run"]["group"] == "tiny/version_0"
 

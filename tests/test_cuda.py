@@ -170,11 +170,9 @@ def test_dp_copies_the_network_alone() -> None:
 def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
     flags = [*CPU, "--trainer.strategy", "dp", "--trainer.devices", "1"]
     output_of(*app("fit", *SMALL, *flags, "--trainer.max_epochs", "8", "--run.name", "x", "--run.test", "false"))
-    record = record_of(tmp_path / "runs" / "x" / "version_0")
-    assert record["time_per_step"]["communication"] == 0
+    assert record_of(tmp_path / "runs" / "x" / "version_0")["time_per_step"]["communication"] == 0
     strategy = DataParallelStrategy([torch.device("cuda", 0)])
-    model = CIFARCNN()
-    strategy.replica = Replica(model)
+    strategy.replica = Replica(CIFARCNN())
     scores = strategy._forward(torch.zeros(2, 3, 32, 32))  # no copy to a missing device
     assert scores.shape == (2, 10)
 
@@ -216,8 +214,7 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *ON_GPU, "--trainer.strategy", "fsdp", "--run.root", tmp_path]
     for epochs, resume in (("1", []), ("2", ["--ckpt_path", "last"])):
         output_of(*start_app(*flags, "--trainer.max_epochs", epochs, *resume))
-    record = record_of(tmp_path / "LeNet-Synthetic" / "version_0")
-    assert record["test"] is not None
+    assert record_of(tmp_path / "LeNet-Synthetic" / "version_0")["test"] is not None
 
 
 def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

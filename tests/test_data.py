@@ -71,8 +71,7 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
     holes = Transform((0.0,) * 3, (1.0,) * 3, cutout=3)(bright, drawn)[:, 0] == 0
     assert holes.any((1, 2)).all()
     assert holes.sum((1, 2)).max() == 9
-    without_draws = Transform((0.5,) * 3, (0.5,) * 3, flip=True, cutout=3)(images)
-    torch.testing.assert_close(without_draws, (plain - 0.5) / 0.5)
+    torch.testing.assert_close(Transform((0.5,) * 3, (0.5,) * 3, flip=True, cutout=3)(images), (plain - 0.5) / 0.5)
 
 
 # -- sources ----------------------------------------------------------------------------------------------------
@@ -183,8 +182,7 @@ def test_workers_follow_the_cores(
 
 
 def test_overfitting_repeats_the_same_batches() -> None:
-    data = attach(Synthetic(size=100, batch_size=10), overfit=2)
-    loader = data.train_dataloader()
+    loader = attach(Synthetic(size=100, batch_size=10), overfit=2).train_dataloader()
     assert torch.equal(next(iter(loader)).labels, next(iter(loader)).labels)
     assert not loader.shuffle
 

@@ -271,8 +271,7 @@ def test_flags_in_the_prose() -> None:
     """Each flag in the prose belongs to one of our commands, or to a program that a document starts."""
     from torch.distributed.run import get_args_parser
 
-    parser = capture_parser(Flags, ["fit"])
-    fit = parser._subcommands_action.choices["fit"]
+    fit = capture_parser(Flags, ["fit"])._subcommands_action.choices["fit"]
     known = {flag.rstrip("+") for action in fit._actions for flag in action.option_strings}
     known |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
     known |= {
@@ -346,13 +345,10 @@ def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Pa
     before = reader / "train.py"
     assert len([line for line in before.read_text().splitlines() if line and line[0] != "#"]) <= 15
     (reader / "data").symlink_to(cifar_root)
-    scope = runpy.run_path(str(before))
-    assert np.isfinite(scope["loss"].item())
-    command = next(c for c in commands(ROOT / "README.md") if "my_code" in c)
-    words = words_of(command)[3:]
-    shares = ["--trainer.strategy", "dp", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
+    assert np.isfinite(runpy.run_path(str(before))["loss"].item())
+    words = words_of(next(c for c in commands(ROOT / "README.md") if "my_code" in c))[3:]
     runs = []
-    for more in ([], shares):
+    for more in ([], ["--trainer.strategy", "dp", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]):
         base = words[: words.index("--trainer.strategy")]
         root = tmp_path / f"runs{len(runs)}"
         flags = ["--data.batch_size", "8", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
@@ -385,14 +381,12 @@ def test_examples_in_other_languages(reader: Path) -> None:
             read_compare(["--experiment", "example.yaml"])
         for block in blocks(document, "python"):
             compile(block, str(document), "exec")
-            imports = [line for line in block.splitlines() if line.startswith(("import ", "from "))]
-            exec("\n".join(imports), {})
+            exec("\n".join([line for line in block.splitlines() if line.startswith(("import ", "from "))]), {})
 
 
 def test_the_readme_is_short() -> None:
     assert len(text(ROOT / "README.md").split()) < 1500
-    picture = ROOT / next(iter(re.findall(r"!\[.+\]\((.+)\)", text(ROOT / "README.md"))))
-    assert picture.stat().st_size < 150_000
+    assert (ROOT / next(iter(re.findall(r"!\[.+\]\((.+)\)", text(ROOT / "README.md"))))).stat().st_size < 150_000
 
 
 def test_the_version_is_one() -> None:

@@ -122,8 +122,7 @@ def test_an_experiment_that_is_not_there(app: App, tmp_path: Path) -> None:
 
 
 def test_the_small_form_and_what_is_typed(app: App, experiment: Write) -> None:
-    form = {"repeats": 3, "max_epochs": 4, "flags": {"data.size": 120}}
-    path = experiment(variants={"a": {}}, quick_form=form)
+    path = experiment(variants={"a": {}}, quick_form={"repeats": 3, "max_epochs": 4, "flags": {"data.size": 120}})
     out = output_of(*app("compare", "--repeats", "5", "--dry_run", "--experiment", path, "--quick", "true"))
     (command,) = commands(out)
     assert "5 runs to do" in out, "what is typed wins, wherever it stands"

@@ -87,8 +87,7 @@ def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> N
     run = tmp_path / "runs" / "x" / "version_0"
     assert record_of(run)["test"] is not None
     assert (run / "confusion_matrix.png").exists()
-    same = ["--config", run / "config.yaml", "--ckpt_path", last_of(run), "--run.name", "y"]
-    output_of(*app("predict", *same))
+    output_of(*app("predict", "--config", run / "config.yaml", "--ckpt_path", last_of(run), "--run.name", "y"))
     (predictions,) = (tmp_path / "runs" / "y").glob("*/predictions.csv")
     assert len(predictions.read_text().splitlines()) > 1
 

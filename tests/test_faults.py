@@ -57,8 +57,7 @@ def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tal
         name = ["--run.name", f"chain{chain}", "--ckpt_path", "auto"]
         folder = tmp_path / "runs" / f"chain{chain}"
         for _ in range(12):
-            moment = seed.uniform(0.4, 2.0)
-            kill = (signal.SIGKILL, moment)
+            kill = (signal.SIGKILL, seed.uniform(0.4, 2.0))
             code, out = server.run("fit", *flags, *name, signal_after=kill, env={"TMPDIR": str(elsewhere)})
             if code != -signal.SIGKILL:
                 break
@@ -85,8 +84,7 @@ def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally) ->
             with started(root, *flags, "--ckpt_path", "auto", env={"WANDB_MODE": "disabled"}) as run:
                 if turn < kill:
                     time.sleep(seed.uniform(5.0, 14.0))
-                    victims = [*family(run.mark)]
-                    if victims:
+                    if victims := [*family(run.mark)]:
                         os.kill(seed.choice(victims), signal.SIGKILL)
                 out = run.end()
         assert run.process.returncode == 0, out
@@ -207,9 +205,8 @@ def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
     flags = [*FIT, *options(max_epochs=1, strategy="ddp", devices=2)]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    env = {"WANDB_MODE": "disabled", "TMPDIR": str(temporary)}
     for turn in range(count):
-        with started(tmp_path / "runs", *flags, env=env) as run:
+        with started(tmp_path / "runs", *flags, env={"WANDB_MODE": "disabled", "TMPDIR": str(temporary)}) as run:
             if turn % 2:
                 time.sleep(seed.uniform(0.5, 9.0))
                 run.get("SIGINT", "group")

@@ -26,8 +26,7 @@ Process = subprocess.Popen[str]
 
 
 def fit(host: Host, *flags: object, launcher: list[str] | None = None, env: dict[str, str] | None = None) -> Process:
-    start = launcher or [str(BIN / "python")]
-    return host.start(*start, "-m", "app", "fit", *STEPS, *map(str, flags), env=env)
+    return host.start(*(launcher or [str(BIN / "python")]), "-m", "app", "fit", *STEPS, *map(str, flags), env=env)
 
 
 def torchrun(processes: int, nodes: str = "2") -> list[str]:
@@ -128,8 +127,7 @@ def test_a_link_that_is_cut_for_five_seconds(hosts: Network, tmp_path: Path) -> 
     hosts.link("h2", "down")
     time.sleep(5)
     hosts.link("h2", "up")
-    before = len(record(tmp_path)["epochs"])
-    trained(tmp_path, processes, before + 5)
+    trained(tmp_path, processes, len(record(tmp_path)["epochs"]) + 5)
     inner(processes[1]).send_signal(signal.SIGINT)  # Ctrl-C on one node stops both
     out = ended(processes, 30)
     assert [process.returncode for process in processes] == [130, 130], out

@@ -63,8 +63,7 @@ def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) 
     """A loaded model has the names and probabilities that `predict` wrote for a folder and a file, likeliest first."""
     rows = list(csv.DictReader((trained / "predict_1" / "predictions.csv").open()))
     assert [Path(row["file"]).name for row in rows] == ["00.jpg", "01.png", "02.jpg", "03.png", "00.jpg"]
-    predictions = model.predict([row["file"] for row in rows], k=3, batch_size=2)
-    for row, prediction in zip(rows, predictions, strict=True):
+    for row, prediction in zip(rows, model.predict([row["file"] for row in rows], k=3, batch_size=2), strict=True):
         assert row["file"] == prediction.file
         assert (row["name"], row["name2"], row["name3"]) == prediction.names
         written = [float(row[name]) for name in ("probability", "probability2", "probability3")]
@@ -106,8 +105,7 @@ def test_loading_leaves_wrong_input_out(trained: Path, model: Classifier, tmp_pa
         model.predict(np.zeros((8, 8, 3), np.uint8), k=4)
     with pytest.raises(UserError, match=r"gone.* no such file"):
         package.load(tmp_path / "gone")
-    checkpoint = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
-    torch.save(checkpoint, tmp_path / "x.ckpt")
+    torch.save(torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True), tmp_path / "x.ckpt")
     with pytest.raises(UserError, match=r"config.yaml: there is no such file"):
         load(tmp_path / "x.ckpt")
     config = (trained / "config.yaml").read_text()

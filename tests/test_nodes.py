@@ -72,8 +72,7 @@ def test_who_is_missing_is_said_and_the_wait_ends(go: Go, capfd: pytest.CaptureF
     for node in waiting:
         with pytest.raises(UserError, match=r"waited 9 s \(--cluster.timeout\) for"):
             node.result()
-    out = capfd.readouterr().out
-    assert len(re.findall(rf"waiting for node 2 of 3 at 127.0.0.1:{port}, \d s", out)) == 2
+    assert len(re.findall(rf"waiting for node 2 of 3 at 127.0.0.1:{port}, \d s", capfd.readouterr().out)) == 2
 
 
 def test_node_0_that_is_not_there(go: Go) -> None:

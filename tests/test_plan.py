@@ -244,7 +244,8 @@ def test_a_plan_from_steps_measured_here(app: App, tmp_path: Path, monkeypatch: 
     """The machine is busy, and the plan mentions it."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)])
-    out = output_of(*app("plan", *CPU, *TINY_DATA, "--per_node", "2", "--model.warmup", "1ep"))
+    early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
+    out = output_of(*app("plan", *CPU, *TINY_DATA, "--per_node", "2", "--model.warmup", "1ep", *early))
     assert out.startswith("busy  other processes keep this machine busy: a load of 10000.0")
     assert "More than 2 devices are not predicted" in out
     table = pd.read_csv(tmp_path / "runs" / "plan" / "version_0" / "plan.csv")

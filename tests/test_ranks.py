@@ -70,8 +70,7 @@ def test_who_is_called_slow(places: str, noise: float, longer: float, delay: flo
 def check_slow(root: Path, out: str, ranks: int, phase: str) -> None:
     """Check that the run reported the last rank as slow, during training and at the end."""
     last = ranks - 1
-    lines = re.findall(rf"rank {last} \(node \d\): \d+ % slower than the median, in {phase}", out)
-    assert len(lines) >= 2, out
+    assert len(re.findall(rf"rank {last} \(node \d\): \d+ % slower than the median, in {phase}", out)) >= 2, out
     assert "slow            rank" in out
     rows = record(root)["ranks"]
     assert [row["rank"] for row in rows] == list(range(ranks))
@@ -83,8 +82,7 @@ def check_slow(root: Path, out: str, ranks: int, phase: str) -> None:
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_slow_data(devices: int, tmp_path: Path) -> None:
     flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *DDP, *options(devices=devices, max_epochs=3)]
-    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
-    check_slow(tmp_path, out, devices, "data")
+    check_slow(tmp_path, output_of(*fork_app("fit", *flags, "--run.root", tmp_path)), devices, "data")
     assert record(tmp_path)["ranks"][-1]["data"] > 20
 
 
@@ -93,8 +91,7 @@ def test_a_busy_core(tmp_path: Path) -> None:
     # steps longer than a time slice of the scheduler, because a rank that has waited gets a slice at once
     flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, *options(size=1500, batch_size=100, max_epochs=7)]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
-    out = output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path))
-    check_slow(tmp_path, out, 2, "compute")
+    check_slow(tmp_path, output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path)), 2, "compute")
 
 
 @pytest.mark.slow
@@ -195,8 +192,7 @@ def test_what_stacks_say(tmp_path: Path) -> None:
     """One rank waits for its loader's worker, one is stopped, and the others wait for both."""
     assert where(tmp_path) is None
     waits, data = (WAITS.format(step=1204, phase=phase, frames=TORCH) for phase in ("its gradients", "its data"))
-    texts = [waits, data + OF_A_WORKER, waits]
-    for rank, text in enumerate(texts):
+    for rank, text in enumerate([waits, data + OF_A_WORKER, waits]):
         (tmp_path / f"rank_{rank}.txt").write_text(text)
     hangs = "rank 1 is in step 1,204, my_data.py:88 __getitem__"
     assert where(tmp_path) == f"{hangs}; ranks 0, 2 wait for its gradients"

@@ -51,9 +51,7 @@ def test_any_network(model: str, app: App, tmp_path: Path) -> None:
     config = run / "version_0/config.yaml"
     assert yaml.safe_load(config.read_text())["model"]["init_args"]["network"] == model
     saved = run / "version_0/checkpoints/last.ckpt"
-    images = torch.rand(2, 3, 32, 32)
-    loaded = ImageClassifier.load_from_checkpoint(saved).eval()
-    assert loaded(images).shape == (2, 10)
+    assert ImageClassifier.load_from_checkpoint(saved).eval()(torch.rand(2, 3, 32, 32)).shape == (2, 10)
     output_of(*app("test", "--config", config, "--ckpt_path", saved, *options(accelerator="cpu")))
 
 
@@ -121,8 +119,7 @@ def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Pat
     first = tmp_path / "runs/first/version_0"
     draw_images(folder, ("eel",), train=12)
     tuned = [*net, "--model.weights", last_of(first), "--model.freeze", "backbone", "--run.name", "second"]
-    out = output_of(*app("fit", *flags, *tuned))
-    assert "120 tensors loaded, fc starts anew for another number of classes" in out
+    assert "120 tensors loaded, fc starts anew for another number of classes" in output_of(*app("fit", *flags, *tuned))
     second = tmp_path / "runs/second/version_0"
     data = yaml.safe_load((second / "config.yaml").read_text())["data"]["init_args"]
     assert (data["size"], data["resize"], data["mean"]) == ([12, 12], 16, [0.4, 0.5, 0.6])
@@ -161,8 +158,7 @@ def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyP
     match = re.fullmatch(r".*: no weights of squeezenet1_1 \(.*refused\): put https://\S+/(\S+) into (\S+)", message)
     assert match
     torch.save(torchvision.models.squeezenet1_1().state_dict(), Path(match[2], match[1]))
-    out = output_of(*app("fit", *flags))
-    assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in out
+    assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in output_of(*app("fit", *flags))
 
 
 def test_the_images_of_published_weights() -> None:
@@ -268,8 +264,7 @@ def test_mixing() -> None:
     mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(images, labels, 3)  # the left half of the box is outside
     assert mixed[0, 0].tolist() == [[0] * 4, [1, 0, 0, 0], [1, 0, 0, 0], [0] * 4]
     torch.testing.assert_close(targets[0], torch.tensor([14 / 16, 2 / 16, 0]))
-    kinds = Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))
-    assert 150 < kinds[True] < 250
+    assert 150 < Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))[True] < 250
 
 
 def test_balanced_classes() -> None:

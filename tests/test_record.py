@@ -168,8 +168,7 @@ FAILING = [
 @pytest.mark.parametrize(("way", "reason"), FAILING)
 def test_a_failed_run_says_why(way: list[str], reason: str, tmp_path: Path) -> None:
     """Last line, record and report have the reason, also if one rank fails and rank zero cannot write."""
-    out = output_of(*fork_app("fit", *THEIRS, *way, "--run.root", tmp_path), 1)
-    assert re.search(reason, out)
+    assert re.search(reason, output_of(*fork_app("fit", *THEIRS, *way, "--run.root", tmp_path), 1))
     run = tmp_path / "Fails-TheirData" / "version_0"
     assert record_of(run)["status"] == "failed"
     assert re.fullmatch(reason, record_of(run)["error"])

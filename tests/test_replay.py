@@ -3,12 +3,18 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness import QUIET, App, error_of, output_of, tiny
 from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+
+from app.modules import CIFARCNN
+from app.monitor.report import read_metrics
 
 RUN = tiny(90, 20, "CIFARCNN", virtual_devices=4, max_epochs=3, threads=1, flip=True, log_every_n_steps=1)
 THEIRS = ["--model", "plain_code.PlainModel", "--data", "test_replay.Poisoned", "--run.global_order", "true", *QUIET]
@@ -68,6 +74,30 @@ def test_a_poisoned_image(value: str, app: App, tmp_path: Path) -> None:
         assert json.loads(config.with_name("run.json").read_text())["not_finite_step"]
 
 
+def test_a_shuffled_loader(app: App, tmp_path: Path) -> None:
+    """A run with a plain DataLoader is repeated from the beginning, because a resumed loader has another order."""
+    flags = [*THEIRS, "--run.global_order", "false", "--data.bad", "0", "--data.value", "1", "--data.count", "300"]
+    output_of(*app("fit", *flags, "--trainer.max_epochs", "2"))
+    folder = tmp_path / "runs" / "poisoned" / "version_0"
+    loss = next(float(row["loss_step"]) for row in read_metrics(folder / "metrics.csv") if row["step"] == 4)
+    out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "5"))
+    assert f"Step 5, epoch 2: loss {loss:.4g}" in out
+
+
+class Tenth(CIFARCNN):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 0.1 * cross_entropy(self(batch[0]), batch[1])
+
+
+def test_a_training_step_of_the_user(app: App, tmp_path: Path) -> None:
+    """Samples are ranked by its loss. `fit` logs no mean loss, because it adds no batch."""
+    output_of(*app("fit", *tiny(90, 20, "test_replay.Tenth", max_epochs=1, log_every_n_steps=1), "--run.name", "x"))
+    folder = tmp_path / "runs" / "x" / "version_0"
+    assert not [name for row in read_metrics(folder / "metrics.csv") for name in row if name.startswith("train")]
+    out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "2"))
+    assert float(largest(out).split()[2].rstrip(":")) < 0.5
+
+
 REFUSED = [
     (["--step", "3"], "--config: name the config.yaml of a run"),
     (["--config", "none.yaml"], "--config none.yaml: there is no run.json beside it"),
@@ -84,7 +114,7 @@ def test_what_cannot_be_replayed(flags: list[str], message: str, app: App, tmp_p
     config = tmp_path / "config.yaml"
     config.touch()
     if "CONFIG" in flags:
-        (tmp_path / "run.json").write_text("{" if "run.json" in message else '{"steps": 4}')
+        (tmp_path / "run.json").write_text("{" if "run.json" in message else '{"steps": 4, "global_batch_size": 8}')
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "last.ckpt").write_text("damaged")
     assert message in error_of(*app("replay", *(str(config) if flag == "CONFIG" else flag for flag in flags)))

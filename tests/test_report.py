@@ -206,9 +206,8 @@ def test_the_course_of_a_long_run() -> None:
 @pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
 def test_in_a_browser(scheme: int, app: App, tmp_path: Path) -> None:
     assert app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "1")[0] == 0
-    report = tmp_path / "runs" / "x" / "version_0" / "report.html"
     flags = ["--window-size=1200,4000", f"--blink-settings=preferredColorScheme={scheme}"]
-    colours = seen_colours(report, *flags)
+    colours = seen_colours(tmp_path / "runs" / "x" / "version_0" / "report.html", *flags)
     papers, blues = ((0x14, 0x18, 0x1D), (255, 255, 255)), ((0x6E, 0xA2, 0xFF), (0x2F, 0x62, 0xC9))
     assert max(colours, key=lambda colour: colours[colour]) == papers[scheme]
     # pixels of the lines, whose length varies with the measurement; the other scheme's colour is absent

@@ -45,8 +45,7 @@ def checkpoints(run: Path) -> dict[int, Path]:
 
 def epochs(run: Path) -> list[tuple[int, float, float, float]]:
     """Return the record's rows of the epochs."""
-    rows = record_of(run)["epochs"]
-    return [(row["epoch"], row["train_loss"], row["val_loss"], row["val_acc"]) for row in rows]
+    return [(row["epoch"], row["train_loss"], row["val_loss"], row["val_acc"]) for row in record_of(run)["epochs"]]
 
 
 @pytest.mark.parametrize("model", [*list(MODELS)[:-1], pytest.param("double-precision", marks=pytest.mark.slow)])
@@ -100,11 +99,9 @@ def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
     assert f"{runs / 'version_0'}" in message
     assert "has been trained for 1 epochs, as many as --trainer.max_epochs 1: give more" in message
     output_of(*app("fit", *first, "--trainer.max_epochs", "2"))
-    resumed = record_of(runs / "version_0")
-    assert resumed["resumed_from"] == str(runs / "version_0" / "checkpoints" / "last.ckpt")
+    assert record_of(runs / "version_0")["resumed_from"] == str(runs / "version_0" / "checkpoints" / "last.ckpt")
     output_of(*app("test", "--config", runs / "version_0" / "config.yaml", "--ckpt_path", "best"))
-    tested = record_of(runs / "version_0" / "test_1")
-    assert tested["resumed_from"].startswith(str(runs / "version_0"))
+    assert record_of(runs / "version_0" / "test_1")["resumed_from"].startswith(str(runs / "version_0"))
 
 
 UP_TO_TWO = [*CNN[:-2], *options(test=False, max_epochs=2)]
@@ -155,8 +152,7 @@ def test_across_strategies(app: App, tmp_path: Path) -> None:
     assert difference(final, checkpoints(tmp_path / "resumed" / "version_0")[42]) == 0
     for strategy, devices in (("auto", 1), ("dp", 2)):
         output_of(*app("fit", *CNN, *STEPS, *on_cpu(strategy, devices, name=strategy), "--ckpt_path", saved[21]))
-        run = tmp_path / "runs" / strategy / "version_0"
-        assert difference(final, checkpoints(run)[42]) < 1e-5
+        assert difference(final, checkpoints(tmp_path / "runs" / strategy / "version_0")[42]) < 1e-5
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ def sample(path: Path) -> torch.Tensor:
 def test_aspect_ratio_is_kept(image_root: Path) -> None:
     """Evaluation equals torchvision's transforms; only `squash` distorts."""
     reference = v2.Compose([v2.Resize(20), v2.CenterCrop(16)])
-    data = attach(ImageFolder(str(image_root), size=16, resize=20, cache="off"), "test")
-    split = data._splits["test"][0]
+    split = attach(ImageFolder(str(image_root), size=16, resize=20, cache="off"), "test")._splits["test"][0]
     assert split.names is not None
     for index in range(12):
         assert torch.equal(split[index], reference(sample(Path(split.names[index]))))
@@ -37,8 +36,7 @@ def test_aspect_ratio_is_kept(image_root: Path) -> None:
     stripes[:, 15:25] = 255  # the middle quarter of the rows
     assert tall.evaluated(stripes).shape == (3, 10, 30)
     assert tall.evaluated(stripes).min() > 200
-    squashed = Geometry((10, 30), "squash").evaluated(stripes)
-    assert squashed.float().mean() == pytest.approx(255 / 4, abs=9)
+    assert Geometry((10, 30), "squash").evaluated(stripes).float().mean() == pytest.approx(255 / 4, abs=9)
     assert torch.equal(Geometry((20, 20)).evaluated(stripes[:, 10:30]), stripes[:, 10:30])
 
 
@@ -76,9 +74,8 @@ def test_several_workers_write_one_file(image_root: Path, cache: Path, monkeypat
     split = attach(ImageFolder(str(image_root), cache=str(cache), on_bad_image="skip", **RESIZED))._splits["train"][0]
     assert split.names is not None
     assert (len(split), split.left_out) == (35, 1)
-    geometry = Geometry((16, 16), 20, crop="random_resized")
     for index, name in enumerate(split.names):
-        assert torch.equal(split[index], geometry.keep(sample(Path(name))))
+        assert torch.equal(split[index], Geometry((16, 16), 20, crop="random_resized").keep(sample(Path(name))))
         assert split.labels[index] == ["cat", "dog", "eel"].index(Path(name).parent.name)
 
 
@@ -166,8 +163,7 @@ def test_every_way_crops_and_augments_alike(alone: tuple[list[str], Path], way: 
         output_of(*fork_app("fit", *flags, "--trainer.max_steps", "7"))
         flags += ["--ckpt_path", "last"]
     output_of(*fork_app("fit", *flags))
-    run = expected.parents[1] / way / "version_0"
-    assert_same(run, expected, 1e-5 if way == "ddp_fork" else 1e-12)
+    assert_same(expected.parents[1] / way / "version_0", expected, 1e-5 if way == "ddp_fork" else 1e-12)
 
 
 WRONG = [

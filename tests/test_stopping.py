@@ -167,8 +167,7 @@ def test_a_rank_that_is_killed_is_named(strategy: str, rank: int, tmp_path: Path
 @pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp_fork", 1)])
 def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
     """A rank hangs longer than the timeout: the other one reports it, and even the stopped process is gone."""
-    flags = [*SMALL, *SAYS, tmp_path, *on_cpu(strategy), *FOR_EVER, "--cluster.timeout", "15"]
-    with started(tmp_path, *flags) as run:
+    with started(tmp_path, *SMALL, *SAYS, tmp_path, *on_cpu(strategy), *FOR_EVER, "--cluster.timeout", "15") as run:
         run.trained(2)
         os.kill(int((tmp_path / f"rank{rank}").read_text()), signal.SIGSTOP)
         out = run.end(seconds=15 + 20, code=1)

@@ -33,8 +33,7 @@ class Calls(list[tuple[Any, ...]]):
 
     def note(self, hook: str, module: Any, *args: Any) -> None:
         fx = module._current_fx_name if module is not None else None
-        step = module.trainer.global_step if module is not None else None
-        self.append((hook, fx, step, *map(_told, args)))
+        self.append((hook, fx, module.trainer.global_step if module is not None else None, *map(_told, args)))
 
 
 def _told(value: Any) -> Any:

@@ -95,8 +95,7 @@ def saved(image_root: Path) -> Path:
 def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp_path: Path) -> None:
     """From disk and from Parquet, images are decoded once, with the folder's pixels, labels and results."""
     flags = ["--data", "HuggingFace", "--data.path", saved, *FLAGS]
-    out = output_of(*app("fit", *flags))
-    assert "Decoding 36 images" in out
+    assert "Decoding 36 images" in output_of(*app("fit", *flags))
     assert "Decoding" not in output_of(*app("fit", *flags, "--trainer.max_epochs", "2"))
     output_of(*app("predict", *flags, "--ckpt_path", "last"))
     run = tmp_path / "runs" / "LeNet-HuggingFace" / "version_0"

@@ -29,8 +29,7 @@ def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
     """Read an offline run with wandb's own tool; return its file and its summary."""
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
     command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(file)]
-    read = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return file, json.loads(read.stdout)
+    return file, json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
 
 
 MODES = [

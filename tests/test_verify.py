@@ -1,6 +1,7 @@
 """`verify`: equal trainings pass, and each mistake is named."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Runs:
     def __init__(self, root: Path, model: str, data: str, *flags: str) -> None:
         self.root, self.key = root, (model, data, *flags)
         self.flags = ["--model", f"faulty_code.{model}", "--data", f"faulty_code.{data}", *CPU, *QUIET, *flags]
-        sampled = data in ("Stock", "Halved")
+        sampled = data in ("Stock", "Halved", "OwnBatches", "Repeated")
         self.flags += ["--trainer.use_distributed_sampler", str(sampled).lower(), "--run.test", "false"]
 
     def record(self, name: str, *flags: str, steps: int = 16, earlier: Recorded | None = None) -> Recorded:
@@ -73,6 +74,9 @@ FAULTS: list[tuple[str, str, str, Sequence[str], str]] = [
     ("Model", "Stock", "ddp", ["samples", "evaluation"], "the batch size is that of each rank: 16 samples a step, 8 in|"
      "1 of 21 samples are evaluated twice: the shares are padded"),
     ("Model", "Halved", "ddp", ["samples"], "another order: here by DistributedSampler, there by RandomSampler"),
+    ("Model", "Repeated", "ddp", ["samples"], "another order: here by DistributedSampler, there by RandomSampler"),
+    ("PlainMean", "OwnBatches", "ddp", ["samples"], "a step has 2 samples, 8 in the reference (an epoch has 31"),
+    ("Weighted", "Data", "ddp", ["loss"], "the loss of a batch is not the mean over its samples"),
     ("Model", "Unshared", "ddp", ["samples"], "every rank sees all samples: the same 61 in the first epoch on each"),
     ("Model", "SeedOfTheRank", "ddp", ["samples"], "ranks draw their shares from different permutations"),
     ("Model", "NoSetEpoch", "ddp", ["samples"], "every epoch has the same order: the sampler's set_epoch is never"),
@@ -114,8 +118,7 @@ def test_a_mistake_is_named(model: str, data: str, way: str, columns: Sequence[s
 
 def test_what_a_callback_loses(tmp_path: Path) -> None:
     """The callback's average of the weights is in no checkpoint."""
-    averaged = ["--trainer.callbacks+=faulty_code.Average"]
-    differing, reasons = Runs(tmp_path, "Model", "Data").case("resume", *averaged)
+    differing, reasons = Runs(tmp_path, "Model", "Data").case("resume", "--trainer.callbacks+=faulty_code.Average")
     assert "evaluation" in differing
     assert any(cause.text == "state that is in no checkpoint: Average.average" for cause in reasons), reasons
 
@@ -131,9 +134,25 @@ def test_the_same_fault_of_several_ways_is_reported_once() -> None:
     ]
 
 
-def test_samples_that_are_not_seen() -> None:
-    recorded: Any = SimpleNamespace(steps=[SimpleNamespace(samples=[])])
-    assert [Result("ddp", [], recorded).cell(column) for column in ("samples", "loss")] == ["—", "✓"]
+def test_samples_and_losses_that_are_not_seen() -> None:
+    recorded: Any = SimpleNamespace(steps=[SimpleNamespace(samples=[], loss=math.nan)])
+    assert [Result("ddp", [], recorded).cell(column) for column in ("samples", "rate", "loss")] == ["—", "✓", "—"]
+
+
+def test_a_cause_of_the_evaluation_does_not_explain_the_loss() -> None:
+    causes = [Cause("each rank has its own val_loss", "self.log(…, sync_dist=True)", changes_loss=False)]
+    result = Result("ddp", [], differences={"loss": Difference("step 1", "")}, causes=causes)
+    assert "  the cause of the loss is not known" in result.explained()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
+def test_a_variant_with_a_rank_s_batch_size() -> None:
+    """It is not repeated with --run.global_order, where its batch would be half of the reference's."""
+    flags, half = {"trainer.accelerator": "cpu"}, {"trainer.devices": 2, "data.batch_size": 4}
+    ways = {"half": {"trainer.strategy": "ddp", **half}}
+    outcome = same_training("faulty_code.Model", "faulty_code.Stock", quick=True, steps=4, flags=flags, ways=ways)
+    assert [result.remedied is None for result in outcome.results] == [False, True, False], repr(outcome)
 
 
 def test_a_run_on_one_device_that_failed_stays_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +160,7 @@ def test_a_run_on_one_device_that_failed_stays_failed(tmp_path: Path, monkeypatc
     prover = Prover(Settings(), [], {"data": "Synthetic"}, tmp_path)
     failed = SimpleNamespace(status="failed", error="why", time_limit=None)
     monkeypatch.setattr("app.verify.proof.run_fit", lambda *_: failed)
-    more = {"run.threads": 1}
-    assert [prover._again(name, {}, more)[1].failed for name in ("ddp × 2", "dp × 2")] == ["why", "why"]
+    assert [prover._again(name, {}, {"run.threads": 1})[1].failed for name in ("ddp × 2", "dp × 2")] == ["why", "why"]
 
 
 RATE_AND_NORM = ["the learning rate is 2 times", "BatchNorm normalises each"]

@@ -2,15 +2,18 @@
 
 import hashlib
 import random
+import re
 import sys
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness import QUIET, ROOT, App, difference, error_of, fork_app, free_port, options, output_of, started, tiny
 from pandas import read_csv
+from plain_code import PlainModel
 from torch import Tensor
 
 from app.monitor.balance import balanced
@@ -196,6 +199,7 @@ REFUSED = {
 OWN_LOADERS = {
     "own_sampler": "has a OwnSampler, whose order cannot be seeded: use one of RandomSampler",
     "own_batches": "has a batch sampler of its own, or no batches: give the DataLoader a batch_size",
+    "torchs_batches": "has a batch sampler of its own, or no batches: give the DataLoader a batch_size",
     "iterable": "reads an iterable data set, which has no order: use a data set with __getitem__ and __len__",
     "several": "returns CombinedLoader: return one DataLoader",
 }
@@ -207,6 +211,18 @@ REFUSED |= {f"{THEIRS} {kind}": f"PlainData.train_dataloader {reason}" for kind,
 def test_what_cannot_be_sharded(flags: str, app: App) -> None:
     base = [] if "Data" in flags else SHARDED
     assert REFUSED[flags] in error_of(*app("fit", *base, "--run.virtual_devices", "5", *flags.split()))
+
+
+class LogsItsOwn(PlainModel):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(batch[0]).sum())
+
+
+def test_a_value_of_a_rank(tmp_path: Path) -> None:
+    """Lightning's advice to use sync_dist names a value logged in validation, but none of training_step."""
+    flags = ["--model", "test_virtual_devices.LogsItsOwn", *THEIRS.split()[2:-1], *QUIET, "--run.root", tmp_path]
+    flags += options(accelerator="cpu", strategy="ddp_fork", devices=2, max_epochs=1, virtual_devices=2, test=False)
+    assert set(re.findall(r"self.log\('(\w+)'", output_of(*fork_app("fit", *flags)))) == {"val_loss"}
 
 
 def test_an_integer_that_differs_between_shards(app: App) -> None:

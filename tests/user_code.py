@@ -85,6 +85,15 @@ class BuildsLate(TheirModel):
         self.net = nn.Sequential(nn.Flatten(), self.first, nn.Linear(4, 10))
 
 
+class Lazy(TheirModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
 class SkipsForward(TheirModel):
     """Calls its network instead of itself, so that dp has no call to split."""
 
@@ -97,8 +106,7 @@ class TheirData(LightningDataModule):
 
     def __init__(self, count: int = 40) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randn((count, 3, 2, 2), generator=generator)
+        images = torch.randn((count, 3, 2, 2), generator=torch.Generator().manual_seed(0))
         self.dataset = TensorDataset(images, (images.mean((1, 2, 3)) > 0).long())
 
     def train_dataloader(self) -> DataLoader[Any]:

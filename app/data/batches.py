@@ -361,9 +361,8 @@ class GlobalBatches(GlobalOrder):
     def _items(self, order: Tensor, seeds: Tensor, place: tuple[slice, slice | None]) -> list[tuple[int, int]]:
         """Return the row and the augmentation seed of each sample of this rank."""
         rows = self.rows[self._share(order, place)].tolist()
-        if not self._augmented:
-            return [(row, 0) for row in rows]
-        return list(zip(rows, self._share(seeds, place).tolist(), strict=True))
+        numbers = self._share(seeds, place).tolist() if self._augmented else [0] * len(rows)
+        return list(zip(rows, numbers, strict=True))
 
     def _draw(self, epoch: int, order: Tensor) -> Tensor | None:
         """Draw an epoch's random integers for augmentation, equal for all ranks and batch sizes, int32 (draws, n)."""

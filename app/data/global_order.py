@@ -160,7 +160,7 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
         reason = f"returns {type(loader).__name__}: return one DataLoader"
     elif isinstance(loader.dataset, IterableDataset):
         reason = "reads an iterable data set, which has no order: use a data set with __getitem__ and __len__"
-    elif type(loader.batch_sampler) is not BatchSampler:
+    elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         reason = "has a batch sampler of its own, or no batches: give the DataLoader a batch_size"
     elif type(loader.sampler) not in SAMPLERS:
         names = ", ".join(kind.__name__ for kind in SAMPLERS)

@@ -91,8 +91,7 @@ def read(path: Path) -> dict[str, Any]:
 def _load(path: Path) -> Any:
     try:
         with open_file(path) as file:
-            reason = _damage(file)
-            if reason is None:
+            if (reason := _damage(file)) is None:
                 file.seek(0)
                 return torch.load(file, "cpu", weights_only=True)
     except FileNotFoundError:

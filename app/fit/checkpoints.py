@@ -203,8 +203,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
     damaged: list[Path] = []
     paths = _newest_first(folders)
     for path in paths:
-        reason = _wrong_with(path, whole=True)
-        if reason is None:
+        if (reason := _wrong_with(path, whole=True)) is None:
             for other in damaged:
                 aside = other.replace(other.with_name(f"{other.name}.damaged"))
                 rank_zero_info(f"{other} is damaged: it is kept as {aside.name}, and the run continues from {path}")

@@ -120,8 +120,7 @@ def _starter(s: Resolved) -> Iterator[str]:
     if s.stands_alone:
         if any(os.environ.get(name, "1") != "1" for name in MPI_SIZES):
             yield "mpirun cannot start runs: use torchrun or srun"
-        left = [name for name in RANKS if name in os.environ and (name != "NODE_RANK" or s.nodes == 1)]
-        if left:
+        if left := [name for name in RANKS if name in os.environ and (name != "NODE_RANK" or s.nodes == 1)]:
             yield f"{', '.join(left)} in the environment, but no launcher started this process: unset {' '.join(left)}"
         meets = cluster.init_method is not None or "NODE_RANK" in os.environ
         for variable, unit in SLURM_SIZES.items() if "SLURM_JOB_ID" in os.environ and not is_task_of_srun() else ():

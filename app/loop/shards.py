@@ -7,6 +7,7 @@ and changed buffers are summed in the order of `app.parallel.tree`. Sources: Vir
 """
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -237,6 +238,9 @@ class ShardedStep(Step):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         loss = self._finish(sums.wait(), batch.samples, changed, logged)
         self.outputs = {**outputs, "loss": loss / self.trainer.accumulate_grad_batches}
+        for name in () if self._checked else logged.options:
+            # hide the advice to use sync_dist: these values are equal on all ranks, so it would only add rounding
+            warnings.filterwarnings("ignore", rf"It is recommended to use `self\.log\('{re.escape(name)}'")
         self._checked = True
         return self.outputs["loss"]
 
@@ -357,8 +361,6 @@ class ShardedLoop(StraightLoop):
         if order_of(loader) is None:
             problem = f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself"
             raise UserError(f"{problem}: add --run.global_order true")
-        # hide the advice to use sync_dist: logged values are equal on all ranks, so it would only add rounding
-        warnings.filterwarnings("ignore", r"It is recommended to use `self\.log")
         return ShardedStep(self)
 
     def on_batch_start(self, batch: Any, size: int | None = None) -> None:

@@ -19,7 +19,7 @@ from app.data.module import ImageData
 from app.modules import ImageClassifier
 from app.monitor.loggers import trackers
 from app.monitor.run_record import resolved_configuration
-from app.networks import title
+from app.networks import count_parameters, title
 from app.recipe import Recipe, rate
 from app.record import Record
 from app.record.words import batch, threads, way_of_running
@@ -50,9 +50,7 @@ class Header(RichModelSummary):
 
 def counted(network: nn.Module) -> str:
     """Format a network's number of parameters, such as `1,000 parameters, 10 of them trainable`."""
-    known = [parameter for parameter in network.parameters() if not isinstance(parameter, nn.UninitializedParameter)]
-    total = sum(parameter.numel() for parameter in known)
-    trainable = sum(parameter.numel() for parameter in known if parameter.requires_grad)
+    total, trainable = count_parameters(network), count_parameters(network, trainable=True)
     return f"{total:,} parameters" + (f", {trainable:,} of them trainable" if trainable < total else "")
 
 

@@ -42,6 +42,8 @@ class PredictionWriter(Callback):
         rows = sorted(row for local in gather_objects(self._rows) for row in local)
         self._rows = []
         directory = trainer.log_dir
+        if not rows:
+            rank_zero_info("no predictions.csv for a model of your own: add a callback, such as a BasePredictionWriter")
         if not trainer.is_global_zero or not rows or directory is None:
             return
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]

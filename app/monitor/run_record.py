@@ -33,7 +33,7 @@ from app.monitor.loggers import MetricsFile, trackers
 from app.monitor.nonfinite import NonFinite
 from app.monitor.step_clock import StepClock, phases_of_windows
 from app.monitor.summary import epoch_line
-from app.networks import title
+from app.networks import count_parameters, title
 from app.parallel import SplitForward
 from app.record import Record
 from app.system.lightning_patches import strategy_name
@@ -215,7 +215,7 @@ class RunRecord(Callback):
                 problem = f"node {wrong[0]} reads other images than node 0 ({wrong[1]}, {first})"
                 raise UserError(f"--data.on_bad_image skip: {problem}: give all nodes the same files")
         self._clock = next((c for c in trainer.callbacks if isinstance(c, StepClock)), None)  # type: ignore[attr-defined]
-        model = records.Model(type(pl_module).__name__, sum(parameter.numel() for parameter in pl_module.parameters()))
+        model = records.Model(type(pl_module).__name__, count_parameters(pl_module))
         if isinstance(pl_module, ImageClassifier):
             for name, value in pl_module.executed.items():
                 setattr(self.record, name, value)

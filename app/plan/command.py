@@ -190,7 +190,8 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
             )
     devices = gpus if cuda else max(usable_cores() // threads, 1)
     _require_links(options, devices, cuda)
-    fit += ["--model.warmup", "0"] if "warmup" in config["model"]["init_args"] else []  # a warm-up may exceed 30 steps
+    # a warm-up may exceed 30 steps
+    fit += ["--model.warmup", "0"] if "warmup" in config["model"].get("init_args", {}) else []
     measured = [timed(record) for record in records] or measure_steps(fit, say)
     sizes = ", ".join(f"{steps.images:.0f}" for steps in measured)
     source = f"the steps of {', '.join(options.run)}" if records else f"steps measured here, with batches of {sizes}"

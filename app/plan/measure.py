@@ -18,9 +18,9 @@ from app.system.machine import time_when_done
 
 ONE_DEVICE = (  # flags of a short, quiet run of 30 steps
     *("--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto", "--trainer.max_epochs=-1"),
-    *("--trainer.max_steps=30", "--trainer.log_every_n_steps=5", "--trainer.limit_val_batches=0"),
+    *("--trainer.max_steps=30", "--trainer.limit_train_batches=30", "--trainer.limit_val_batches=1"),
     *("--trainer.enable_checkpointing=false", "--trainer.fast_dev_run=false", "--trainer.barebones=false"),
-    *("--run.warmup_epochs=0", "--run.wandb=false"),
+    *("--run.warmup_epochs=0", "--run.wandb=false", "--trainer.log_every_n_steps=5"),
 )
 LIMIT = 300.0  # timeout of a run in seconds
 

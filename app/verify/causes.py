@@ -95,8 +95,12 @@ def _samples(case: Case) -> Cause | None:
             f"reference ({lengths})",
             f"divide the batch size by the number of ranks (here {len(there.samples) // world}), or {OURS}",
         )
-    twice = sum(count - 1 for count in Counter(sample for share in shares for sample in share).values())
-    if twice >= world > 1:
+    whole = [str(sample) for step in reference.epoch(0) for sample in step.samples]
+    equal, twice = (len(samples) - len({*samples}) for samples in (whole, [s for share in shares for s in share]))
+    if len(reference.steps[0].samples) not in {len(step.samples) for step in way.epoch(0)}:
+        text = f"a step has {len(here.samples)} samples, {len(there.samples)} in the reference ({lengths})"
+        return Cause(text, "give the DataLoader a batch_size: Lightning may rebuild a batch sampler with another size")
+    if twice >= world > 1 and twice > 2 * equal:  # the data set may hold equal samples
         return Cause(
             f"ranks draw their shares from different permutations: {twice} of {sum(map(len, shares))} samples of the "
             "first epoch were seen twice",
@@ -192,7 +196,7 @@ def _rates(case: Case) -> Cause | None:
             here, there = (run.facts["estimated_steps"] for run in (way, reference))
         if here != there:
             text = f"{name} is counted in this process's steps: its {total} is {here:g}, {there:g} in the reference"
-            return Cause(text, "compute its length from the global batch and the size of the data set")
+            return Cause(text, "keep the global batch, or compute its length from it and the size of the data set")
     return None
 
 
@@ -245,6 +249,9 @@ def _gradients(case: Case) -> Iterator[Cause]:
     elif world > 1 and "loss" in differences and apart(here.loss * world, there.loss) < 1e-4:
         text = f"the loss is a sum over a rank's samples: {here.loss:.6g}, {there.loss:.6g} in the reference"
         yield Cause(text, "return the mean over samples: ddp averages the ranks' gradients")
+    elif world > 1 and "loss" in differences and differences["loss"].step == place.step and not [*_over_a_batch(case)]:
+        text = "the loss of a batch is not the mean over its samples: it weights or compares samples, or reads the rank"
+        yield Cause(text, "divide a weighted sum by the ranks' mean weight; gather samples that are compared")
 
 
 def _state(case: Case) -> Iterator[Cause]:
@@ -300,7 +307,7 @@ def _evaluation(case: Case) -> Iterator[Cause]:
         yield Cause(text, remedy, changes_loss=False)
     elif not more and not fewer and not {"loss", "gradients", "weights"} & case.differences.keys():
         text = f"a mean of the ranks' values, not the value over all samples: {case.differences['evaluation']}"
-        remedy = "log a metric of torchmetrics, which counts samples, instead of a value with sync_dist=True"
+        remedy = "log a metric of torchmetrics instead of a value with sync_dist=True; draw no random numbers"
         yield Cause(text, remedy, changes_loss=False)
 
 

@@ -229,6 +229,8 @@ class Prover:
             reference: Recording on one device.
         """
         before, more, left = result, dict[str, Any](), result.causes
+        if "data.batch_size" in (flags or ()) and "trainer.accumulate_grad_batches" not in (flags or ()):
+            return  # a rank's batch size, which the global order would divide again
         for name, value in (ORDER, SHARDS):
             deals = name == ORDER[0] and "samples" in result.differences
             if not deals and not any(name in cause.remedy for cause in left):

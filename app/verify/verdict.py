@@ -67,7 +67,8 @@ class Result:
     def cell(self, column: str) -> str:
         """Return the variant's table cell for a column."""
         difference, steps = self.differences.get(column), self.recorded.steps if self.recorded else []
-        if not steps or (column == "samples" and difference is None and not any(step.samples for step in steps)):
+        known = {"samples": any(step.samples for step in steps), "loss": any(step.loss == step.loss for step in steps)}
+        if not steps or (difference is None and not known.get(column, True)):
             return "—"
         if difference is None:
             return "≈" if column in self.rounding else "✓"
@@ -93,8 +94,9 @@ class Result:
             change = f" (changes the loss by up to {cause.effect:.1g})" if cause.effect else ""
             yield f"  because {cause.text}{change}"
             yield f"  do      {cause.remedy}"
-        if self.differences and not self.causes and not self.first_operation:
-            yield "  the cause is not known"
+        explains_loss = any(cause.changes_loss for cause in self.causes) or "loss" not in self.differences
+        if self.differences and not (self.causes and explains_loss) and not self.first_operation:
+            yield f"  the cause{' of the loss' if self.causes else ''} is not known"
         if self.remedied:
             yield f"  with    {self.remedied}"
 

@@ -75,14 +75,19 @@ def cost_of(command: list[str], **settings: Any) -> dict[str, float]:
     return {"cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, "seconds": seconds}
 
 
-def ours(*flags: str, clock: bool = True) -> dict[str, float]:
-    """Measure `python -m app fit` with these flags."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-        command = [sys.executable, "-m", "app", *FIT, *flags, *["--trainer.callbacks+=contenders.Clock"] * clock]
-        cost = cost_of([*command, "--run.root", folder], env=environment)
-        return cost | (json.loads(Path(environment["CLOCK"]).read_text()) if clock else {})
+def ours(*flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
+    """Return a contender that measures `python -m app fit` with these flags."""
+
+    def contender() -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
+            environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+            command = [sys.executable, "-m", "app", *FIT, *flags, *["--trainer.callbacks+=contenders.Clock"] * clock]
+            cost = cost_of([*command, "--run.root", folder], env=environment)
+            return cost | (json.loads(Path(environment["CLOCK"]).read_text()) if clock else {})
+
+    contender.__doc__ = f"`fit {' '.join(flags)}`"
+    return contender
 
 
 def loop(
@@ -167,14 +172,8 @@ def overhead_stock_quiet() -> dict[str, float]:
     return _stock(logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False)
 
 
-def overhead_ours() -> dict[str, float]:
-    """`fit` with default output."""
-    return ours(*TINY)
-
-
-def overhead_ours_fast() -> dict[str, float]:
-    """`fit --config configs/fast.yaml`: no bar, long logging windows."""
-    return ours("--config", "configs/fast.yaml", *TINY)
+overhead_ours = ours(*TINY)
+overhead_ours_fast = ours("--config", "configs/fast.yaml", *TINY)
 
 
 LENET = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.size", "50000", "--data.val_size", "0"]
@@ -219,9 +218,7 @@ def lenet_loader() -> dict[str, float]:
     return loop(network, torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9), lambda: iter(loader), 2)
 
 
-def lenet_ours() -> dict[str, float]:
-    """`fit` without validation and checkpoints."""
-    return ours(*LENET)
+lenet_ours = ours(*LENET)
 
 
 def start_import() -> dict[str, float]:
@@ -229,22 +226,15 @@ def start_import() -> dict[str, float]:
     return cost_of([sys.executable, "-c", "import lightning"])
 
 
-def start_ours() -> dict[str, float]:
-    """`fit` from its start through one step to its end."""
-    return ours("--data", "Synthetic", "--data.size", "640", "--trainer.max_steps", "1", clock=False)
-
-
-def start_quickstart() -> dict[str, float]:
-    """`fit --config configs/quickstart.yaml`."""
-    return ours("--config", "configs/quickstart.yaml", "--run.test", "true", clock=False)
+start_ours = ours("--data", "Synthetic", "--data.size", "640", "--trainer.max_steps", "1", clock=False)
+start_quickstart = ours("--config", "configs/quickstart.yaml", "--run.test", "true", clock=False)
 
 
 def start_verify() -> dict[str, float]:
     """`verify --data Synthetic`: one device and all variants."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     with tempfile.TemporaryDirectory() as folder:
         verify = [sys.executable, "-m", "app", "verify", "--data", "Synthetic", "--root", folder]
-        return cost_of(verify, env=environment)
+        return cost_of(verify, env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"})
 
 
 DDP = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.size", "12800", "--data.val_size", "0"]
@@ -262,8 +252,7 @@ def _ddp_rank(rank: int, store: str, figures: str) -> None:
     images, labels = synthetic("CIFAR10", 12_800)
     shares = (images.float() / 127.5 - 1)[rank::2], labels[rank::2]
     network = DistributedDataParallel(LeNet())
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
-    measured = loop(network, optimizer, shuffled(*shares, 32), 3)
+    measured = loop(network, torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9), shuffled(*shares, 32), 3)
     if rank == 0:
         Path(figures).write_text(json.dumps(measured))
     distributed.destroy_process_group()
@@ -276,9 +265,7 @@ def ddp_raw() -> dict[str, float]:
         return json.loads(Path(folder, "figures.json").read_text())
 
 
-def ddp_ours() -> dict[str, float]:
-    """`fit --trainer.strategy ddp --trainer.devices 2`."""
-    return ours(*DDP, *QUIET, "--trainer.strategy", "ddp", "--trainer.devices", "2")
+ddp_ours = ours(*DDP, *QUIET, "--trainer.strategy", "ddp", "--trainer.devices", "2")
 
 
 SHARDED = ["--model", "CIFARCNN", "--model.network", "resnet18_cifar", "--data", "Synthetic", "--data.size", "512"]
@@ -286,29 +273,11 @@ SHARDED += ["--data.val_size", "0", "--data.batch_size", "128", "--trainer.max_e
 TWO = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
 
 
-def shards_parts() -> dict[str, float]:
-    """ResNet-18 under ddp × 2, in micro-batches of 16 images."""
-    return ours(*SHARDED, *TWO, "--data.micro_batch", "16")
-
-
-def shards_plain() -> dict[str, float]:
-    """ResNet-18 under ddp × 2, each process's whole share at once."""
-    return ours(*SHARDED, *TWO)
-
-
-def shards_ours() -> dict[str, float]:
-    """ResNet-18 under ddp × 2, over 8 virtual devices of 16 images."""
-    return ours(*SHARDED, *TWO, "--run.virtual_devices", "8")
-
-
-def one_plain() -> dict[str, float]:
-    """ResNet-18 in one process."""
-    return ours(*SHARDED)
-
-
-def one_ours() -> dict[str, float]:
-    """ResNet-18 in one process, over one virtual device."""
-    return ours(*SHARDED, "--run.virtual_devices", "1")
+shards_parts = ours(*SHARDED, *TWO, "--data.micro_batch", "16")
+shards_plain = ours(*SHARDED, *TWO)
+shards_ours = ours(*SHARDED, *TWO, "--run.virtual_devices", "8")
+one_plain = ours(*SHARDED)
+one_ours = ours(*SHARDED, "--run.virtual_devices", "1")
 
 
 class Halved(Callback):
@@ -328,21 +297,17 @@ while True:
             subprocess.Popen([sys.executable, "-c", self.PROGRAM, str(os.getpid())], stderr=subprocess.DEVNULL)
 
 
-def balance_equal(*flags: str) -> dict[str, float]:
-    """ResNet-18 under ddp × 2 over 16 virtual devices; the second rank has half of a core."""
-    more = ["--run.virtual_devices", "16", "--trainer.max_epochs", "4", "--trainer.callbacks+=contenders.Halved"]
-    return ours(*SHARDED, *TWO, *more, *flags)
+# the second rank has half of a core
+UNEQUAL = [*SHARDED, *TWO, "--run.virtual_devices", "16", "--trainer.max_epochs", "4"]
+UNEQUAL += ["--trainer.callbacks+=contenders.Halved"]
+balance_equal = ours(*UNEQUAL)
+balance_ours = ours(*UNEQUAL, "--run.balance", "true")
 
-
-def balance_ours() -> dict[str, float]:
-    """`balance_equal` with --run.balance true."""
-    return balance_equal("--run.balance", "true")
-
-
-def _mlp_ours(repeats: int) -> dict[str, float]:
-    flags = ["--model", "FashionMLP", "--model.hidden", "[256]", "--model.repeats", str(repeats), "--data", "Synthetic"]
-    flags += ["--data.like", "FashionMNIST", "--data.size", "60000", "--data.val_size", "0", "--data.batch_size=0.25"]
-    return ours(*flags, "--trainer.max_epochs", "3", *UNTOUCHED, *QUIET)
+WIDE = ["--model", "FashionMLP", "--model.hidden", "[256]", "--data", "Synthetic", "--data.like", "FashionMNIST"]
+WIDE += ["--data.size", "60000", "--data.val_size", "0", "--data.batch_size=0.25", "--trainer.max_epochs", "3"]
+WIDE += [*UNTOUCHED, *QUIET, "--model.repeats"]
+mlp24_ours = ours(*WIDE, "24")
+mlp64_ours = ours(*WIDE, "64")
 
 
 def mlp24_raw() -> dict[str, float]:
@@ -358,16 +323,6 @@ def mlp24_raw() -> dict[str, float]:
         network.layers, torch.optim.Adam(network.parameters()), shuffled(stored, labels, 15_000), 3,
         lambda scores, target: smooth_l1(scores, target).mean(),
     )  # fmt: skip
-
-
-def mlp24_ours() -> dict[str, float]:
-    """`fit --model.repeats 24`."""
-    return _mlp_ours(24)
-
-
-def mlp64_ours() -> dict[str, float]:
-    """`fit --model.repeats 64`."""
-    return _mlp_ours(64)
 
 
 if __name__ == "__main__":

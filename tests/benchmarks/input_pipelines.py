@@ -125,8 +125,7 @@ def crops_torchvision() -> dict[str, float]:
         settings: dict[str, Any] = {"num_workers": WORKERS, "shuffle": True, "persistent_workers": True}
 
         def begin() -> Callable[[], Iterator[Any]]:
-            images = ImageFolder(f"{folder}/train", transform)
-            loader = torch.utils.data.DataLoader(images, CROPPED, **settings)
+            loader = torch.utils.data.DataLoader(ImageFolder(f"{folder}/train", transform), CROPPED, **settings)
             return lambda: iter(loader)
 
         return _read(begin)
