@@ -5,8 +5,8 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     __main__            calls cli.main
     cli                 routes a command line; maps an exception to an exit status and one line
     replay              repeats one step of a run, and prints its samples
-    verify              proves that variants are the same training: recording (of a run), differences (between two),
-                        causes, proof (runs variants), verdict, report, command
+    verify              proves that variants are the same training: recording (of a run), differences (between two
+                        recordings), causes, proof (runs variants), verdict, report, command
     compare             many runs: experiment (variants), runner (separate processes), results, advice, figures,
                         report, command
     plan                predicts scaling: measure (a step), cost_model (the formulas), report, command
@@ -61,7 +61,7 @@ if "APP_SPAWNED" in os.environ:  # a ddp_spawn process, which does not run `app.
 
 
 def __getattr__(name: str) -> Any:
-    """Import `app.load` and `app.fit` on first use, because that takes seconds."""
+    """Import `app.load` and `app.fit` on first use, because the imports take seconds."""
     if name not in ("load", "fit"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("app.fit") if name == "fit" else importlib.import_module("app.inference").load

@@ -14,7 +14,8 @@ class BatchShapes(Callback):
     """Callback that prints the shapes of each replica's input and output, once per distinct set of shapes.
 
     The shapes show how a global batch is split. Under `dp`, another line shows the gathered output. In a run of one
-    process, new shapes are printed immediately. Otherwise, rank zero prints all ranks' shapes at the end of each epoch.
+    process, new shapes are printed immediately. In a run of several processes, rank zero prints all ranks' new shapes
+    at the end of each epoch.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class BatchShapes(Callback):
         self._handles: list[Any] = []
 
     def _watch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Register the hooks, once."""
+        """Register the forward hooks, unless they are registered already."""
         if self._handles:
             return
 
@@ -32,8 +33,9 @@ class BatchShapes(Callback):
             self._replicas[replica.index] = _shapes(args, kwargs, output)
 
         def on_module(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            # under DDP, Lightning calls `training_step` through the module's forward pass; skip its output, a loss
             if not isinstance(output, Tensor) or not output.ndim:
-                return  # under DDP, forward also runs the training step, whose output is a loss
+                return
             shapes = _shapes(args, kwargs, output)
             lines = [
                 f"rank {trainer.global_rank}, replica {index}: input {input_shape} -> output {output_shape}"

@@ -41,7 +41,7 @@ from app.system.tracebacks import users_part
 # `--help` prints this module's docstring. Heavy imports stay inside functions, so that the help appears at once.
 
 SYNONYMS = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict", "benchmark": "compare"}
-MODULES = {  # modules of commands that Lightning lacks
+MODULES = {  # modules of the commands other than fit, validate, test and predict
     **{name: f"app.{name}.command" for name in ("compare", "verify", "plan")},
     **{name: f"app.{name}" for name in ("doctor", "export", "replay")},
 }
@@ -90,7 +90,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _say(error: BaseException) -> int:
-    """Print a failure's reason in one line, unless an agent of ours reports it. Return the exit code."""
+    """Print a failure's reason in one line, unless this application's agent reports it. Return the exit code."""
     status = ExitStatus.of(error)
     if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
@@ -101,7 +101,7 @@ def _say(error: BaseException) -> int:
 
 
 def _without_trust(argv: list[str]) -> list[str]:
-    """Move `--trust MODULE` from the arguments into the environment, for all processes; return the other arguments."""
+    """Move `--trust MODULE` from the arguments to the environment, which ranks inherit. Return the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--trust", action="append", nargs="?", const="", default=[])
     known, rest = parser.parse_known_args(argv)
@@ -120,11 +120,11 @@ def _route(argv: list[str]) -> int:
     in_terminal, is_first = sys.stderr.isatty(), "torch" not in sys.modules
     print("loading torch and Lightning …" * in_terminal, end="", file=sys.stderr, flush=True)
     if is_first:
-        gc.disable()  # imports leave no garbage, and searching for garbage takes a sixth of their time
+        gc.disable()  # because imports leave no garbage, and collections would take a sixth of the import time
     own_module = MODULES.get(argv[0])
     module = importlib.import_module(own_module or "app.fit.command")
     if is_first:
-        if "triton" not in sys.modules:  # triton's nanobind would report frozen objects as leaks at exit
+        if "triton" not in sys.modules:  # because triton's nanobind would report frozen objects as leaks at exit
             gc.freeze()
         gc.enable()
     print("\r\033[K" * in_terminal, end="", file=sys.stderr, flush=True)

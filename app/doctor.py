@@ -35,7 +35,7 @@ from app.system.terminal import make_console
 
 Level = Literal["green", "yellow", "red"]
 LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
-LONGEST = 300.0  # timeout of a one-step run in seconds; a quiet machine with two cores needs 4
+LONGEST = 300.0  # timeout of a one-step run in seconds; a quiet machine with two cores needs 4 s
 ONE_STEP = (
     *("--data=Synthetic", "--data.size=80", "--data.batch_size=8", "--trainer.max_steps=1"),
     *("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1", "--run.wandb=false"),
@@ -120,7 +120,7 @@ def examine(say: Callable[[str], None] = lambda activity: None) -> Iterator[Chec
 
 def _packages() -> Iterator[Check]:
     installed = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "lightning", "wandb")}
-    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # get_env_info takes seconds
+    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"  # not get_env_info: it is slow
     libraries = ", ".join(f"{name} {version}" for name, version in {**installed, "NCCL": nccl()}.items() if version)
     yield Check("versions", "green", f"Python {sys.version.split()[0]}, {libraries}; {system}")
     try:
@@ -188,7 +188,7 @@ def environment(variables: Mapping[str, str]) -> Check:
 
 
 def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
-    """Train one step under auto, dp, ddp, ddp_spawn and, without a GPU, ddp_fork; only under auto if that fails."""
+    """Train one step under auto, dp, ddp, ddp_spawn and, without a GPU, ddp_fork. If auto fails, skip the others."""
     gpus = torch.cuda.device_count()
     several = "2" if gpus != 1 else "1"
     forks = () if gpus else ("ddp_fork",)  # CUDA does not work in a forked process
@@ -205,7 +205,7 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
 
 
 def _one_step(strategy: str, devices: str, folder: Path, losses: dict[str, float]) -> tuple[Level, str, str]:
-    """Train one step under a strategy, and compare its loss with one device's.
+    """Train one step under a strategy, and compare its loss with the loss on one device.
 
     Returns:
         Level, result and remedy.

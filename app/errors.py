@@ -34,7 +34,7 @@ class RankError(Exception):
 
 
 class RankLostError(RankError):
-    """Lost connection to another rank; that rank's messages show the cause."""
+    """Loss of the connection to another rank. The other rank's messages show the cause."""
 
 
 class RankSilentError(RankError):

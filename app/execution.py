@@ -90,8 +90,8 @@ def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
 def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, captured: bool = False) -> Optimizer:
     """Return the optimizer with its fastest update: fused for SGD, Adam and AdamW on a GPU or in a CUDA graph.
 
-    Keep an implementation that the user chose. Clipping under float16's loss scaler rules out a fused update; the
-    scaler then synchronizes with the device once per step.
+    Keep an implementation that the user chose. A fused update does not work with gradient clipping under float16's
+    loss scaler. With any other update, this scaler synchronizes with the device once per step.
 
     Args:
         optimizer: An optimizer that has not stepped.

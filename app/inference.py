@@ -61,8 +61,8 @@ class Classifier(nn.Module):
         """Return the most likely classes of images. The images are resized and cropped as for validation.
 
         Args:
-            images: A file, a folder, a PIL image, an array (H, W, C) or a tensor (C, H, W), uint8; or a list or a
-                batch of these.
+            images: A file, a folder, a PIL image, a uint8 array (H, W, C), or a uint8 tensor (C, H, W). Several images
+                are a list of these, an array (B, H, W, C), or a tensor (B, C, H, W).
             k: Number of classes to return.
             batch_size: Number of images per forward pass.
 
@@ -111,8 +111,8 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
     """Load a trained classifier, without its data set.
 
     Args:
-        run: A checkpoint file; or a run's folder, such as `runs/NAME/version_0`, for its best checkpoint, else its
-            last one.
+        run: A checkpoint file, or a run's folder, such as `runs/NAME/version_0`. In a folder, the best checkpoint is
+            loaded; if there is none, the last one.
         device: Device to compute on; by default the accelerator, if there is one.
 
     Raises:

@@ -65,12 +65,13 @@ class ImageClassifier(LightningModule):
 
     convolutional = True
     accepts_empty = True  # a batch may be empty, because `training_step` weights batches by their samples
-    # whether `training_step` sums the samples' losses; false while a CUDA graph starts its backward pass from each loss
+    # If true, `training_step` returns the scaled sum of the samples' losses. If false, it returns the losses (B,),
+    # because a CUDA graph may start its backward pass from them.
     sums_losses = True
     sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Name the lambdas among the subclass's default arguments, so that `ddp_spawn` can pickle them."""
+        """Give names to lambdas among the subclass's default arguments, so that `ddp_spawn` can pickle them."""
         super().__init_subclass__(**kwargs)
         name_defaults(cls)
 
@@ -139,8 +140,8 @@ class ImageClassifier(LightningModule):
     def setup(self, stage: str) -> None:
         """Prepare network and metrics.
 
-        Reset the metrics, because spawned processes would share the memory of the metrics' states. Sum losses in
-        float64, so that the order of additions does not change the logged values.
+        Reset the metrics, because spawned processes would otherwise share the memory of the metrics' states. Sum losses
+        in float64, so that the order of additions does not change the logged values.
         """
         # hide Lightning's advice to use sync_dist, because `Sums` and torchmetrics already add up over ranks
         warnings.filterwarnings("ignore", r".*'(train|val|test)_(loss|acc|loss_step|f1|top5)'.*sync_dist=True")
@@ -299,7 +300,7 @@ class ImageClassifier(LightningModule):
         metrics.reset()
 
     def make_optimizer(self) -> Optimizer:
-        """Create the optimizer of the parameters that train."""
+        """Create the optimizer of the trainable parameters."""
         return self.recipe.make_optimizer(self.network, [p for p in self.parameters() if p.requires_grad])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -322,10 +323,10 @@ class ImageClassifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
     def on_train_start(self) -> None:
-        """Set the learning rate by this run's schedule, because the resumed training may have had another length.
+        """Set the learning rate from this run's schedule, because a checkpoint may come from a run of another length.
 
         Raises:
-            UserError: When `cuda_graph` is true and the Trainer has a loop without graphs.
+            UserError: When `cuda_graph` is true, but the Trainer's loop does not support CUDA graphs.
         """
         if self.cuda_graph and not hasattr(self.trainer.fit_loop.epoch_loop, "graphs"):
             raise UserError("cuda_graph=True needs another loop: app.loop.graph_step.GraphLoop.put_into(trainer)")
@@ -336,9 +337,9 @@ class ImageClassifier(LightningModule):
                     group["lr"] = rate
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the unfinished epoch's sums over all ranks, and the properties of the images that predictions need.
+        """Save the unfinished epoch's sums over all ranks, and the image properties that a prediction needs.
 
-        A resumed epoch needs the sums to log the mean over the whole epoch. Collective, like `Trainer.save_checkpoint`.
+        A resumed epoch needs the sums to log the mean over the whole epoch. Collective: every rank must call it.
         """
         checkpoint["epoch_sums"] = self.sums.of_epoch(self.trainer)
         data = self.trainer.datamodule  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Networks in plain torch, and pretrained weights; each forward pass maps images to class scores (logits)."""
+"""Networks in plain torch, and pretrained weights. Each network maps images to class scores (logits)."""
 
 import pkgutil
 import re
@@ -31,7 +31,7 @@ class LeNet(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 6, 5),
-            nn.MaxPool2d(2),  # pooling before ReLU gives the same values, and leaves a quarter of them to ReLU
+            nn.MaxPool2d(2),  # before ReLU: the result is the same, but ReLU computes only a quarter of the values
             nn.ReLU(),
             nn.Conv2d(6, 16, 5),
             nn.MaxPool2d(2),
@@ -157,7 +157,12 @@ def title(name: str) -> str:
 
 
 def count_parameters(network: nn.Module, trainable: bool = False) -> int:
-    """Return the number of all or of the trainable parameters, without those of lazy layers that have no shape yet."""
+    """Return the number of parameters. Lazy layers without a shape are not counted.
+
+    Args:
+        network: The network.
+        trainable: Whether to count trainable parameters only.
+    """
     known = [parameter for parameter in network.parameters() if not isinstance(parameter, nn.UninitializedParameter)]
     return sum(parameter.numel() for parameter in known if parameter.requires_grad or not trainable)
 
@@ -253,7 +258,8 @@ def _read(source: str) -> Any:
     except ImportError:
         raise UserError(f"--model.weights {source}: safetensors is not installed: pip install safetensors") from None
     except Exception as error:  # torch, zipfile, pickle and safetensors raise different types
-        has_code = "weights_only" in str(error)  # hide torch's advice, `weights_only=False`: it runs the file's code
+        # hide torch's advice to set `weights_only=False`, because this would run the file's code
+        has_code = "weights_only" in str(error)
         reason = "it holds more than tensors: save the model's state_dict()" if has_code else one_line(str(error))[:200]
         raise UserError(f"--model.weights {source}: {file} cannot be read ({reason})") from error
 
@@ -282,7 +288,7 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
     if source == "DEFAULT" and name in names_of_torchvision():
         preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
         sizes = {"size": preset.crop_size[0], "resize": preset.resize_size[0]}
-        if name in ("googlenet", "inception_v3"):  # the preset's mean and std are not those of the training
+        if name in ("googlenet", "inception_v3"):  # they were trained with another mean and std than the preset's
             preset.mean = preset.std = [0.5] * 3
         return {"mean": preset.mean, "std": preset.std, "interpolation": preset.interpolation.value, **sizes}
     if source == "DEFAULT" and name is not None and name.startswith("timm/"):

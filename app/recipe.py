@@ -25,9 +25,9 @@ Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
 
 
 def name_defaults(cls: type) -> type:
-    """Store default arguments that are lambdas as attributes of the class, so that `ddp_spawn` can pickle them.
+    """Return the class, with its default lambdas as attributes, so that `ddp_spawn` can pickle the lambdas.
 
-    The defaults are lambdas, because jsonargparse reads the settings of a default optimizer only from a lambda.
+    A default optimizer is a lambda, because jsonargparse reads the settings of a default only from a lambda.
     """
     for name, parameter in inspect.signature(cls).parameters.items():
         if getattr(parameter.default, "__name__", "") == "<lambda>" and "__init__" in vars(cls):
@@ -52,7 +52,8 @@ class Recipe:
             last layer.
         schedule: Learning rate over the whole run, step by step: `constant`; `cosine` or `linear`, which fall to 0;
             `step`, divided by 10 after each third; `onecycle`, which rises from 1/25 and falls to 0.
-        warmup: Steps of warm-up, or epochs as `5ep`. It is linear; a cosine for `onecycle`, by default 30 % of the run.
+        warmup: Length of the warm-up: steps, or epochs such as `5ep`. The rate rises linearly. For `onecycle`, it rises
+            as a cosine, by default over 30 % of the run.
         scheduler: Learning-rate scheduler class with its arguments, instead of `schedule`.
         scheduler_interval: Advance `scheduler` after each `epoch` or each `step`.
         ema: Decay of an exponential moving average of the weights, such as 0.999. The average is evaluated and saved.
@@ -123,7 +124,7 @@ class Recipe:
         """Create the optimizer, with a parameter group for each combination of weight decay and learning rate.
 
         Args:
-            network: The network, to find norm layers, biases and the head.
+            network: The network, which is searched for norm layers, biases and the head.
             parameters: The parameters to train.
         """
         norms = filter(_is_norm, network.modules())
@@ -166,7 +167,7 @@ class Recipe:
             warmup = int(0.3 * steps)
         if warmup >= max(steps, 1):
             raise UserError(f"--model.warmup is {warmup:,} steps, but the run has only {steps:,.0f}: give less")
-        # LambdaLR does not save the arguments of a partial, so that a resumed run can change its length
+        # LambdaLR does not save a partial's arguments; so a resumed run uses its own length, not the checkpoint's
         return LambdaLR(optimizer, partial(rate, self.schedule, warmup, int(steps)))
 
 
@@ -181,7 +182,7 @@ def rates_of(scheduler: LambdaLR, ahead: int = 0) -> list[float]:
 
 
 def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:
-    """Return the learning rate at a step, relative to the highest.
+    """Return the learning rate at a step, relative to the highest rate.
 
     Args:
         schedule: Name of the schedule.
@@ -240,7 +241,7 @@ class MovingAverage(EMAWeightAveraging):
 
 
 def _falling(done: float) -> float:
-    """Return half a cosine wave from 1 to 0."""
+    """Return the value of a half cosine wave, which falls from 1 to 0 as `done` rises from 0 to 1."""
     return (1 + math.cos(math.pi * done)) / 2
 
 

@@ -203,7 +203,7 @@ def run(arguments: list[str]) -> int:
     words += ["--trainer.enable_checkpointing", "false"]
     words += ["--run.wandb", "off", "--run.on_nonfinite", "warn", f"--trainer.callbacks+={__name__}.Replay"]
     words += [f"--trainer.callbacks.first={first}", f"--trainer.callbacks.last={last}"]
-    # a loader without a global order loses its order on resume
+    # without a global order, start from the beginning, because the loader would have another order after a resume
     if (checkpoint := before(config.with_name("checkpoints"), first) if record.global_batch_size else None) is not None:
         words += ["--ckpt_path", str(checkpoint)]
     print(f"replay  step {first:,}{f' to {last:,}' * (last > first)}, from {checkpoint or 'the beginning'}", flush=True)
@@ -230,7 +230,10 @@ def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:
-    """Return the first and the last step to search: where the loss is first not finite, or else rises most.
+    """Return the first and the last step to search.
+
+    If the record names a first step with a non-finite loss, search only this step. Otherwise, search the steps between
+    the two successive logged losses with the largest rise.
 
     Raises:
         UserError: When the run logged no per-step losses.
@@ -239,7 +242,8 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
         return record.not_finite_step, record.not_finite_step
     rows = read_metrics(metrics)
     names = {name for row in rows for name in row if name.endswith("loss_step") or name in ("loss", "train_loss")}
-    name = min(names, key=lambda name: (name == "train_loss", name), default="")  # may be an epoch's mean
+    # prefer any other name to "train_loss", which may be an epoch's mean
+    name = min(names, key=lambda name: (name == "train_loss", name), default="")
     losses = [(int(row["step"]) + 1, row[name]) for row in rows if name in row]
     if len(losses) < 2:
         raise UserError(f"--step worst: {metrics} has no per-step losses: give --step N")

@@ -60,7 +60,10 @@ class Sums:
         return [before + now for before, now in zip(self.epoch, self._of_window(trainer), strict=True)]
 
     def end_window(self, trainer: Trainer) -> dict[str, Tensor]:
-        """Return the window's mean loss on the host, by name; nothing without samples. Reset the window. Collective."""
+        """Return the window's mean loss by metric name, on the host, and reset the window. Collective.
+
+        If the window has no samples, return an empty dict.
+        """
         window = self._of_window(trainer)
         self.epoch = [before + now for before, now in zip(self.epoch, window, strict=True)]
         self.window.zero_()
@@ -68,12 +71,15 @@ class Sums:
         return _means(["train_loss_step"], window)
 
     def end_epoch(self, trainer: Trainer) -> dict[str, Tensor]:
-        """Return the epoch's mean loss and accuracy, like `end_window`, and reset the sums. Collective."""
+        """Return the epoch's mean loss and accuracy by metric name, on the host, and reset the sums. Collective.
+
+        If the epoch has no samples, return an empty dict.
+        """
         self.end_window(trainer)
         epoch, self.epoch = self.epoch, [0.0] * 3
         return _means(["train_loss", "train_acc"], epoch)
 
 
 def _means(names: list[str], sums: list[float]) -> dict[str, Tensor]:
-    """Return means by name; nothing without samples, as where a user's `training_step` adds no batch."""
+    """Return means by metric name. Without samples, return an empty dict: a user's `training_step` may add none."""
     return {name: torch.tensor(total / sums[2]) for name, total in zip(names, sums, strict=False)} if sums[2] else {}

@@ -44,12 +44,12 @@ class Variant:
 
     @classmethod
     def of_flags(cls, name: str, flags: Mapping[str, Any], configs: Sequence[str] = ()) -> "Variant":
-        """Create a variant from flags without dashes; a flag whose value is None is dropped.
+        """Create a variant from flags, named without leading dashes. Drop flags whose value is None.
 
         Raises:
             UserError: When `fit` rejects the flags.
         """
-        classes = ("model", "data", "trainer.strategy")  # shown before their settings in printed commands
+        classes = ("model", "data", "trainer.strategy")  # printed commands show a class before its settings
         items = [(flag, value) for flag, value in flags.items() if value is not None]
         items.sort(key=lambda item: item[0] not in classes)
         pairs = [*(("--config", config) for config in configs), *((f"--{flag}", typed(value)) for flag, value in items)]
@@ -72,7 +72,7 @@ class Variant:
         return Resolved(self.settings).replicas
 
     def nodes(self) -> list[dict[str, str]]:
-        """Return the environment variables of each node; several nodes divide this machine's GPUs or cores."""
+        """Return the environment variables of each node. Several nodes divide this machine's GPUs or cores."""
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
         trainer = self.settings.trainer
         if trainer.num_nodes == 1:
@@ -102,7 +102,7 @@ def typed(value: Any) -> str:
 
 
 def _lacking(variant: Variant) -> str | None:
-    """Return a description of missing devices, or None; each replica needs its own GPU or core."""
+    """Return a description of missing devices, or None. Each replica needs its own GPU or core."""
     trainer, needed = variant.settings.trainer, variant.replicas
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         return "there is no GPU"

@@ -17,7 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
         set_up()
         config.pluginmanager.import_plugin("shared_fixtures")
         category = "lightning.pytorch.utilities.warnings.PossibleUserWarning"
-        # set here, because from pyproject.toml xdist's main process would import Lightning, which takes seconds
+        # not in pyproject.toml, because xdist's main process would then import Lightning, which takes seconds
         config.addinivalue_line("filterwarnings", f"ignore::{category}")
 
 
@@ -28,7 +28,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the faults as a table for the README."""
+    """Print the counts of survived faults, as a table for the README."""
     if TALLIES:
         terminalreporter.write_line("\n| fault | times, all held |\n|---|---:|")
         for fault, times in TALLIES:

@@ -1,4 +1,4 @@
-"""Fake `cuda:0` for a machine without a GPU: runs on FakeTensors, and counts operations that make the host wait."""
+"""Fake `cuda:0` for a machine without a GPU. It computes on FakeTensors, and counts what makes the host wait."""
 
 import traceback
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # before app.cli defers it: FakeTensors need it
+import torch._dynamo  # imported before app.cli defers it, because FakeTensors need it
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch._subclasses import fake_tensor
@@ -36,7 +36,8 @@ class FakeCUDA:
     """Record of the operations that make the host wait for the device.
 
     Attributes:
-        notes: Number of reads, blocking copies and synchronizations, by place in the training, file and line, and kind.
+        notes: Number of operations that make the host wait. A key is a place in the training, file and line, and kind
+            of operation.
         counts: Number of steps in each place, and number of `captures`.
         place: Current place: `step`, `window` (the last step of a logging window), `profiled` (a step that the step
             clock times), `between` (after a step), or `set-up`.
@@ -48,21 +49,21 @@ class FakeCUDA:
         self.place = "set-up"
 
     def note(self, kind: str) -> None:
-        """Count an operation that makes the host wait, by its line of code."""
+        """Count an operation that makes the host wait, under the line of code that started it."""
         frames = [f for f in traceback.extract_stack() if "/app/" in f.filename or "/lightning/" in f.filename]
         relevant = [f for f in frames if "site-packages" not in f.filename] or frames
         self.notes[self.place, f"{Path(relevant[-1].filename).name}:{relevant[-1].lineno}", kind] += 1
 
     @contextmanager
     def capture(self, graph: "Graph", **_: Any) -> Iterator[None]:
-        """Count a capture. Operations in it that make the host wait count as part of the step."""
+        """Count a capture. Whatever makes the host wait during a capture belongs to the step."""
         before, self.place = self.place, "step"
         self.counts["captures"] += 1
         yield
         self.place = before
 
     def at(self, place: str) -> dict[tuple[str, str], int]:
-        """Return a place's notes by line and kind."""
+        """Return the counts of one place in the training, by line and kind."""
         return {(line, kind): count for (where, line, kind), count in sorted(self.notes.items()) if where == place}
 
 
@@ -91,35 +92,44 @@ class Graph:
 
 
 def fake_device(args: Any) -> torch.device:
-    """Return the device that `prim::device` reports to autograd's engine.
+    """Return the device that `prim::device` reports to autograd's engine: `meta` for a tensor on the fake GPU.
 
-    For `meta`, the engine runs the backward pass in this thread, and needs no driver for contexts and streams. Python
-    code reads `FakeTensor.device` instead, which is cuda.
+    On `meta`, the engine runs the backward pass in this thread, and needs no driver for contexts and streams. Python
+    code does not see `meta`, because it reads `FakeTensor.device`.
     """
     (tensor,) = args
     return META if tensor.fake_mode.in_kernel_invocation or is_on_cuda(tensor) else tensor.fake_device
 
 
 def known(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's real values, which are known if the host created it; else None."""
+    """Return a tensor's real values, or None if they are unknown. Values that the host created are known."""
     return getattr(tensor, "value", tensor.constant) if isinstance(tensor, FakeTensor) else tensor
 
 
 def answer(tensor: Tensor) -> Tensor:
-    """Return the values that a read yields: the known ones; else True for booleans, 0 on the device, 1 on the host."""
+    """Return the values that a read of a tensor yields: its real values, if they are known.
+
+    Unknown values read as True for booleans, 0 for other tensors on the device, and 1 for other tensors on the host.
+    """
     with unset_fake_temporarily():
         made = torch.full(tensor.shape, tensor.dtype is torch.bool or not is_on_cuda(tensor), dtype=tensor.dtype)
         return made if (value := known(tensor)) is None else value
 
 
 def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Callable[..., Any]:
-    """Wrap FakeTensor's dispatch: count operations that make the host wait, and let reads return `answer`."""
+    """Wrap FakeTensor's dispatch: count operations that make the host wait, and let reads return `answer`.
+
+    Args:
+        plain: The original dispatch.
+        fake: Record of the counts.
+        of_mode: Whether this is the dispatch of FakeTensorMode, and not of FakeTensor.
+    """
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default:
             return fake_device(args)
-        if kwargs.get("device") == META:  # the backward pass creates this tensor
+        if kwargs.get("device") == META:  # from the backward pass, because `fake_device` reports `meta`
             kwargs["device"] = CUDA
         if not of_mode:
             return plain(self, func, types, args, kwargs)
@@ -150,7 +160,7 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
                 fake.note("blocking copy to the device" if waits else "copy of pageable memory")
         value = known(args[0]) if func in (aten._to_copy.default, aten.lift_fresh.default) else None
         if isinstance(source, FakeTensor):
-            source.constant = None  # torch would copy it to a real device
+            source.constant = None  # otherwise torch would copy it to a real device
         result = plain(self, func, types, args, kwargs)
         if value is not None:
             result.value = value
@@ -176,7 +186,7 @@ def outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def convert(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-    """Replacement for `Module._apply`, which fails to swap fake parameters."""
+    """Replacement for `Module._apply`, because the original fails to swap fake parameters."""
     for child in module.children():
         child._apply(function)
     for kept in (module._parameters, module._buffers):
@@ -189,11 +199,11 @@ def convert(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recur
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
-    """Make a fake `cuda:0` available to the Trainer; only the loading of images is real."""
+    """Make a fake `cuda:0` available to the Trainer. Images and checkpoint files are real."""
     if not torch.backends.cuda.is_built():
         pytest.skip("needs torch's CUDA build, such as the default wheel for Linux")
     fake, patch = FakeCUDA(), monkeypatch.setattr
-    torch._C._ensureCUDADeviceGuardSet()  # without a GPU, a guard that does nothing
+    torch._C._ensureCUDADeviceGuardSet()  # if there is no GPU, the guard does nothing
     library = torch.library.Library("aten", "IMPL", "Meta")
     for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adamw_.tensor_lr"):
         library.impl(name, lambda *_, **__: None)
@@ -264,6 +274,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
 
     patch(CheckpointFiles, "save_checkpoint", save_checkpoint)
     patch(CheckpointFiles, "load_checkpoint", outside(CheckpointFiles.load_checkpoint))
-    patch(batches, "one_ahead", iter)  # another thread has no FakeTensorMode
+    patch(batches, "one_ahead", iter)  # prepare batches in this thread, because another one has no FakeTensorMode
     yield fake
     library._destroy()

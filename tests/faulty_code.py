@@ -1,4 +1,4 @@
-"""Models and data with one mistake each, which `verify` must name, and their correct base classes."""
+"""Models and data for tests of `verify`: correct base classes, and subclasses with a mistake that it must name."""
 
 import os
 from collections.abc import Iterator
@@ -14,11 +14,12 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from app.modules import CIFARCNN
 
-BATCH, COUNT, VALIDATED = 8, 61, 21  # both last batches have 5 samples, which two ranks share unequally
+# the last training batch and the last validation batch have 5 samples, which two ranks cannot share equally
+BATCH, COUNT, VALIDATED = 8, 61, 21
 
 
 class Model(LightningModule):
-    """A small network without a mistake; works with any size of a rank's share."""
+    """Small network without a mistake. A rank's share of a batch may have any size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,13 +61,14 @@ class Shares(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         trainer = self.data.trainer
-        position = trainer.fit_loop.batch_idx + 1 if self.shuffle else 0  # first batch of a resumed epoch
+        # index of the first batch, above 0 in a resumed epoch
+        position = trainer.fit_loop.batch_idx + 1 if self.shuffle else 0
         for batch in self.order().split(self.data.batch_size)[position:]:
             yield batch.tensor_split(trainer.world_size)[trainer.global_rank].tolist()
 
 
 class Data(LightningDataModule):
-    """Images of 3×2×2, shared among ranks without a mistake; for `--trainer.use_distributed_sampler false`."""
+    """Images of shape 3×2×2, correctly shared among the ranks. Needs `--trainer.use_distributed_sampler false`."""
 
     sampler: type[Shares] = Shares
 
@@ -87,7 +89,7 @@ class Data(LightningDataModule):
 
 
 class Stock(Data):
-    """An ordinary loader, with the batch size of one device, for Lightning's sampler."""
+    """Data with ordinary loaders, to which Lightning adds its sampler. Each rank then takes the full batch size."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True)
@@ -97,7 +99,7 @@ class Stock(Data):
 
 
 class OwnBatches(Stock):
-    """Names its batch size in a batch sampler, from which Lightning does not read it under ddp."""
+    """Data whose batch size is set in a batch sampler. Under ddp, Lightning ignores this size."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.dataset, batch_sampler=BatchSampler(RandomSampler(self.dataset), BATCH, False))
@@ -112,7 +114,7 @@ class Halved(Stock):
 
 
 class Repeated(Halved):
-    """`Halved` with eight different samples."""
+    """`Halved` with a data set that repeats eight samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +159,7 @@ class NoSetEpoch(Data):
 
 
 class SplitByChance(Data):
-    """Data whose validation split differs between processes, as without a seed."""
+    """Data whose validation split differs between processes, like a random split without a seed."""
 
     def setup(self, stage: str) -> None:
         chance = torch.Generator().manual_seed(os.getpid())
@@ -171,7 +173,7 @@ class SplitByChance(Data):
 
 
 class Noisy(Data):
-    """Augments images by torch's global random state."""
+    """Data that adds noise from torch's global random state to training images."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
@@ -260,7 +262,7 @@ class Dropping(Model):
 
 
 class Remembers(Model):
-    """`forward` stores a mean in an attribute, from which the loss is computed."""
+    """Model whose loss depends on a mean that `forward` stores in an ordinary attribute."""
 
     mean: Any = 0.0
 
@@ -282,7 +284,7 @@ class DriftsOnOneRank(Model):
 
 
 class CountsItsOwn(Model):
-    """Adds up the means of its own rank's inputs in a buffer."""
+    """Model with a buffer that sums the means of its own rank's inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +295,7 @@ class CountsItsOwn(Model):
 
 
 class ClipsTooEarly(Model):
-    """Clips each rank's gradient instead of their mean."""
+    """Clips each rank's gradient, instead of the mean gradient of all ranks."""
 
     def on_fit_start(self) -> None:
         for parameter in self.parameters():
@@ -301,7 +303,7 @@ class ClipsTooEarly(Model):
 
 
 class PlainMean(Model):
-    """Averages the means of unequal shares."""
+    """Model whose loss is the mean of a rank's share, although the shares have unequal sizes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return cross_entropy(self(batch[0]), batch[1])
@@ -316,7 +318,7 @@ class Weighted(PlainMean):
 
 
 class Average(Callback):
-    """Evaluates with an average of the weights, which no checkpoint contains."""
+    """Evaluates with a moving average of the weights. No checkpoint contains the average."""
 
     def __init__(self) -> None:
         self.average: Any = None
@@ -336,18 +338,18 @@ class Average(Callback):
 
 
 class Sum(Model):
-    """The loss is a sum over samples instead of a mean."""
+    """Model whose loss is a sum over samples instead of a mean."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return cross_entropy(self(batch[0]), batch[1], reduction="sum")
 
 
 class NoisyStock(Stock, Noisy):
-    """An ordinary loader, with noise from torch's global random state."""
+    """Data with ordinary loaders, and with noise from torch's global random state."""
 
 
 class Noise(nn.Module):
-    """Changes the last bits on all ranks except the first."""
+    """Changes the last bits of its input, on all ranks except rank 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + 1e-6 * int(os.environ.get("RANK", 0)))

@@ -22,7 +22,7 @@ ADDRESS = "APP_TEST_SERVER"  # environment variable with the path of the server'
 
 
 def start_server() -> Callable[[], None]:
-    """Start the server, which imports nothing until it is used; return a function that ends it."""
+    """Start the server, and return a function that ends it. The server imports nothing before its first connection."""
     folder = tempfile.mkdtemp()
     os.environ[ADDRESS] = f"{folder}/socket"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])

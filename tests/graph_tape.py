@@ -1,7 +1,7 @@
-"""Stand-in for CUDA graphs on the CPU: records the operations of a step, and replays them without Python.
+"""Tapes: a stand-in for CUDA graphs on the CPU. A tape records a step's operations, and replays them.
 
-Like a CUDA graph, a tape forbids reads during a capture, leaves memory as it was, and replays Python's numbers as
-constants.
+As with a CUDA graph, a capture forbids reads, and leaves memory unchanged. A replay runs none of the step's Python
+code, and uses the Python numbers of the capture.
 """
 
 from collections.abc import Iterator
@@ -67,14 +67,14 @@ class Graph(TorchDispatchMode):
         ]
 
     def restore(self) -> None:
-        """Undo what the captured operations have changed."""
+        """Restore the memory that the captured operations have changed."""
         for storage, before in self._before.values():
             storage.copy_(before)
         self._before = {}
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Repeat the operations on the memory of the capture."""
+        """Repeat the captured operations on the memory that the capture used."""
         self.replays += 1
         for func, args, kwargs, result in self.calls:
             for old, new in zip(tensors(result), tensors(func(*args, **kwargs)), strict=True):
@@ -82,7 +82,7 @@ class Graph(TorchDispatchMode):
                     old.detach().copy_(new)
 
     def reset(self) -> None:
-        """Free the memory."""
+        """Forget the captured operations, so that their memory is freed."""
         self.calls = []
 
     def pool(self) -> tuple[int, int]:
@@ -92,7 +92,7 @@ class Graph(TorchDispatchMode):
 
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """Replace CUDA graphs by tapes; return them in the order of their capture."""
+    """Replace CUDA graphs by tapes, and return the list of tapes, in the order of their capture."""
     made: list[Graph] = []
 
     def read(*_: Any, **__: Any) -> None:
@@ -102,7 +102,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     def capture(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "") -> Iterator[None]:
         made.append(graph)
         with monkeypatch.context() as patch:
-            for name in ("tolist", "numpy", "cpu"):  # on a CPU, these dispatch no operation
+            for name in ("tolist", "numpy", "cpu"):  # patched, because on a CPU they dispatch no operation
                 patch.setattr(Tensor, name, read)
             patch.setattr(torch.cuda, "synchronize", read)
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

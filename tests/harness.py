@@ -65,12 +65,12 @@ def options(**settings: object) -> list[str]:
 
 
 def tiny(size: int = 64, batch_size: int = 16, model: str | None = None, **settings: object) -> list[str]:
-    """Flags of `fit` for a few synthetic images, without progress bar and summary, and further `options`."""
+    """Return flags of `fit` for a few synthetic images, without bar and model summary. Add further `options`."""
     words = ["--data", "Synthetic", *options(size=size, batch_size=batch_size, **settings)]
     return [*words, *(["--model", model] if model else []), *QUIET]
 
 
-# every feature of a recipe at once
+# flags for every feature of a training recipe at once
 RECIPE = [
     *(*options(mixup=0.3, cutmix=1), "--data.balance", "true"),
     *("--model.optimizer.lr", "0.02", "--model.optimizer.weight_decay", "0.01", "--model.no_decay", "norm,bias"),
@@ -80,12 +80,12 @@ RECIPE = [
 
 
 def on_cpu(strategy: str, devices: int = 2, **settings: object) -> list[str]:
-    """Flags for a strategy on several CPU devices."""
+    """Return flags for a strategy on several CPU devices."""
     return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)
 
 
 def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
-    """Run a command as two nodes of this machine."""
+    """Run a command twice at the same time, as two nodes on this machine, and return the results of both."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ThreadPoolExecutor(2) as pool:
         nodes = [pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)}) for node in (0, 1)]
@@ -93,7 +93,7 @@ def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
 
 
 def output_of(code: int, out: str, expected: int = 0) -> str:
-    """Return the output of a command, which must have succeeded, or have ended with the expected exit code."""
+    """Return the output of a command. Check that its exit code is the expected one, by default 0."""
     assert code == expected, out
     return out
 
@@ -116,28 +116,28 @@ def free_port() -> int:
 
 
 def losses(run_dir: Path) -> np.ndarray:
-    """Training loss of each window, from metrics.csv."""
+    """Return the training loss of each logging window, from metrics.csv."""
     return pd.read_csv(run_dir / "metrics.csv")["train_loss_step"].dropna().to_numpy()
 
 
 def record_of(run: Path) -> dict[str, Any]:
-    """A run's record."""
+    """Return a run's record."""
     return json.loads((run / "run.json").read_text())
 
 
 def record(root: Path, version: int = 0) -> dict[str, Any]:
-    """Record of the only run below a folder; before the run has one, no epochs."""
+    """Return the record of the only run below a folder. If the run has none yet, return a record without epochs."""
     run = next(root.glob(f"*/version_{version}/run.json"), None)
     return record_of(run.parent) if run else {"epochs": []}
 
 
 def last_of(run: Path) -> Path:
-    """A run's last checkpoint."""
+    """Return the path of a run's last checkpoint."""
     return run / "checkpoints" / "last.ckpt"
 
 
 def weights(place: Path) -> dict[str, torch.Tensor]:
-    """Weights of a checkpoint, or of a run's last one."""
+    """Return the weights of a checkpoint, or of a run's last checkpoint."""
     return torch.load(last_of(place) if place.is_dir() else place, weights_only=True)["state_dict"]
 
 
@@ -145,20 +145,20 @@ Trained = Path | dict[str, torch.Tensor]  # a run or a checkpoint, or its weight
 
 
 def difference(first: Trained, second: Trained) -> float:
-    """Largest difference between the weights of two models."""
+    """Return the largest absolute difference between the weights of two models."""
     a, b = (weights(model) if isinstance(model, Path) else model for model in (first, second))
     assert a.keys() == b.keys()
     return max((a[key] - b[key]).abs().max().item() for key in a)
 
 
 def assert_same(run: Path, expected: Path, tolerance: float = 1e-5) -> None:
-    """Check that two runs have the same losses in every step, and the same last weights."""
+    """Check that two runs have the same loss in each logging window, and the same final weights."""
     np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=tolerance)
     assert difference(run, expected) < tolerance
 
 
 def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
-    """Replace the drawing of pictures and reports, which takes half the time of a short run.
+    """Patch drawing to write empty pictures and reports, because it takes half the time of a short run.
 
     Args:
         patch: Function that sets a dotted name to a value, such as `monkeypatch.setattr`.
@@ -175,7 +175,7 @@ def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
 
 
 def remember_signatures() -> None:
-    """Read the signature and documentation of a class once per process, not once per command."""
+    """Patch jsonargparse to read a class's signature and documentation once per process, not once per command."""
     path, signature, documentation = map(cache, (get_import_path, get_signature_parameters, parse_docstring))
 
     def path_of(value: Any) -> str | None:
@@ -201,7 +201,7 @@ TINY |= {"max_epochs": 2, "repeats": 1, "time_limit": 60}
 
 
 def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
-    """Write JPEG and PNG files of different sizes into class folders: for each split, the given number per class."""
+    """Write JPEG and PNG files of different sizes into class folders. `splits` has each split's images per class."""
     rng = np.random.default_rng(0)
     for (split, count), label in itertools.product(splits.items(), labels):
         (folder / split / label).mkdir(parents=True)
@@ -212,7 +212,7 @@ def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
 
 
 def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
-    """Count the pixels of each colour of a page in Chromium; its console must stay empty."""
+    """Return the number of pixels of each colour of a page in Chromium. Check that the page logs nothing."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no chromium")
@@ -226,14 +226,14 @@ def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
 
 
 def family(mark: str) -> set[int]:
-    """Return the living processes whose environment contains a mark, whatever their parents."""
+    """Return the ids of all living processes whose environment contains a mark, whatever their parents are."""
     pids = set()
     for place in Path("/proc").glob("[0-9]*"):
         try:
             state = (place / "stat").read_text().rpartition(")")[2].split()[0]
             if mark.encode() in (place / "environ").read_bytes() and state != "Z":
                 pids.add(int(place.name))
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return pids
 
@@ -242,7 +242,7 @@ def listening(processes: Iterable[int]) -> set[str]:
     """Return the addresses on which processes listen. Unlike psutil, read each process's own network namespace."""
     addresses = set()
     for place in (Path(f"/proc/{pid}") for pid in processes):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             sockets = {os.readlink(descriptor) for descriptor in (place / "fd").iterdir()}
             for table, kind in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
                 for line in (place / "net" / table).read_text().splitlines()[1:]:
@@ -285,7 +285,7 @@ class Running:
         return self
 
     def trained(self, epochs: int) -> "Running":
-        """Wait until the run has trained some epochs or has ended.
+        """Wait until the run has trained at least `epochs` epochs, or has ended.
 
         Check that no process listens on all interfaces, except if a launcher started the run.
         """
@@ -306,7 +306,7 @@ class Running:
         return out
 
     def end(self, seconds: float = 120, code: int | None = None) -> str:
-        """Wait for the end, check the exit code, and return the output. All processes must end within 10 s more."""
+        """Wait for the end, and return the output. Check the exit code, and that all processes end within 10 s more."""
         out, _ = self.process.communicate(timeout=seconds)
         awaited(lambda: not family(self.mark), 10)
         return output_of(self.process.returncode, out, self.process.returncode if code is None else code)
@@ -316,7 +316,7 @@ class Running:
 def running(
     *words: str | Path, launcher: Sequence[str] = (), env: Environment | None = None, cwd: Path = ROOT
 ) -> Iterator[Running]:
-    """Start a command, by `python` or by a launcher; none of its processes outlives the block."""
+    """Start a command with `python` or a launcher. At the end of the block, kill its remaining processes."""
     run = Running(words, launcher, env or {}, cwd)
     try:
         yield run
@@ -366,7 +366,7 @@ class Forked:
 
 
 class ForkServer:
-    """Connection to the fork server. Runs commands one at a time, hundreds in a few minutes.
+    """Connection to the fork server, which runs a connection's commands one at a time.
 
     Args:
         folder: Folder of the output file, which each command overwrites.
@@ -393,7 +393,13 @@ class ForkServer:
     def run(
         self, *args: str | Path, seconds: float = 60, signal_after: Signal = None, env: Environment | None = None
     ) -> tuple[int, str]:
-        """Run a command; return its exit code, negative after a signal, and output. Optionally, send it a signal.
+        """Run a command, and return its exit code and output. If a signal ended it, the exit code is negative.
+
+        Args:
+            args: Arguments of the command.
+            seconds: Time limit.
+            signal_after: Signal to send to the command, and the seconds to wait before.
+            env: Changes of the environment.
 
         Raises:
             TimeoutError: When the command does not end in time.
@@ -434,7 +440,7 @@ def fork_app(*args: str | Path, timeout: int = 240, env: Environment | None = No
 def fork_run(
     command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **more: Any
 ) -> Forked | subprocess.Popen[bytes]:
-    """Replacement for `Popen` in `app.runs.starter`: forks a command, or starts a process for each of several nodes."""
+    """Replacement for `Popen` in `app.runs.starter`: a fork, or a new process for one of several nodes."""
     if "--cluster.node_rank" in command:
         return subprocess.Popen(command, stdout=stdout, env=env, **more)
     variables = {name: value for name, value in env.items() if name != STARTER}

@@ -1,4 +1,4 @@
-"""A module and data such as users of plain Lightning write."""
+"""Model and data as users of plain Lightning write them."""
 
 import random
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class PlainModel(LightningModule):
 
 
 class WithBuffers(PlainModel):
-    """Keeps buffers: InstanceNorm's statistics, a moving mean, and the number of forward passes in training."""
+    """`PlainModel` with buffers: InstanceNorm's statistics, a moving mean, and a count of training forward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,18 +65,18 @@ class WithBuffers(PlainModel):
 
 
 class OwnSampler(SequentialSampler):
-    """A sampler of the user's own."""
+    """Sampler class of a user."""
 
 
 class Streamed(IterableDataset[Any]):
-    """An iterable data set, which has no order."""
+    """Iterable data set. The application cannot set the order of its samples."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter([])
 
 
 class PlainPictures(Dataset[tuple[Tensor, int]]):
-    """Pictures, augmented at random by torch, NumPy and Python."""
+    """Pictures with random augmentation that uses the generators of torch, NumPy and Python."""
 
     def __init__(self, size: int) -> None:
         self.images = torch.rand(size, 3, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -92,7 +92,7 @@ class PlainPictures(Dataset[tuple[Tensor, int]]):
 
 
 class PlainData(LightningDataModule):
-    """The usual data module, with a shuffling DataLoader."""
+    """Usual data module. By default, its DataLoader shuffles; `kind` selects another training loader."""
 
     def __init__(self, size: int = 50, batch_size: int = 16, num_workers: int = 0, kind: str = "shuffled") -> None:
         super().__init__()

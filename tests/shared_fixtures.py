@@ -1,4 +1,4 @@
-"""Fixtures: tiny data sets in their real formats, and the real command."""
+"""Fixtures: tiny data sets in their real formats, the real command, a SLURM cluster, and a network of hosts."""
 
 import atexit
 import gc
@@ -26,9 +26,9 @@ from torch.utils import data
 from app.cli import main
 
 remember_signatures()
-gc.freeze()  # otherwise garbage collection would scan all imported modules, a fifth of the tests' time
+gc.freeze()  # otherwise garbage collection would scan all imported modules, which takes a fifth of the tests' time
 atexit.register(gc.unfreeze)  # otherwise nanobind, on which triton is built, reports leaks
-data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds that a deleted loader waits for its workers to end, instead of 5
+data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds, by default 5, that a deleted loader waits for its workers
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -52,13 +52,15 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         leave_undrawn(monkeypatch.setattr)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic runs; cuBLAS reads it only once
+    # deterministic runs need it; set for every test, because cuBLAS reads it only once per process
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     left = ("APP_DEBUG", "APP_TRUST", "PL_GLOBAL_SEED", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
     for name in (*left, "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["app"])
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job; children inherit it
+    # a shell's background job ignores SIGINT, and child processes would inherit this
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
 
@@ -91,7 +93,7 @@ def app(tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None) ->
 
 @pytest.fixture
 def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files in CIFAR-10's format, with 10 images in each batch; patches torchvision's checksums."""
+    """Write files in CIFAR-10's format, with 10 images in each batch, and patch torchvision's checksums."""
     cls = torchvision.datasets.CIFAR10
     folder = tmp_path / "data" / cls.base_folder
     folder.mkdir(parents=True)
@@ -136,7 +138,7 @@ def image_root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes an experiment file: TINY with other settings."""
+    """Return a function that writes an experiment file with the settings of TINY, updated by its arguments."""
 
     def write(**settings: Any) -> Path:
         path = tmp_path / "tiny.yaml"
@@ -162,5 +164,5 @@ def hosts() -> Iterator[Network]:
 
 @pytest.fixture
 def tally(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
-    """Return a function that counts the faults that a test injected and the run survived, for the final table."""
+    """Return a function that adds the name and number of survived faults to the table at the end of the tests."""
     return record_property

@@ -39,7 +39,7 @@ class SharesItsCore(Callback):
         self.busy = [context.Process(target=never_ends, daemon=True) for _ in range(2 * last)]
         for process in self.busy:
             process.start()
-        if last:  # slow this rank clearly, because other programs may slow rank 0
+        if last:  # lower its priority, so that it is slower than rank 0 even if other programs slow rank 0
             os.nice(8)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -62,7 +62,7 @@ class LoopsInData(Synthetic):
 
 
 class LoopsInAWorker(nn.Module):
-    """Augmentation that never returns in a worker process of the last of two ranks."""
+    """Augmentation that stops returning after some images, in the worker processes of rank 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class ReducesAlone(CIFARCNN):
 
 
 class SlowRank(CIFARCNN):
-    """Its last rank is slow."""
+    """Model that slows down the last rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank and self.global_rank == self.trainer.world_size - 1:

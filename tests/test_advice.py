@@ -10,7 +10,10 @@ from app.compare.results import COLUMNS
 
 
 def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
-    """Results with a range of ±`spread` around samples_per_s, in three runs."""
+    """Return a table of results, each from three runs whose samples/s differ from `samples_per_s` by up to ±`spread`.
+
+    `spread` is a fraction of `samples_per_s`, by default 0.01.
+    """
     table = []
     fixed = {"nodes": 1, "processes": 1, "threads": 1, "n": 3, "precision": "32-true", "global_batch": 64}
     fixed |= {"accelerator": "cuda", "placement": "memory", "others_cores": 0.0, "memory_main_percent": 10.0}
@@ -41,7 +44,7 @@ def test_advice_names_the_fastest() -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 0.03])
 def test_no_verdict_from_runs_that_overlap(spread: float) -> None:
-    """Variants also tie if their medians differ by less than the range of one variant's runs."""
+    """Variants tie if their runs' ranges overlap, or if their medians differ by less than one of the ranges."""
     text = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
     assert text.startswith("No winner: four and one are as fast as each other, within the spread of their runs\n")
     assert "**Take one**: it is as fast as any, on 1 device where others take 4." in text
@@ -72,16 +75,16 @@ def test_a_busy_machine_is_one_whose_cores_do_not_suffice() -> None:
 
 LOADS = [
     (0.0, 1, False),
-    (0.5, 1, False),  # without the other programs, it would be at most twice as fast
+    (0.5, 1, False),  # without the other programs, `slow` would be at most twice as fast, which is less than FOUR
     (0.75, 1, True),
     (3.0, 1, True),
-    (0.75, 2, False),  # half of the cores are free
+    (0.75, 2, False),  # the slow variant uses only two of the four cores
 ]
 
 
 @pytest.mark.parametrize(("others", "one_thread", "explained"), LOADS)
 def test_load_explains_a_difference(others: float, one_thread: int, explained: bool) -> None:
-    """Programs that use part of a core delay a step by that part; a fully used core delays it without limit."""
+    """Load explains a difference if, without it, the slower variant might be as fast as the fastest one."""
     slow = ONE | CPU | {"others_cores": others, "threads": 4 // one_thread}
     assert load_explains(made_up(FOUR | CPU | {"threads": 1}, slow), 4, 4) == explained
 
@@ -97,7 +100,7 @@ LIMITS = [
     ({"data_ms": 30.0}, "one is limited by data loading: "),
     ({"communication_ms": 30.0}, "one is limited by communication: "),
     ({"rest_ms": 30.0}, "one is limited by launch overhead: "),
-    ({"launch_ms": 19.0}, "one is limited by launch overhead: "),  # on a GPU that waits for the host
+    ({"launch_ms": 19.0}, "one is limited by launch overhead: "),  # on a GPU, which waits for the host's launches
     ({"memory_main_percent": 97.0}, "Memory limits one"),
     ({}, "one is limited by the model's own computation: "),
 ]

@@ -1,4 +1,4 @@
-"""Missing or broken data and checkpoints: the error is one line that names the file, and the exit code 2."""
+"""Missing or broken data and checkpoints: the error must be one line that names the file, with exit code 2."""
 
 import errno
 import gc
@@ -98,7 +98,7 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
 def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     """Reading a record with a value of the wrong form raises an error with the value's name.
 
-    `plan` then ends with one line; a resumed run continues without the record.
+    `plan` then ends with one error line. A resumed run continues without the record.
     """
     flags = [*SMALL, "--run.name", "x", "--run.test", "false"]
     output_of(*app("fit", *flags, "--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "1"))
@@ -132,7 +132,7 @@ def test_images_of_one_class(app: App, tmp_path: Path) -> None:
 
 
 def rejection(root: Path, **flags: Any) -> str:
-    """Return the error of reading a folder of images."""
+    """Read a folder of images, which must fail, and return the error message."""
     with pytest.raises(UserError) as error:
         attach(ImageFolder(str(root), num_workers=0, **flags))
     return str(error.value)
@@ -141,7 +141,7 @@ def rejection(root: Path, **flags: Any) -> str:
 def test_what_a_folder_of_images_must_not_hold(
     app: App, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors name a pipe, a broken or circular link, a link to no image, an empty class and an unreadable folder."""
+    """An error names a pipe, a broken or circular link, a link to no image, an empty class or an unreadable folder."""
     odd = image_root / "train" / "cat" / "odd.jpg"
     os.mkfifo(odd)
     assert f"{odd} is a pipe, a socket or a device, not a file" in error_of(*app(*images_at(image_root)))
@@ -169,14 +169,14 @@ def test_what_a_folder_of_images_must_not_hold(
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         return scandir(folder)
 
-    monkeypatch.setattr(os, "scandir", denied)  # because a superuser may read all folders
+    monkeypatch.setattr(os, "scandir", denied)  # patched, because a superuser may read a folder without permissions
     assert "train/dog cannot be read (Permission denied)" in rejection(image_root)
 
 
 def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> None:
-    """Skipped images are counted in the record, reported once, and the same for both placements.
+    """Skipped images are counted in the record, and reported once. Both placements skip the same images.
 
-    Skipping needs the cache.
+    Without the cache, or if no image can be read, the run is refused.
     """
     cats = image_root / "train" / "cat"
     (cats / "00.jpg").write_bytes(b"")
@@ -240,7 +240,7 @@ def by_workers(split: FileSplit) -> None:
 
 @pytest.mark.parametrize("read", [lambda split: list(split.blocks(1)), by_workers], ids=["decoding", "training"])
 def test_an_unreadable_image_leaves_no_worker_behind(read: Callable[[FileSplit], Any], tmp_path: Path) -> None:
-    """The image's error ends the workers at once. Otherwise, a later garbage collection would wait for them."""
+    """The image's error ends the worker processes at once. Otherwise, a later garbage collection waits for them."""
     (tmp_path / "bad.png").write_bytes(b"x")
     split = FileSplit([str(tmp_path / "bad.png")], [0], (3, 8, 8), Geometry((8, 8)))
     gc.collect()

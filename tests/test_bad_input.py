@@ -1,4 +1,7 @@
-"""Inputs that once caused a traceback or ran foreign code. Each must cause one line, exit code 2, and run no code."""
+"""Inputs that once caused a traceback or ran foreign code.
+
+Each must cause one error line and exit code 2, and run no code.
+"""
 
 import os
 from pathlib import Path
@@ -16,7 +19,7 @@ STEP = ["--model.scheduler", "StepLR"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A project folder with broken modules as the current folder."""
+    """Create a project folder with broken modules, and make it the current folder."""
     place = tmp_path / "project"
     place.mkdir()
     (place / "broken_module.py").write_text("def (:\n")
@@ -132,7 +135,7 @@ def test_variables(name: str, value: str, message: str, app: App, monkeypatch: p
 
 
 def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules in the current folder are trusted; installed ones only by `--trust`."""
+    """Modules in the current folder are trusted. Modules elsewhere are trusted only with `--trust`."""
     Path("mine.py").write_text("from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n")
     output_of(*app("fit", *TINY, "--model", "mine.Mine"))
     elsewhere = Path("../elsewhere")

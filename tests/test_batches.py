@@ -26,7 +26,7 @@ def split(count: int) -> Split:
 
 
 def gathered(batch: RawBatch | Rows) -> RawBatch:
-    """The batch with its images."""
+    """Return a batch with its images. `Rows` are gathered first, as on a device."""
     return batch.gather() if isinstance(batch, Rows) else batch
 
 
@@ -79,9 +79,9 @@ def test_epochs_have_permutations_of_their_own() -> None:
 def test_a_rank_holds_only_its_share_of_what_is_not_shuffled() -> None:
     shared: dict[str, Any] = {"batch_size": 8, "world_size": 4, "placement": "device"}
     evaluated = GlobalBatches(split(37), torch.arange(37), rank=1, **shared)
-    assert len(evaluated.images) == 4 * 2 + 1  # one of the last batch's 5
+    assert len(evaluated.images) == 4 * 2 + 1  # two from each of 4 batches, and one from the last batch of 5
     trained = GlobalBatches(split(37), torch.arange(30), rank=1, shuffle=True, **shared)
-    assert len(trained.images) == 30  # all images, because an epoch's permutation may assign any of them
+    assert len(trained.images) == 30  # all images, because an epoch's permutation may assign any of them to this rank
 
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
@@ -153,7 +153,7 @@ def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest
 
         return made
 
-    for name in ("empty", "randint"):  # record it only, because page-locking needs a driver
+    for name in ("empty", "randint"):  # record `pin_memory` only, because page-locking needs a driver
         monkeypatch.setattr(torch, name, without(getattr(torch, name)))
     loader, reference = (
         GlobalBatches(split(50), torch.arange(3, 40), batch_size=8, shuffle=True, draws=2, device=torch.device(device))

@@ -55,7 +55,7 @@ def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
 
 
 def images_of(root: Path, cache: Path | str, name: str = "train", **kwargs: Any) -> torch.Tensor:
-    """Return the images of a split as the application reads them at a start."""
+    """Return the images of a split as the application reads them at the start of a command."""
     data = attach(
         ImageFolder(str(root), cache=str(cache), num_workers=0, **kwargs), "test" if name == "test" else "fit"
     )
@@ -136,7 +136,7 @@ def test_what_is_stale_is_decoded_again(image_root: Path, cache: Path, decoded: 
 
 
 def test_links_that_lead_elsewhere(image_root: Path, cache: Path, decoded: Callable[[], int]) -> None:
-    """The cache notices a new link target, even with the same names, sizes and times of change."""
+    """The cache notices a new link target, even if its files have the same names, sizes and modification times."""
     other = image_root / "other"
     for image in sorted((image_root / "train").rglob("*.*")):
         copy = other / image.relative_to(image_root)
@@ -304,14 +304,14 @@ def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
 
 @SLOW
 def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path) -> None:
-    """`test` turns a fraction into a number of images per batch. For this, it must count the training images."""
+    """`test` works with a batch size that is a fraction of the training images, although it must count them first."""
     flags = ["--data", "Synthetic", "--data.size", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
     output_of(*fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED))
     output_of(*fork_app("test", *flags, *on_cpu("ddp_fork"), "--data.val_size", "20", "--ckpt_path", "last"))
 
 
 def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:
-    """Images of a split that are given as `predict_dir` have a cache file of their own."""
+    """The test split's images have a second cache file if they are given as `predict_dir`, which has no labels."""
     kept = ImageCache(str(cache))
     unlabelled = ImageFolder(str(image_root), predict_dir=str(image_root / "test")).source
     kept.write(unlabelled, "predict", 0)

@@ -81,7 +81,7 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only `last` keeps its previous checkpoint, also without hard links."""
+    """Only `last` keeps its previous checkpoint, even on a file system without hard links."""
     last, previous, best = (tmp_path / name for name in (LAST, PREVIOUS, "best.ckpt"))
     files_ = CheckpointFiles()
     for step in range(4):
@@ -95,9 +95,10 @@ def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kill_after_the_one_before_got_its_name(tmp_path: Path) -> None:
-    """A save keeps both checkpoints and leaves no temporary file after a kill between linking and replacing.
+    """After a kill has interrupted a save, the next save keeps both checkpoints and leaves no temporary file.
 
-    Both names are then hard links to one file. rename(2) does nothing between two links to one file.
+    A kill after linking `last-1`, but before replacing `last`, leaves both names as hard links to one file. Renaming
+    one of them to the other does nothing.
     """
     last, before = tmp_path / LAST, tmp_path / PREVIOUS
     CheckpointFiles().save_checkpoint(content(1), last)
@@ -108,7 +109,7 @@ def test_a_kill_after_the_one_before_got_its_name(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is one line, the earlier file is unchanged, and no unfinished file remains."""
+    """If the disk is full, the error is one line, the earlier file is unchanged, and no unfinished file remains."""
     last = tmp_path / LAST
     CheckpointFiles().save_checkpoint(content(1), last)
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
@@ -121,7 +122,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """The newest checkpoint and the previous one are whole, and no saved checkpoint is lost."""
+    """After a kill at any moment, the newest checkpoint and the one before are whole, and no saved one is lost."""
     place, folder, seed = tmp_path / "steps", tmp_path / "checkpoints", random.Random(0)
     left = 0
     for _ in range(KILLS):

@@ -1,4 +1,4 @@
-"""Valid command lines, and wrong ones, which cause one line, exit code 2, and no traceback."""
+"""Valid command lines, and wrong ones. A wrong one must cause one error line, exit code 2, and no traceback."""
 
 import re
 import shlex

@@ -27,7 +27,8 @@ def run_nodes(commands: Sequence[Sequence[str]], variables: Sequence[dict[str, s
     """Run the nodes' commands at the same time, and return their outputs.
 
     Raises:
-        AssertionError: When a command fails, or does not end in time.
+        AssertionError: When a command fails.
+        TimeoutExpired: When a command does not end in time.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     nodes = [
@@ -49,7 +50,7 @@ def run_nodes(commands: Sequence[Sequence[str]], variables: Sequence[dict[str, s
 
 
 def epochs(root: Path) -> list[tuple[int, int]]:
-    """World size and number of epochs of each run, in order."""
+    """Return the world size and number of epochs of each run, in the order of their folders."""
     records = [record_of(path.parent) for path in sorted(root.glob("*/version_*/run.json"))]
     return [(record["world_size"], len(record["epochs"])) for record in records]
 
@@ -68,7 +69,7 @@ def test_slurm_script() -> None:
 def test_containers(app: App) -> None:
     """Both images have the Python version, files and installation that pyproject.toml needs; their commands exist.
 
-    Names of instructions and sections: docs.docker.com/reference/dockerfile, apptainer.org/docs/user/latest.
+    Sources of instructions and sections: docs.docker.com/reference/dockerfile, apptainer.org/docs/user/latest.
     """
     text = (CLUSTER / "Dockerfile").read_text()
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
@@ -99,10 +100,11 @@ def test_containers(app: App) -> None:
 
 @pytest.mark.slow
 def test_kubernetes_train_job(tmp_path: Path) -> None:
-    """The job uses names of Kubeflow Trainer 2.3's CRD trainjobs.trainer.kubeflow.org; its command runs in two pods.
+    """The job's fields exist in Kubeflow Trainer 2.3, and its command trains in two pods.
 
-    Source: github.com/kubeflow/trainer, manifests/base/crds and pkg/runtime/framework/plugins/torch. That plugin sets
-    the variables `PET_…`, refuses them in a job, and names the container `node`.
+    Source: github.com/kubeflow/trainer, manifests/base/crds (trainjobs.trainer.kubeflow.org) and
+    pkg/runtime/framework/plugins/torch. That plugin sets the variables `PET_…`, refuses them in a job, and names the
+    container `node`.
     """
     job = yaml.safe_load((CLUSTER / "trainjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
@@ -159,7 +161,7 @@ def test_skypilot(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sweep(tmp_path: Path) -> None:
-    """Three trials, started as by an agent of Weights & Biases: each is one run with its assigned id and flags."""
+    """Three trials use the commands of a Weights & Biases agent. Each is one run with its assigned id and flags."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
     from wandb.sdk.lib.config_util import save_config_file_from_dict
 

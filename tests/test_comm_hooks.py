@@ -1,4 +1,4 @@
-"""Communication of gradients: the ring, hooks on a CPU, options of strategies, and rejected ones."""
+"""Communication of gradients: the ring, hooks on a CPU, strategies' options, and rejected strategies and options."""
 
 import itertools
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ MEET = "--trainer.num_nodes 2 --cluster.init_method tcp://127.0.0.1:29500 --clus
 
 
 def forked(strategy: str, *options: str) -> list[str]:
-    """Flags for a strategy whose two processes are forks, which start at once."""
+    """Return flags for a strategy with two processes. They are forks, because forks start fast."""
     pairs = zip(options[::2], options[1::2], strict=True)
     words = [word for name, value in pairs for word in (f"--trainer.strategy.{name}", value)]
     return [*CPU, "--trainer.strategy", strategy, "--trainer.strategy.start_method", "fork", *words]
 
 
 def rings(rank: int, store: str) -> None:
-    """Compare the ring with the built-in all-reduce, in one of eight processes."""
+    """Check the ring against the built-in all-reduce, on groups of 2 to 8 ranks. Each of eight processes calls this."""
     dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), world_size=8, rank=rank)
     groups: list[Sequence[int]] = [range(2), range(3), range(4), range(5), [6, 1, 4], range(8)]
     for ranks in groups:
@@ -90,7 +90,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_effect(root: Path, exact: Path, effect: bool) -> None:
-    """Check that weights equal those of one device, or differ slightly if the hook has an `effect` on gradients."""
+    """Check that a run's weights equal those of one device, or, with an `effect`, that they differ slightly."""
     changed = difference(root / "x" / "version_0", exact)
     assert 1e-9 < changed < 1e-2 if effect else changed < 1e-12
 
@@ -114,7 +114,7 @@ def test_hooks_act_on_cpu(strategy: str, options: list[str], message: str, exact
 def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
     flags = [*SMALL, *forked("ddp", "ddp_comm_hook", "user_code.speaking_hook"), "--run.root", tmp_path]
     out = output_of(*fork_app("fit", *flags, *options(accumulate_grad_batches=2, max_epochs=1, test=False)))
-    assert out.count("averaged a bucket") == 4  # 64 images: 4 batches, 2 steps, on 2 ranks
+    assert out.count("averaged a bucket") == 4  # 64 images are 4 batches in 2 steps; each of 2 ranks prints once a step
     assert "static graph" not in out
 
 
@@ -158,7 +158,7 @@ def test_nodes_train_by_themselves_under_local_sgd(start: str, effect: bool, exa
 
 
 def strategy(*words: str) -> Namespace | str:
-    """Return the strategy of a command line."""
+    """Return the resolved strategy of a command line."""
     return resolve(["fit", *SMALL, *words]).trainer.strategy
 
 

@@ -133,7 +133,8 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
     assert str(folder) in out
     for row in head["variants"]:
         whole = sum(row[f"{phase}_ms"] for phase in PHASES)
-        assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"], rel=1e-4)  # rounded
+        # not exactly equal, because the figures are rounded
+        assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"], rel=1e-4)
     for damaged in ("runs/repeat_1/one/version_0/run.json", "experiment.json"):
         (folder / damaged).write_text("{")
         message = error_of(*app("compare", "--root", path.parent, "--experiment", path))
@@ -144,7 +145,7 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
 def test_no_verdict_on_a_busy_machine(
     app: App, experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When other programs take all cores, the report has figures, the load, and how to measure again."""
+    """If other programs take all cores, the report has no verdict, but the load, and how to measure again."""
     cores = os.cpu_count() or 1
     monkeypatch.setattr("app.runs.starter.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
@@ -246,7 +247,7 @@ def test_the_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path
 
 @pytest.mark.slow
 def test_every_way_of_running_on_this_machine(app: App, tmp_path: Path) -> None:
-    """Run the shipped experiment with small sizes; test_experiment reads all shipped experiments."""
+    """this_machine.yaml measures two variants or more, in its quick form. No variant fails."""
     path = ROOT / "configs" / "compare" / "this_machine.yaml"
     output_of(*app("compare", "--experiment", path, "--quick", "true", "--root", tmp_path))
     folder = tmp_path / "compare" / path.stem / "version_0"

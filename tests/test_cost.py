@@ -27,7 +27,7 @@ from app.loop.graph_step import Graphs
 from app.modules import CIFARCNN, ImageClassifier
 from app.networks import LeNet
 
-# 1,800 training images: 113 steps, two logging windows
+# 1,800 training images: 113 steps and two logging windows per epoch
 MLP = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[4]", "--data", "Synthetic"]
 MLP += options(like="FashionMNIST", size=2000, batch_size=16)
 LENET = ["--model", "CIFARCNN", "--data", "Synthetic", *options(size=1280, batch_size=16)]
@@ -38,7 +38,7 @@ __all__ = ["tapes"]
 
 
 class Counting(TorchDispatchMode):
-    """Count operations by name, without views and empty tensors, because these launch no kernel."""
+    """Counter of operations by name. Views and empty tensors do not count, because they launch no kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Counting(TorchDispatchMode):
 
 
 def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None:
-    """Call a function before the second epoch, when Lightning sets the loader's epoch."""
+    """Patch the training loader so that it calls a function right before the second epoch."""
     set_epoch = GlobalBatches.set_epoch
 
     def replacement(self: GlobalBatches, epoch: int) -> None:
@@ -99,8 +99,8 @@ def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path)
 
         return counted
 
-    with patch.context() as temporary:  # undo the patches, so that a test can count twice
-        for name in ("tolist", "cpu", "numpy"):  # on a CPU, these dispatch no operation
+    with patch.context() as temporary:  # undone at the end, so that a test can count twice
+        for name in ("tolist", "cpu", "numpy"):  # patched, because on a CPU they dispatch no operation
             temporary.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
         temporary.setattr(ImageClassifier, "training_step", step)
         in_second_epoch(temporary, lambda: (marks.clear(), mode.__enter__()))
@@ -112,7 +112,7 @@ def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path)
 
 
 def raw_operations() -> int:
-    """Return the operations of LeNet's step written by hand: uint8 images, mean loss, SGD."""
+    """Return the number of operations in a hand-written step of LeNet with uint8 images, mean loss and SGD."""
     images, labels = torch.zeros(64, 3, 32, 32, dtype=torch.uint8), torch.zeros(64, dtype=torch.long)
     order, mean, std = torch.arange(64), torch.full((3, 1, 1), 127.5), torch.full((3, 1, 1), 127.5)
     network = LeNet().to(memory_format=torch.channels_last)
@@ -134,13 +134,13 @@ def raw_operations() -> int:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop the progress bar's clock, because each drawing reads the logged values."""
+    """Stop the progress bar's clock, because each redraw would read the logged values from the device."""
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
 # for comparison, calls per step: stock Trainer 3,750, or 4,169 with bar, CSV and checkpoints; hand-written loop 209
 def test_python_calls(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes at most 1,000 calls. Callbacks that override nothing add no call."""
+    """A step takes at most 1,000 Python calls on average. Callbacks that override nothing add none."""
     calls = calls_per_step(app, monkeypatch, *MLP)
     assert mean(calls) <= 1000
     idle = "--trainer.callbacks+=lightning.pytorch.Callback"
@@ -152,7 +152,7 @@ def test_python_calls_of_the_fast_config(app: App, monkeypatch: pytest.MonkeyPat
 
 
 def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step clock takes at most 1 % of a step's Python calls; its work at the end of an epoch does not count."""
+    """The step clock takes at most 1 % of a step's Python calls. Its calls at the end of an epoch do not count."""
     ours: Counter[str] = Counter()
     steps = 0
 
@@ -178,7 +178,7 @@ def check_reads(steps: list[Counter[str]]) -> None:
 
 
 def test_operations(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LeNet's step has at most 8 operations more than a hand-written one; crop, flip and cutout add at most 14.
+    """LeNet's step has at most 8 operations more than a hand-written one. Crop, flip and cutout add at most 14.
 
     Only the last step of a logging window reads the device.
     """
@@ -199,7 +199,7 @@ def test_reads_of_the_device(flags: list[str], app: App, monkeypatch: pytest.Mon
 
 
 class CountsReads(CIFARCNN):
-    """Writes the number of tensor reads in each step of the second epoch, into a file per rank."""
+    """Model that counts tensor reads in the second epoch. Each rank writes the count before each step into a file."""
 
     def on_train_epoch_start(self) -> None:
         self.reads, self.mode = [], Counting()
@@ -237,12 +237,16 @@ def test_a_recipe_costs_half_a_step_at_most(app: App, monkeypatch: pytest.Monkey
 
 
 def test_a_captured_step(tapes: list[Graph], app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two graphs hold the kernels of sixteen steps, 34 per step, so that a GPU does not wait for their launches."""
+    """The kernels of sixteen steps are in two graphs, so that a GPU does not wait for their launches.
+
+    A step takes at most 140 Python calls. It has 34 kernels.
+    """
     monkeypatch.setattr(rules, "needs_cuda", lambda resolved: ())
     monkeypatch.setattr(Graph, "replay", lambda self: None)
     flags = [*LENET, *options(placement="device", log_every_n_steps=16), "--model.cuda_graph", "true"]
     flags += ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.01", "--model.channels_last", "false"]
     assert median(calls_per_step(app, monkeypatch, *flags, step=Graphs.train.__code__)) <= 140
     preparation, training = (Counter(tape.operations) for tape in tapes[2:])
-    del training["copy_"]  # copies of gradients that the tape keeps alive; a GPU's graph has none
+    # do not count copies of gradients: a tape makes them because it keeps the gradients alive, a GPU's graph makes none
+    del training["copy_"]
     assert (preparation.total(), training.total()) == (4, 541)

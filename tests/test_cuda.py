@@ -1,4 +1,4 @@
-"""Code for CUDA, tested without a GPU: torch is patched to report one, and devices are fakes."""
+"""Code for CUDA. Most tests need no GPU: they patch torch to report one, or use fake devices."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU that the run does not use, and must not touch."""
+    """Fake a GPU, and fail the test if the run touches it."""
 
     def touched(*_: Any) -> None:
         pytest.fail("took memory on the GPU")
@@ -68,7 +68,7 @@ def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pyt
 
 @pytest.mark.parametrize(("before", "after"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
 def test_nccl_leaves_the_process_to_python(before: str | None, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unset value or 1 becomes 2, because torch elastic sets 1 in each rank; any other value is the user's."""
+    """TORCH_NCCL_ASYNC_ERROR_HANDLING becomes 2 if unset or 1, because torch elastic sets 1. Other values are kept."""
     monkeypatch.delenv(ON_NCCL_ERROR, raising=False)
     if before is not None:
         monkeypatch.setenv(ON_NCCL_ERROR, before)
@@ -79,7 +79,7 @@ def test_nccl_leaves_the_process_to_python(before: str | None, after: str, monke
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A fake process group of NCCL, which records the calls."""
+    """Fake a process group of NCCL, and return the list of its recorded calls."""
     left: list[str] = []
     group = SimpleNamespace(initialized=True)
 
@@ -96,7 +96,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def fail(error: BaseException) -> None:
     """Call a callback with an error, and raise the error, as Lightning does.
 
-    In between, Lightning moves the model to the host, which must not wait for other ranks: NCCL must be left by then.
+    After the callback, Lightning moves the model to the host. So that this does not wait for other ranks, the callback
+    must have left NCCL.
     """
     StopTogether(60.0).on_exception(None, None, error)  # type: ignore[arg-type]
     assert failures.distributed.is_initialized() is False, "nothing waits for the device"
@@ -121,7 +122,7 @@ def test_a_signal_in_a_device_read_leaves_nccl(nccl: list[str], monkeypatch: pyt
     signals = Signals(trainer)  # type: ignore[arg-type]
     signals.register_signal_handlers()
     try:
-        CDLL(None).system(b"kill -TERM %d; sleep 1" % os.getpid())  # continues after a signal
+        CDLL(None).system(b"kill -TERM %d; sleep 1" % os.getpid())  # C code that continues after a signal
         assert (nccl, signals.noted) == (["aborted"], signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
@@ -173,11 +174,11 @@ def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
     assert record_of(tmp_path / "runs" / "x" / "version_0")["time_per_step"]["communication"] == 0
     strategy = DataParallelStrategy([torch.device("cuda", 0)])
     strategy.replica = Replica(CIFARCNN())
-    scores = strategy._forward(torch.zeros(2, 3, 32, 32))  # no copy to a missing device
+    scores = strategy._forward(torch.zeros(2, 3, 32, 32))  # this must not copy to the device, because none exists
     assert scores.shape == (2, 10)
 
 
-SGD = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.01"]  # Adam would amplify float32's rounding
+SGD = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.01"]  # not Adam, because it amplifies float32's rounding
 ON_GPU = ["--trainer.accelerator", "cuda", "--trainer.devices", "1"]
 STEPS = tiny(503, 32, flip=True, test=False, max_epochs=2, log_every_n_steps=1)
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
@@ -187,7 +188,7 @@ EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 @on_gpu
 @pytest.mark.parametrize("model", ["CIFARCNN", "FashionMLP"])
 def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> None:
-    """TF32 is off by default, in convolutions, too, so that all ways of running take the same steps."""
+    """By default, a GPU has the same losses as a CPU, because TF32 is off, in convolutions, too."""
     like = ["--data.like", "FashionMNIST" if model == "FashionMLP" else "CIFAR10"]
     for name, device in (("cpu", CPU), ("gpu", ON_GPU)):
         output_of(*app("fit", "--model", model, *SGD, *STEPS, *like, *device, "--run.name", name))
@@ -218,7 +219,7 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line and the record have the requested and the free memory, and a setting that needs less."""
+    """The error line and the record name the requested and the free memory, and a setting that needs less."""
     message = (
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.56 MiB is "
         "free. Process 1 has 1.0 GiB memory in use. Of the allocated memory 1 GiB is allocated by PyTorch."

@@ -1,4 +1,4 @@
-"""Sources in their real formats, pixels and placements."""
+"""Image sources in their real formats, transforms of pixels, and loaders."""
 
 import multiprocessing
 from pathlib import Path
@@ -21,7 +21,7 @@ TWO_STEPS = [*options(max_steps=2, max_epochs=1), *QUIET]
 
 
 def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageData:
-    """Set up a data module as a trainer of one CPU process would."""
+    """Set up a data module as a Trainer with one CPU process does."""
     strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce_boolean_decision=lambda mine, all: mine)
     loop = SimpleNamespace(batch_idx=-1)
     module = SimpleNamespace(accepts_empty=True)
@@ -89,7 +89,7 @@ def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("placement", "folder"), [("disk", None), ("memory", "eel")])
 def test_image_folder(placement: str, folder: str | None, image_root: Path, app: App, tmp_path: Path) -> None:
-    """Predict the test split, or a folder, whose labels are unknown."""
+    """`predict` writes labels for the test split, but none for a folder of new images."""
     flags = ["--data", "ImageFolder", "--data.root", image_root, *options(placement=placement, num_workers=2)]
     output_of(*app("fit", *flags, *TWO_STEPS))
     assert multiprocessing.active_children() == []
@@ -103,7 +103,7 @@ def test_image_folder(placement: str, folder: str | None, image_root: Path, app:
 
 
 def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path: Path) -> None:
-    """Links replace a split, a class and a file; files that notebooks and desktops leave behind are ignored."""
+    """Links may replace a split, a class and a file. Hidden files of notebooks and desktops are ignored."""
     linked, train = tmp_path / "linked", tmp_path / "split"
     for name in ("cat", "dog"):
         (train / name).mkdir(parents=True)
@@ -122,7 +122,7 @@ def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path:
 
 
 def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None:
-    """A folder without splits: validation images are split off, there is no test, and one file can be predicted."""
+    """Without splits, validation images are split off, and there is no test. `predict` takes a single file, too."""
     flat = ["--data", "ImageFolder", "--data.root", (image_root / "train").rename(image_root / "flat"), *QUIET]
     out = output_of(*app("fit", *flat, "--trainer.max_epochs", "1"))
     assert out.count("no test images") == 1
@@ -195,7 +195,7 @@ def test_sizes_that_make_no_sense(size: float) -> None:
 
 @pytest.mark.slow
 def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
-    """1 image for 2 ranks: the second rank takes the step with an empty batch."""
+    """With 1 image for 2 ranks, rank 1 steps with an empty batch. The losses equal those of one device."""
     flags = tiny(73, 32, val_size=8, max_epochs=2, log_every_n_steps=1, root=tmp_path)
     for name, more in (("ddp", on_cpu("ddp_fork")), ("single", [])):
         output_of(*fork_app("fit", *flags, *more, "--run.name", name))

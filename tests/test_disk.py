@@ -14,7 +14,7 @@ from app.fit.checkpoint_file import read
 FIT = ["--model", "FashionMLP", "--model.repeats", "1", "--data", "Synthetic", "--trainer.enable_model_summary=false"]
 FIT += options(like="FashionMNIST", size=600, max_epochs=2, log_every_n_steps=2)
 FIT += ["--last_checkpoint.every_n_train_steps", "2"]
-BIG = ["--model.hidden", "[500]"]  # 4.6 MiB with Adam's state
+BIG = ["--model.hidden", "[500]"]  # a checkpoint has 4.6 MiB, with Adam's state
 
 
 @pytest.fixture
@@ -33,7 +33,10 @@ def leftovers(root: Path) -> list[Path]:
 
 @pytest.mark.cluster
 def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> None:
-    """Two checkpoints fit. The third leaves no file; the error line and the record name the reason."""
+    """A third checkpoint that does not fit on the disk leaves no file, and the earlier checkpoints stay whole.
+
+    The error line and the record name the reason.
+    """
     filler = disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
     line = error_of(*start_app("fit", *FIT, *BIG, "--run.root", disk / "runs"))
@@ -53,7 +56,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
 
 @pytest.mark.cluster
 def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: Path) -> None:
-    """Training continues, and no line of metrics.csv is cut."""
+    """On a disk that becomes full, training continues, and no line of metrics.csv is cut."""
     flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "40", "--data.size", "2000"]
     flags += ["--last_checkpoint.every_n_train_steps", "null", "--last_checkpoint.dirpath", tmp_path / "last"]
     flags += ["--best_checkpoint.dirpath", tmp_path / "best"]
@@ -85,7 +88,7 @@ def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_p
 
 @pytest.mark.slow
 def test_a_folder_that_goes_away(tmp_path: Path) -> None:
-    """The next checkpoint creates the folder again, and the run completes without the earlier files."""
+    """If a run's folder is renamed, the next checkpoint creates a new one, and the run completes."""
     flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "30", "--run.test", "false"]
     with started(tmp_path, *flags) as run:
         run.trained(2)

@@ -1,8 +1,8 @@
 """Every command, flag, link and example of every document is extracted and checked.
 
-The application parses each `fit` command, with its classes and config files. Commands that need no cluster also run,
-with small sizes. A launcher (torchrun, sbatch, …) is parsed by its own parser if that is in Python; then the launched
-command is checked.
+The application parses each `fit` command, with its classes and config files. Commands of the introductory documents
+also run, with small sizes, unless they need a cluster. A launcher's flags (torchrun, sbatch, …) are parsed by its own
+parser if that is written in Python. Then, the launched command is checked.
 """
 
 import json
@@ -56,7 +56,7 @@ NAME = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 
 def text(document: Path) -> str:
-    """Return a document's text as Markdown: of a notebook, the Markdown cells; of a config, the comments.
+    """Return a document's text as Markdown: a notebook's Markdown cells, a config's comments, or the whole document.
 
     Indented lines of a config's comments are repeated as a `bash` block.
     """
@@ -95,7 +95,7 @@ def commands(document: Path) -> list[str]:
 
 
 def words_of(command: str) -> list[str]:
-    """Return a command's words, without ellipses and leading environment variables."""
+    """Return a command's words, without ellipses and leading variables. Replace placeholders by valid values."""
     words = [PLACES.get(word, word) for word in shlex.split(command) if word != "…"]
     while re.fullmatch(r"\w+=.*", words[0]):
         words.pop(0)
@@ -160,7 +160,7 @@ def check(command: str) -> None:
 
 
 def check_app(arguments: list[str]) -> None:
-    """Parse one of our command lines, with its flags of `fit`."""
+    """Parse one of our command lines, including its flags of `fit`."""
     if not arguments or arguments[0].startswith("--"):
         assert arguments in ([], ["--help"])
         return
@@ -198,7 +198,7 @@ def own_flags(command: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder such as a reader has: configs, images, and the documents' examples as files."""
+    """Folder with a reader's files: configs, images, and the documents' examples."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("configs", "tests"):
         (folder / name).symlink_to(ROOT / name)
@@ -280,7 +280,7 @@ def test_flags_in_the_prose() -> None:
     known |= SLURM | OTHERS
     for section, base in (("model", app.modules.ImageClassifier), ("data", app.data.ImageData)):
         known |= {f"--{section}.{name}" for cls in (base, *subclasses(base)) for name in parameters(cls)}
-    # the settings of a class are checked with the commands that use them
+    # flags that depend on a chosen class, and are checked with the commands that use them
     deeper = ("--model.optimizer.", "--model.scheduler.", "--trainer.callbacks", "--trainer.strategy.")
     for document in DOCUMENTS:
         for span in spans(document):
@@ -289,7 +289,7 @@ def test_flags_in_the_prose() -> None:
 
 
 def small(command: str) -> list[str] | None:
-    """Return a command of `fit`, `validate`, `test` or `predict` with small sizes for this machine, or None.
+    """Return a command of `fit`, `validate`, `test` or `predict` with small sizes, or None if it cannot run here.
 
     Processes are forked, because the start of processes is not tested here.
     """
@@ -326,7 +326,10 @@ def small(command: str) -> list[str] | None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("drawn")
 def test_commands_run(reader: Path, tmp_path: Path) -> None:
-    """Commands for one machine run from a reader's folder; commands that are equal with small sizes run once."""
+    """Commands of the introductory documents run in a reader's folder, with small sizes.
+
+    Commands that these sizes make equal run once.
+    """
     begin_here = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "app/fit/README.md", *ROOT.glob("notebooks/*")]
     typed = [command for document in begin_here for command in commands(document)]
     chosen = [words for words in map(small, dict.fromkeys(typed)) if words]
@@ -341,7 +344,7 @@ def test_commands_run(reader: Path, tmp_path: Path) -> None:
 
 
 def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Path) -> None:
-    """The README's script and the module that replaces it run on files in CIFAR-10's format."""
+    """The README's script runs. The module that replaces it has the same losses on one device and on two."""
     before = reader / "train.py"
     assert len([line for line in before.read_text().splitlines() if line and line[0] != "#"]) <= 15
     (reader / "data").symlink_to(cifar_root)
@@ -374,7 +377,7 @@ def test_links(document: Path) -> None:
 
 
 def test_examples_in_other_languages(reader: Path) -> None:
-    """Experiments parse; Python examples compile, and import existing names."""
+    """YAML examples parse as experiments. Python examples compile, and the names that they import exist."""
     for document in MARKDOWN:
         for block in blocks(document, "yaml"):
             (reader / "example.yaml").write_text(block)

@@ -65,7 +65,7 @@ def test_the_whole_of_it_with_misleading_variables() -> None:
 # -- busy and slow machines ---------------------------------------------------------------------------------
 
 QUIET, BUSY = 0.1, 1e4
-Records = dict[str, Record]  # by strategy
+Records = dict[str, Record]  # run records by strategy
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Records:
-    """Replace the self-test's runs, and return a dictionary for outcomes that a test sets, by strategy.
+    """Replace the self-test's runs by outcomes that a test sets in the returned dictionary, by strategy.
 
-    Without an outcome, the run `auto` is real, and other runs get a copy of its folder.
+    If no outcome is set, the run `auto` is real, and other runs get a copy of its folder.
     """
     outcomes: Records = {}
 

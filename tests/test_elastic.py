@@ -19,7 +19,7 @@ SHORT = options(max_epochs=1, test=False)
 
 
 def test_rank_zero_has_the_terminal_and_the_debugger(tmp_path: Path) -> None:
-    """Rank zero uses the terminal, for input, too; the other rank skips the breakpoint, and prints nothing there."""
+    """Rank 0 reads from the terminal and writes to it. Rank 1 skips the breakpoint, and writes nothing to it."""
     controller, tty = pty.openpty()
     flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--model.stops", "true", "--run.root", str(tmp_path)]
     process = subprocess.Popen(
@@ -62,7 +62,7 @@ def test_each_rank_s_output_in_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verbose", [True, False])
 def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
-    """The agent prints only what a user can act on, unless --verbose is given, and leaves no folder behind."""
+    """The agent logs a signal only with APP_DEBUG, and always deletes its temporary folders."""
     env = {"TMPDIR": str(tmp_path), "APP_DEBUG": "1" if verbose else None}
     with started(tmp_path / "runs", *SMALL, "--trainer.max_epochs", "100000", env=env) as run:
         out = run.trained(1).get("SIGTERM", "main").end(60, code=143)
@@ -81,7 +81,10 @@ def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """Our agent and torchrun each restart all ranks after one is killed."""
+    """After one rank is killed, our agent and torchrun each restart all ranks from the run's checkpoint.
+
+    The final weights equal those of an undisturbed run.
+    """
     flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path]
     flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
     flags += options(max_epochs=30, test=False)

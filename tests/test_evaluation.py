@@ -1,4 +1,4 @@
-"""Validate, test and predict see every sample exactly once, for any world size; test_parity checks fit."""
+"""`validate`, `test` and `predict` see every sample exactly once, for any world size. test_parity checks `fit`."""
 
 import csv
 import shutil
@@ -72,7 +72,7 @@ def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path
 
 @pytest.mark.parametrize("by", ["path", "name"])
 def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> None:
-    """Without flags for model and data, the run's own are used, and CIFAR-10 is not downloaded."""
+    """Without flags for model and data, a test uses those of the checkpoint's run, not the default CIFAR-10."""
     path = ["--ckpt_path", trained / "checkpoints" / "best.ckpt"]
     name = ["--ckpt_path=best", "--run.name", trained.parent.name]
     output_of(*app("test", *(path if by == "path" else name), "--run.root", trained.parents[1]))
@@ -82,7 +82,7 @@ def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> Non
 
 
 def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path) -> None:
-    """A checkpoint holds class names, size and normalisation; images of other classes are refused."""
+    """A checkpoint holds class names, image size and normalisation. Images of other classes are refused."""
     checkpoint = tmp_path / "alone.ckpt"
     shutil.copy(trained / "checkpoints" / "best.ckpt", checkpoint)
     model = CIFARCNN.load_from_checkpoint(checkpoint, map_location="cpu")

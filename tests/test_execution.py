@@ -1,4 +1,4 @@
-"""Flags that change a model's execution, but its results only by rounding."""
+"""Flags that change how a model is executed. They may change its results only by rounding."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ SMALL = tiny(203, 20)
 STEPS = options(max_epochs=3, log_every_n_steps=1, test=False)
 CNN = ["--model", "CIFARCNN"]
 MLP_FLAGS = ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"]
-# BatchNorm over few images amplifies rounding
+# in float64, because BatchNorm over few images amplifies rounding
 RESNET = [*CNN, "--model.network=resnet18_cifar", *options(size=14, batch_size=4, drop_last=True, precision="64-true")]
 SLOW = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def test_the_same_training(
 
 @pytest.mark.parametrize("before", ["true", "false"])
 def test_a_checkpoint_of_another_layout(before: str, app: App, tmp_path: Path) -> None:
-    """The momentum is converted to the memory layout of the resumed run's weights."""
+    """On resume, the checkpoint's momentum is converted to the memory layout of the new run's weights."""
     flags = ["fit", *SMALL, *CNN, *STEPS, "--run.name", "x"]
     output_of(*app(*flags, "--trainer.max_epochs", "1", "--model.channels_last", before))
     after = "false" if before == "true" else "true"
@@ -78,7 +78,7 @@ def test_the_layout_by_default() -> None:
         (MLP(1, [8], 10), CPU, "32-true", False),
     ):
         execution = Execution("auto", "off", "highest")
-        for _ in range(2):  # for training, then for the test at its end
+        for _ in range(2):  # as `fit` does it: for training, and again for the final test
             assert execution.prepare(network, device, precision)["channels_last"] is channels_last
         assert len(network._forward_pre_hooks) == channels_last
 
@@ -111,7 +111,10 @@ def test_precision_on_a_gpu(ampere: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("cls", ["SGD", "Adam", "AdamW"])
 def test_fused_by_default_on_a_gpu(cls: str) -> None:
-    """The optimizer is fused on a GPU, with the same settings; not on a CPU, and not if the user chose otherwise."""
+    """On a GPU, the optimizer is fused, and its other settings are kept.
+
+    It is not fused on a CPU, if the user chose otherwise, or if gradients are clipped under float16's loss scaler.
+    """
     model = nn.Linear(2, 2)
 
     def make(**options: Any) -> torch.optim.Optimizer:
@@ -134,7 +137,7 @@ def test_fused_by_default_on_a_gpu(cls: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
-    """A run resumed on another type of device uses its own implementation of the step, not the checkpoint's."""
+    """A resumed run uses its own implementation of the update, fused or not, whatever the checkpoint's was."""
     model = nn.Linear(2, 2)
     saved = torch.optim.Adam(model.parameters(), lr=0.25, fused=not fused)
     model(torch.ones(1, 2)).sum().backward()

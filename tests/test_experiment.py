@@ -11,7 +11,7 @@ from harness import SHIPPED, App, error_of, output_of
 
 from app.compare.results import COLUMNS
 
-Write = Callable[..., Path]  # the fixture `experiment`
+Write = Callable[..., Path]  # type of the fixture `experiment`
 
 
 def commands(out: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""CUDA code without a GPU: CUDA graphs as tapes, whole runs on fake tensors, and ranks of large worlds."""
+"""CUDA code without a GPU: CUDA graphs as tapes, whole runs on fake tensors, and single ranks of large worlds."""
 
 import sys
 from collections import Counter
@@ -25,7 +25,7 @@ __all__ = ["fake_cuda", "tapes"]
 
 
 def test_a_tape_is_as_strict_as_a_graph(tapes: list[Graph]) -> None:
-    """A capture forbids reads and leaves memory unchanged; a replay uses the capture's Python numbers."""
+    """A capture forbids reads and leaves memory unchanged. A replay uses the capture's Python numbers."""
     total, step = torch.zeros(1), 1.0
     with torch.cuda.graph(tape := torch.cuda.CUDAGraph()):
         total.add_(step)
@@ -40,7 +40,7 @@ def test_a_tape_is_as_strict_as_a_graph(tapes: list[Graph]) -> None:
             getattr(total, read)()
 
 
-# 6 batches per epoch, the last one smaller, and two logging windows
+# per epoch: 6 batches, of which the last is smaller, and two logging windows
 ON_FAKE = tiny(92, 16, val_size=4, max_epochs=2, log_every_n_steps=3, accelerator="cuda", devices=1, test=False)
 AUGMENTED = options(flip=True, crop_padding=4, cutout=8)
 MIXED = options(mixup=0.4, cutmix=1.0)
@@ -66,13 +66,17 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
-    """At most five reads, copies and synchronizations per logging window; in between, only the gradient scaler's."""
+    """Only the last step of a logging window makes the host wait, at most five times.
+
+    Other steps only wait for float16's loss scaler, once per step, if gradients are clipped.
+    """
     precision, _, placement = case.split()
     flags = [*CASES[case], *options(precision=precision, placement=placement), "--run.name", "x"]
     output_of(*app("fit", *ON_FAKE, *flags))
     record = record_of(tmp_path / "runs" / "x" / "version_0")
     assert (record["peak_memory"][0]["device"], record["placement"]) == ("cuda:0", placement)
-    captures = 4 if placement == "device" else 2  # two for single steps, two for all three of a window
+    # two graphs for a single step; with images on the device, two more for all three steps of a window
+    captures = 4 if placement == "device" else 2
     assert fake_cuda.counts["captures"] == (captures if "--model.cuda_graph" in flags else 0)
     reads_of_scaler = fake_cuda.counts["step"] * (precision == "16-mixed" and CLIPPED[0] in flags)
     assert sum(fake_cuda.at("step").values()) == reads_of_scaler, fake_cuda.at("step")
@@ -80,7 +84,7 @@ def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, app: App
 
 
 def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
-    """The test's matrix and the predictions reach the host, and Lightning gives no advice."""
+    """The test's confusion matrix and the predictions are written, and Lightning prints no advice."""
     out = output_of(*app("fit", *ON_FAKE, *options(test=True), "--run.name", "x"))
     assert "Tensor Cores" not in out
     assert "LOCAL_RANK" not in out
@@ -102,7 +106,7 @@ def loader_of(rank: int, size: int) -> GlobalBatches:
 
 @pytest.mark.parametrize("size", [64, 1024])
 def test_the_shares_of_many_ranks(size: int) -> None:
-    """Concatenated, the ranks' shares are a single rank's order, also in the smaller last batch."""
+    """Each rank's share is its slice of the batch that a single rank takes, also in the smaller last batch."""
     one, ranks = loader_of(0, 1), [loader_of(rank, size) for rank in range(0, size, 31)]
     for step in range(len(one)):
         whole = one.samples(step)
@@ -114,7 +118,7 @@ def test_the_shares_of_many_ranks(size: int) -> None:
 
 
 def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
-    """Return Python calls, bytes sent and operations of a rank's set-up and first step, with DDP's gradients."""
+    """Return the numbers of Python calls, sent bytes and operations of a DDP rank's set-up and first step."""
     calls, sent, counting = 0, [], Counting()
 
     def profile(*_: Any) -> None:
@@ -146,5 +150,5 @@ def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
 
 
 def test_a_rank_of_many_costs_the_same() -> None:
-    cost_of_a_rank(64)  # imports
+    cost_of_a_rank(64)  # the first call also imports modules
     assert cost_of_a_rank(64) == cost_of_a_rank(1024)

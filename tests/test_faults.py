@@ -39,7 +39,7 @@ def server(tmp_path: Path) -> Iterator[ForkServer]:
 
 
 def newest(root: Path) -> Path:
-    """Return the last checkpoint of the run that continued last."""
+    """Return the most recently written `last.ckpt` below a folder."""
     return max(root.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
 
@@ -94,7 +94,10 @@ def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally) ->
 
 
 def test_signals_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    """After Ctrl-C or SIGTERM at any moment, the exit code names the signal, and the saved run resumes."""
+    """After Ctrl-C or SIGTERM at any moment, the exit code is the signal's, or 0 if the run has already completed.
+
+    There is no traceback, all checkpoints load, and each record says `completed` or `interrupted`.
+    """
     seed, count = random.Random(5), 10 * TIMES
     flags = [*FIT, *SAVES, "--trainer.max_epochs", "4", "--run.root", tmp_path / "runs"]
     for turn in range(count):
@@ -169,7 +172,7 @@ def test_damaged_data(
     tally: Tally,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Damaged files of every kind are read, or rejected by name; a damaged cache file is rebuilt."""
+    """A damaged file of images or of the cache is read, or rejected with a message that names it or its folder."""
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 0)
     seed, cache, count = random.Random(13), tmp_path / "cache", 0
     sets = {
@@ -200,7 +203,7 @@ def test_damaged_data(
 
 
 def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
-    """No run hangs or leaves a process, port or file, whether it completes or a signal ends it at any moment."""
+    """No run hangs or leaves a process or a temporary file, whether it completes or Ctrl-C ends it at any moment."""
     seed, count = random.Random(11), 2 * TIMES
     flags = [*FIT, *options(max_epochs=1, strategy="ddp", devices=2)]
     temporary = tmp_path / "temporary"

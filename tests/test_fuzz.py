@@ -1,4 +1,6 @@
-"""Random command lines, configs and experiments: each works, or is rejected in one line that names the flag.
+"""Random command lines, configs and experiments: each is accepted, or rejected in one line.
+
+For a command line, this error line must contain a flag or a value.
 
 `FAULTS=10` runs ten times as many.
 """

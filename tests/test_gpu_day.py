@@ -1,4 +1,7 @@
-"""GPU measurements of tests/benchmarks: skipped without a GPU, limited in time; `.ci/run` runs all with small sizes."""
+"""Script of the GPU measurements. It skips them without a GPU, and limits the time of each.
+
+`.ci/run` runs all measurements with small sizes.
+"""
 
 import json
 import os

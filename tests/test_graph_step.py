@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs: imitated by tapes on the CPU, and real on a GPU."""
+"""Training steps as CUDA graphs. On the CPU, tapes that record and replay a step's operations stand in for graphs."""
 
 import signal
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ from app.system.lightning_patches import signal_connector
 
 __all__ = ["tapes"]
 
-# 203 images less 20 for validation: 9 full batches per epoch, and one of 3
+# 203 images, 20 of them for validation: an epoch has 9 full batches of 20 images, and a last one of 3
 SMALL = tiny(203, 20, flip=True, crop_padding=2)
 STEPS = options(max_epochs=3, log_every_n_steps=1, test=False, placement="device")
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
 EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 GRAPH = ["--model.cuda_graph", "true"]
 FUSED = ["--model.optimizer.fused", "true"]
-# float32 holds these rates without rounding
+# float32 represents this learning rate, a power of two, exactly
 SGD = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.0078125", "--model.optimizer.momentum", "0.9", *FUSED]
 ADAMW = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.0078125", *FUSED]
 HALVED = ["--model.scheduler", "ExponentialLR", "--model.scheduler.gamma", "0.5"]
@@ -41,13 +41,13 @@ ONE_CYCLE += ["--model.scheduler.total_steps", "40", "--model.scheduler_interval
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow graphs on the CPU and, from the first step on, graphs of several steps."""
+    """Allow graphs on the CPU, and allow graphs of several steps from the first step on."""
     monkeypatch.setattr(rules, "needs_cuda", lambda resolved: ())
     for name in ("skipped", "window"):
         monkeypatch.setattr(StepClock, name, 0)
 
 
-# 24 steps are replayed: four times a graph of four steps, and eight times a graph of one step
+# the 24 replayed steps are four replays of a four-step graph and eight replays of a one-step graph
 BLOCKS = [*options(log_every_n_steps=4), "--last_checkpoint.every_n_train_steps", "8"]
 
 RUNS = {
@@ -66,7 +66,7 @@ RUNS = {
 
 @pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
 def test_a_graph_computes_the_same(flags: list[str], tapes: list[Graph], app: App, tmp_path: Path) -> None:
-    """A run with graphs has the same losses, weights and results of each epoch, bit for bit.
+    """A run with graphs has the losses, weights and epoch results of a run without graphs, bit for bit.
 
     The first three steps and each epoch's smaller last batch run without a graph; the other steps are replayed.
     """
@@ -88,7 +88,7 @@ def test_a_graph_computes_the_same(flags: list[str], tapes: list[Graph], app: Ap
 
 
 def test_a_graph_goes_on_from_a_step_without_one(tapes: list[Graph], app: App, tmp_path: Path) -> None:
-    """A run that resumes at an epoch's smaller last batch captures the full batches after it."""
+    """A run that resumes at the last, smaller batch of an epoch captures graphs later, and has the same weights."""
     flags = ["fit", *SMALL, *STEPS, *EVERY, "--last_checkpoint.every_n_train_steps", "9", *SGD]
     output_of(*app(*flags, "--run.name", "plain"))
     saved = tmp_path / "runs" / "plain" / "version_0" / "checkpoints"
@@ -101,7 +101,10 @@ def test_a_graph_goes_on_from_a_step_without_one(tapes: list[Graph], app: App, t
 def test_a_stop_waits_for_the_end_of_a_block(
     tapes: list[Graph], app: App, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A signal in the second of four steps stops training after the fourth, with the weights of an ordinary run."""
+    """A signal in the second step of a four-step graph stops training after the fourth.
+
+    The weights are then those of a run without graphs.
+    """
     flags, train = ["fit", *SMALL, *STEPS, *EVERY, *SGD, *BLOCKS], graph_step.Graphs.train
     output_of(*app(*flags, "--run.name", "plain"))
 
@@ -142,7 +145,7 @@ def test_a_trainer_without_graphs() -> None:
 
 
 def test_the_cause_of_a_failed_capture_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step's error is raised, although ending the failed capture raises another one."""
+    """The step's error is raised, although the end of the failed capture raises another error."""
 
     @contextmanager
     def invalidated(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -165,7 +168,7 @@ def test_the_cause_of_a_failed_capture_is_shown(monkeypatch: pytest.MonkeyPatch)
 
 @on_gpu
 @pytest.mark.parametrize("optimizer", [[], ["--model.optimizer", "AdamW"]], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])  # in float32, Adam amplifies rounding
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])  # not float32: Adam amplifies its rounding
 @pytest.mark.parametrize("scheduler", [[], HALVED], ids=["constant", "halved"])
 def test_a_graph_on_cuda(optimizer: list[str], precision: str, scheduler: list[str], app: App, tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *STEPS, *optimizer, *scheduler, "--trainer.precision", precision]

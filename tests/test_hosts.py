@@ -19,7 +19,8 @@ SMALL = tiny(203, 20, flip=True)
 STEPS = [*SMALL, *options(accelerator="cpu", log_every_n_steps=1, test=False)]
 TCP = [*options(num_nodes=2, devices=1), "--cluster.init_method", "tcp://h1:29500"]
 FOR_EVER = ["--trainer.max_epochs", "100000"]
-ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it, a joining node waits in vain with torch 2.15
+# with torch 2.15, a node that joins later waits in vain if this variable is not set
+ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 SILENCE = "error: no answer from another rank within --cluster.timeout: "
 CUT = f"{SILENCE}it hangs, or the link to it is cut"
 Process = subprocess.Popen[str]
@@ -41,7 +42,7 @@ def two_nodes(hosts: Network, root: Path, *flags: str, env: dict[str, str] | Non
 
 
 def inner(process: Process) -> psutil.Process:
-    """Return the command's own process, a child of the started nsenter."""
+    """Return the process of the command itself, which is a child of the started nsenter."""
     return psutil.Process(process.pid).children()[0]
 
 
@@ -64,7 +65,7 @@ def ended(processes: list[Process], seconds: float) -> list[str]:
 
 
 def end_by_a_cut(processes: list[Process]) -> None:
-    """Check that each node ends soon after the timeout, with one line."""
+    """Check that each node ends within 20 s after the timeout of 20 s, and prints `CUT` but no traceback."""
     for process, out in zip(processes, ended(processes, 20 + 20), strict=True):
         assert process.returncode == 1, out
         assert CUT in out
@@ -72,7 +73,7 @@ def end_by_a_cut(processes: list[Process]) -> None:
 
 
 def orphans(host: Host) -> list[str]:
-    """Return the command lines of processes that remain on a host; its first process adopts them."""
+    """Return the command lines of a host's remaining processes, which the host's first process has adopted."""
     living = [p for p in psutil.Process(host.pid).children(recursive=True) if not gone(p)]
     return [line for line in (" ".join(p.cmdline()) for p in living) if line != "sleep infinity"]
 
@@ -96,7 +97,10 @@ def clean(hosts: Network) -> Any:
 
 @pytest.mark.parametrize("way", ["torchrun", "env", "ddp_dp"])
 def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
-    """2 × 2 ranks equal one device, even if the second host starts first; gloo finds the right interface."""
+    """Two hosts with two devices each train like one device, although the second host starts first.
+
+    In the `env` case, h1 resolves its own name to a loopback address, and gloo must still find the right interface.
+    """
     root, epochs = tmp_path / "hosts", ["--trainer.max_epochs", "2"]
     processes = []
     for node in (1, 0):
@@ -105,7 +109,7 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
         if way == "torchrun":
             launcher = torchrun(2)
         elif way == "env":
-            if node == 0:  # Debian's installer writes such a line
+            if node == 0:  # map h1 to 127.0.1.1, as Debian's installer does
                 host.run("sh", "-c", f"sed 's/10.77.0.1/127.0.1.1/' /etc/hosts > {tmp_path}/etc-hosts")
                 host.run("mount", "--bind", tmp_path / "etc-hosts", "/etc/hosts")
             env = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500", "NODE_RANK": str(node)}
@@ -144,7 +148,7 @@ def test_a_link_that_is_cut_for_good(hosts: Network, tmp_path: Path) -> None:
 
 
 def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path) -> None:
-    """A rank waits without a timeout while the other one reads images, but a cut link ends the run."""
+    """A rank waits without a timeout while the other rank reads images, but a cut link still ends the run."""
     reads = ["--data", "user_code.ReadsWhenTold", "--cluster.timeout", "20"]
     processes = two_nodes(hosts, tmp_path, *reads, env={"TEST_PLACE": str(tmp_path)})
     awaited((tmp_path / "reads").exists, 120)
@@ -155,7 +159,7 @@ def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path
 
 @pytest.mark.parametrize(("way", "node"), [("tcp", 0), ("torchrun", 1)])
 def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Network, tmp_path: Path) -> None:
-    """Only a process on the same host can end the stopped rank."""
+    """A process on the stopped rank's host kills it, and both nodes print that it was stopped."""
     flags = [*FOR_EVER, "--cluster.timeout", "20"]
     if way == "tcp":
         processes = two_nodes(hosts, tmp_path, *flags)
@@ -166,7 +170,7 @@ def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Ne
     stopped = a_rank(processes[node])
     stopped.suspend()
     awaited(lambda: gone(stopped), 20 + 10 + 5)
-    processes[node].send_signal(signal.SIGCONT)  # nsenter stops together with its child
+    processes[node].send_signal(signal.SIGCONT)  # because nsenter stops itself when its child stops
     out = ended(processes, 10)
     assert f"{SILENCE}rank {node} is in step " in out[1 - node]
     assert f", stopped (SIGSTOP); rank {1 - node} waits for its " in out[1 - node]  # gradients or answers
@@ -176,7 +180,10 @@ def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Ne
 
 
 def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None:
-    """Node 0 stores the run. The best weights are missing on the other node, so that the last ones are tested."""
+    """Without a shared folder, node 0 stores the run, and the last weights are tested, because node 1 lacks the best.
+
+    Both nodes then refuse to resume, because node 1 lacks the checkpoint.
+    """
     root = tmp_path / "runs"
     root.mkdir()
     for name in ("h1", "h2"):
@@ -213,9 +220,10 @@ def test_a_rank_of_the_other_host_that_is_killed(hosts: Network, tmp_path: Path)
 
 
 def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App, tmp_path: Path) -> None:
-    """One host loses power; another one joins, and is stopped. The steps are still those of one device.
+    """One host loses power, another joins and is stopped: the losses stay those of a run on one device.
 
-    In float64, rounding cannot hide a skipped or repeated step; the record's losses are float32.
+    The run uses float64, because float32 rounding could hide a skipped or repeated step. The tolerance is 1e-6,
+    because the record's losses are float32.
     """
     root = tmp_path / "hosts"
     exact = ["--trainer.precision", "64-true", "--last_checkpoint.every_n_train_steps", "5"]
@@ -229,7 +237,7 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
         return len(list((root / "LeNet-Synthetic").glob("version_*"))) - 1
 
     def trains(world_size: int, since: int) -> bool:
-        """Return whether a run of some number of ranks has trained two more epochs."""
+        """Return whether the newest run has `world_size` ranks and at least two epochs more than `since`."""
         latest = record(root, newest())
         return len(latest["epochs"]) >= since + 2 and latest["world_size"] == world_size
 

@@ -22,7 +22,7 @@ NAMES = ("cat", "dog", "eel")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on image files of different sizes, and its predictions of the test split; the images are then deleted."""
+    """Directory of a run on image files of different sizes, with predictions for a test folder and one test file."""
     folder = tmp_path_factory.mktemp("trained")
     images = draw_images(folder / "images", NAMES, train=12, test=4)
     flags = ["--run.root", folder / "runs", "--run.name", "x", *options(max_epochs=1, accelerator="cpu"), *QUIET]
@@ -60,7 +60,7 @@ def model(trained: Path) -> Classifier:
 
 
 def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) -> None:
-    """A loaded model has the names and probabilities that `predict` wrote for a folder and a file, likeliest first."""
+    """A loaded model has the names and probabilities that `predict` wrote for a folder and a file."""
     rows = list(csv.DictReader((trained / "predict_1" / "predictions.csv").open()))
     assert [Path(row["file"]).name for row in rows] == ["00.jpg", "01.png", "02.jpg", "03.png", "00.jpg"]
     for row, prediction in zip(rows, model.predict([row["file"] for row in rows], k=3, batch_size=2), strict=True):
@@ -73,7 +73,7 @@ def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) 
 
 
 def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
-    """An image that must be resized has the same prediction as file, array, tensor, or element of a list or batch."""
+    """An image that must be resized has the same prediction as file, array, tensor, and part of a list or batch."""
     folder = trained.parents[2] / "images" / "test" / "eel"
     file = folder / "01.png"
     array = np.asarray(Image.open(file))
@@ -125,7 +125,7 @@ def test_loading_leaves_wrong_input_out(trained: Path, model: Classifier, tmp_pa
 
 @pytest.mark.parametrize(("kind", "file"), [("onnx", "model.onnx"), ("torch", "model.pt2")])
 def test_export(kind: str, file: str, trained: Path, model: Classifier, app: App) -> None:
-    """The printed lines load the file, and give the model's predictions for a batch of another size."""
+    """The code that `export` prints loads the file, and predicts as the model does, also for another batch size."""
     best = ["--ckpt_path", "best", "--run.root", trained.parents[1], "--run.name", "x"]
     out = output_of(*app("export", *best, "--format", kind))
     assert "checked   on 64 random images: probabilities differ by at most" in out
@@ -148,7 +148,10 @@ def test_export_of_nothing(app: App, trained: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("forked_runs")
 def test_fit_is_a_function(tmp_path: Path) -> None:
-    """`app.fit` takes the flags by their last name, and returns the new run's record, also beside an earlier run."""
+    """`app.fit` takes flags by the last part of their names, such as `size` for `--data.size`.
+
+    It returns the new run's record, even if an earlier run has the same name.
+    """
     fit, flags = package.fit, {"data": "Synthetic", "size": 60, "batch_size": 20, "root": str(tmp_path), "name": "x"}
     assert fit is importlib.import_module("app.fit")
     with pytest.raises(UserError, match=r"'run.balance': true"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT
 
-# lowest first; a module imports from lower levels and from its own package only
+# levels of imports, lowest first: a module imports only from lower levels and from its own package
 LEVELS = """
     errors < system < networks record < data execution recipe training_sums < modules < parallel < loop < launch
     < monitor runs < callbacks < fit < variant inference < plan doctor export < compare verify < replay < cli < __main__
@@ -20,7 +20,7 @@ MODULES = sorted(
 
 
 def imported(module: Path) -> set[str]:
-    """Entries of `app` that a module imports."""
+    """Return the names of the modules and packages directly in `app` that a module imports."""
     entries = set()
     for node in ast.walk(ast.parse(module.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -1,6 +1,6 @@
-"""Ports of a running command: no other machine can connect, unless the user gives an address for it.
+"""Ports of a running command: no other machine can connect, unless the user gives a network address.
 
-`Running.trained` checks every run on one machine, too.
+`Running.trained` also checks that a run without a launcher does not listen on all interfaces.
 """
 
 import ipaddress

@@ -30,11 +30,11 @@ def meet(method: str, node: int, nodes: int = 2, devices: int = 1, timeout: floa
 
 @pytest.fixture
 def go() -> Iterator[Go]:
-    """Start a node's rendezvous in a thread, with the arguments of `meet`."""
+    """Function that calls `meet` with its arguments in a thread, and returns the future of the result."""
     before = set(threading.enumerate())
     with ThreadPoolExecutor(8) as pool:
         yield lambda *args, **options: pool.submit(meet, *args, **options)
-    for thread in set(threading.enumerate()) - before:  # torch would log an abandoned call's error in a later test
+    for thread in set(threading.enumerate()) - before:  # otherwise, torch logs a thread's error in a later test
         thread.join(60)
 
 
@@ -82,7 +82,10 @@ def test_node_0_that_is_not_there(go: Go) -> None:
 
 
 def test_a_foreign_listener(go: Go) -> None:
-    """A silent or nonsensical foreign program has the port: node 0 cannot open it, the other node waits in vain."""
+    """If a foreign program has the port, node 0 cannot listen on it, and the other node times out.
+
+    The program is silent, or answers in another protocol.
+    """
     for talk in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"):
         with socket.create_server(("127.0.0.1", 0)) as foreign:
             port = foreign.getsockname()[1]
@@ -189,7 +192,7 @@ PRINTED = {
     "decision": ["UserError: no such checkpoint"] * 3,
     "user 1": [f"UserError: {which}no such checkpoint here" for which in ("node 1: ", "", "node 1: ")],
     "settings": ["UserError: --model.optimizer.lr is 0.2 on node 0 and 0.1 on node 2: give the same"] * 3,
-    "check 2": ["UserError: node 2: PermissionError"] * 2 + ["PermissionError: "],  # an error without a message
+    "check 2": ["UserError: node 2: PermissionError"] * 2 + ["PermissionError: "],  # the error has no message
 }
 
 
@@ -219,7 +222,7 @@ def test_a_node_is_known_by_its_whole_address() -> None:
         ("[fe80::1]:12", "node 0"),
         ("[10.0.0.21]:3", None),
         ("[10.0.0.3]:1", None),  # this node
-        ("[172.17.0.1]:3", None),  # an address of two nodes
+        ("[172.17.0.1]:3", None),  # an address that two nodes share
     ):
         assert node_of(message) == name
     name_nodes([], this_node=0)

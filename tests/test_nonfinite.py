@@ -10,7 +10,8 @@ import torch
 from harness import App, error_of, fork_app, on_cpu, output_of, record, tiny, weights
 
 DATA = tiny(400, 24, max_epochs=2)
-POISONED = ["--model", "user_code.Poisoned", *DATA]  # 15 batches; the first epoch's seventh has the NaN
+# an epoch has 15 batches; the loss of the first epoch's seventh batch is NaN
+POISONED = ["--model", "user_code.Poisoned", *DATA]
 
 
 SAVED = ["--last_checkpoint.every_n_train_steps", "1"]
@@ -18,7 +19,7 @@ SAVED = ["--last_checkpoint.every_n_train_steps", "1"]
 
 @pytest.mark.parametrize("every", [[], SAVED, ["--trainer.log_every_n_steps", "4"]])
 def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
-    """The run stops at the end of the window or epoch, or before a checkpoint would be saved."""
+    """A NaN loss stops the run at the end of the logging window or epoch, or before the next checkpoint is saved."""
     message = error_of(*app("fit", *POISONED, *every))
     since = "step 7 (batch 7 of epoch 1, rank 0)"
     assert message.startswith(f"error: the training loss is not finite since {since}: lower the")
@@ -42,9 +43,9 @@ def test_it_names_the_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", ["false", "true"])
 def test_weights_that_are_not_finite_are_not_saved(alone: str, app: App, tmp_path: Path) -> None:
-    """Weights are checked before a checkpoint is written, because no loss follows the last step.
+    """Weights are checked before each checkpoint, because no later loss shows that the last step made them non-finite.
 
-    This includes weights-only checkpoints, for which Lightning does not call `on_save_checkpoint`.
+    Weights-only checkpoints are included, for which Lightning does not call `on_save_checkpoint`.
     """
     flags = ["--trainer.max_steps", "1"]
     flags += [word for name in ("best", "last") for word in (f"--{name}_checkpoint.save_weights_only", alone)]
@@ -62,7 +63,7 @@ def test_it_goes_on(app: App, tmp_path: Path) -> None:
 
 
 def test_it_leaves_the_step_out(app: App, tmp_path: Path) -> None:
-    """The weights equal those of a run without the skipped step."""
+    """The skipped step changes no weight, and later steps still train, with finite weights."""
     flags = ["--run.on_nonfinite", "skip", *SAVED, "--model.optimizer.momentum", "0.9"]
     flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
     assert "the gradients of step 7 are not finite: skipping such steps" in output_of(*app("fit", *POISONED, *flags))

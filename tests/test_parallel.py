@@ -30,7 +30,7 @@ def test_somebodys_own_model_and_data(strategy: str, app: App, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_torch_checks_collective_calls(tmp_path: Path) -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL works with gloo, where torch's own DDP crashes; also in mixed precision."""
+    """A gloo run in mixed precision completes with TORCH_DISTRIBUTED_DEBUG=DETAIL, with which torch's DDP crashes."""
     flags = [*SMALL, *on_cpu("ddp_fork", 2, precision="bf16-mixed", max_epochs=1, root=tmp_path)]
     output_of(*start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}))
 
@@ -57,7 +57,10 @@ COMMUNICATION = [
 
 @pytest.mark.parametrize(("message", "kind"), COMMUNICATION)
 def test_what_an_error_of_a_communication_tells(message: str, kind: str | None) -> None:
-    """NCCL's messages are copied from its source, because no test here can provoke them."""
+    """Error messages of gloo and NCCL tell whether a rank is lost or silent; other messages tell neither.
+
+    NCCL's messages are copied from its source, because no test here can provoke them.
+    """
     kinds = {"gone": RankLostError, "silent": RankSilentError}
     assert type(lost(message)) is kinds.get(str(kind), type(None))
 
@@ -71,7 +74,7 @@ def test_what_cannot_be_pickled_is_named(app: App) -> None:
 def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) -> None:
     """A user's module has the same weights and validation loss on one and two ranks; `validate` loads its checkpoint.
 
-    With 97 and 33 images in batches of 32, rank 1's last share is empty.
+    97 training and 33 validation images in batches of 32 leave last batches of one image, and rank 1 gets none of it.
     """
     flags = [*tiny(130, 32, "user_code.BuildsLate", val_size=33, max_epochs=1), "--run.threads", "1"]
     values = []
@@ -101,7 +104,7 @@ def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:
 
 
 def test_dp_keeps_the_running_statistics_of_replica_0_only() -> None:
-    """As in `nn.DataParallel`, the other replicas' buffers and attributes are lost."""
+    """As in `nn.DataParallel`, only replica 0's buffers are kept, and attributes set by any replica are lost."""
     model = Normalises()
     trainer = Trainer(barebones=True, accelerator="cpu", strategy="dp", devices=2, max_steps=1, limit_val_batches=0)
     seen: list[torch.Tensor] = []
@@ -133,7 +136,7 @@ def test_replicas_compute_in_the_precision_that_was_asked_for(strategy: str, app
 def test_every_precision(model: str, strategy: str, precision: str, app: App, tmp_path: Path) -> None:
     flags = ["--model", model, *SMALL, *on_cpu(strategy, 2 if strategy == "dp" else 1)]
     flags += ["--data.like", "FashionMNIST", "--model.repeats", "1"] if model == "FashionMLP" else []
-    flags += options(crop_padding=4, flip=True, on_nonfinite="warn")  # Adam's eps of 1e-8 is 0 in 16 bits
+    flags += options(crop_padding=4, flip=True, on_nonfinite="warn")  # because Adam's eps of 1e-8 is 0 in float16
     output_of(*app("fit", *flags, "--trainer.precision", precision, "--trainer.max_epochs", "1"))
     (run,) = tmp_path.glob("runs/*/version_0")
     true = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -146,7 +149,7 @@ SHAPES = ["--trainer.callbacks+=app.callbacks.BatchShapes", "--trainer.max_epoch
 def test_batch_shapes_under_dp(app: App) -> None:
     out = output_of(*app("fit", *SMALL, "--data.batch_size", "30", *on_cpu("dp", 2), *SHAPES))
     expected = []
-    for n in (4, 15, 2):  # images per replica: half of 8 (sanity check), 30, and 4 (last batch)
+    for n in (4, 15, 2):  # images per replica: half of 8 in the sanity check, then of 30 and of 4
         expected += [f"rank 0, replica {index}: input [{n}, 3, 32, 32] -> output [{n}, 10]" for index in (0, 1)]
         expected += [f"gathered: [{2 * n}, 10]"]
     assert [line for line in out.splitlines() if line.startswith(("rank", "gathered"))] == expected
@@ -157,7 +160,8 @@ def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
     flags = [*SMALL, "--data.batch_size", "30", *on_cpu("ddp_fork", 2), *SHAPES]
     out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
     lines = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
-    seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]  # sanity check, then the epoch
+    # (rank, images): first in the sanity check, then in the epoch
+    seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]
     assert lines == [f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for rank, n in seen]
     last = tmp_path / "LeNet-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
     for command in ("test", "predict"):

@@ -13,10 +13,10 @@ from app.data.synthetic import SyntheticSource
 from app.modules import CIFARCNN, FashionMLP
 from app.verify.differences import TOLERANCE, Recorded, differences
 
-# 903 images for training, 103 for validation: batches of 64, the last ones of 7 and 39, which neither 2 nor 4 divides
 RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
 RECORDING += ["--trainer.callbacks.steps=60", "--trainer.callbacks.epoch_steps=15"]
 STEPS = options(max_epochs=4, log_every_n_steps=1, test=False)
+# batches of 64 from 903 training and 103 validation images: neither 2 nor 4 divides the last batches, of 7 and 39
 IMAGES = tiny(1006, 64, val_size=103, flip=True, crop_padding=2)
 # float64, because Adam takes full steps even for gradients that are only rounding errors
 MLP = ["--model", "FashionMLP", "--model.repeats", "1", *options(like="FashionMNIST", precision="64-true")]
@@ -38,14 +38,14 @@ def check_same(run: Path, expected: Path, tolerance: float = TOLERANCE) -> None:
 
 @pytest.fixture(scope="module")
 def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A run on one device: its model's name, and its directory."""
+    """Name of a model, and directory of its run on one device."""
     root = tmp_path_factory.mktemp(request.param)
     output_of(*fork_app("fit", *MODELS[request.param], *STEPS, *RECORDING, "--run.root", root, "--run.name", "single"))
     return request.param, root / "single" / "version_0"
 
 
 WAYS: list[Any] = [("adamw", "dp", 2), ("cnn", "dp", 4), ("cnn", "ddp", 2), ("recipe", "ddp_fork", 2)]
-# ddp_spawn pickles the model, with the optimizer and scheduler that flags have given
+# ddp_spawn runs "adamw", because it must pickle the optimizer and the scheduler that flags configure
 WAYS += [pytest.param(*way, marks=SLOW) for way in (("adamw", "ddp_spawn", 2), ("recipe", "dp", 2))]
 
 
@@ -54,7 +54,8 @@ def test_parity(single: tuple[str, Path], strategy: str, devices: int, app: App,
     model, expected = single
     flags = [*MODELS[model], *STEPS, *RECORDING, *on_cpu(strategy, devices, root=tmp_path, name="x")]
     output_of(*(app if strategy == "dp" else fork_app)("fit", *flags))
-    tolerance = 1e-8 if model == "adamw" else TOLERANCE  # metrics are logged in float32
+    # not 0, because metrics of the float64 runs of "adamw" are logged in float32
+    tolerance = 1e-8 if model == "adamw" else TOLERANCE
     check_same(tmp_path / "x" / "version_0", expected, tolerance)
 
 
@@ -67,7 +68,10 @@ ACCUMULATED += [pytest.param(2, 5, "ddp_fork", marks=SLOW)]
 def test_accumulated_gradients(
     single: tuple[str, Path], batches: int, micro_batch: int | None, strategy: str, app: App, tmp_path: Path
 ) -> None:
-    """Batches and micro-batches are weighted by their samples; the last window has fewer and smaller ones."""
+    """Gradients accumulated over batches and micro-batches equal those of whole batches of 64.
+
+    An epoch's last window has fewer and smaller batches, so that each must be weighted by its number of samples.
+    """
     model, expected = single
     way = on_cpu(strategy, 1 if strategy == "auto" else 2, batch_size=64 // batches, accumulate_grad_batches=batches)
     way += options(root=tmp_path, name="x", **({"micro_batch": micro_batch} if micro_batch else {}))
@@ -81,7 +85,7 @@ def test_accumulated_gradients(
 
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
 def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
-    """The app on one device against plain torch over the same batches."""
+    """The app on one device has the losses and weights of a plain torch loop over the same batches."""
     flags = ["--seed_everything", "7", *options(flip=False, crop_padding=0, precision="32-true")]
     output_of(*app("fit", *MODELS[model], *STEPS, *flags))
     (run,) = tmp_path.glob("runs/*/version_0")

@@ -1,4 +1,4 @@
-"""Private names of libraries: every declared name exists; after an upgrade, this test lists missing names."""
+"""Private names of libraries: each one that the package uses is declared, and exists in the installed version."""
 
 import ast
 import importlib
@@ -40,7 +40,7 @@ def missing(patch: str) -> str | None:
 
 
 def has(owner: object, path: str) -> bool:
-    """Return whether a name exists, is annotated in the class, or is set on `self` somewhere in it."""
+    """Return whether a dotted name exists in `owner`, is annotated in this class, or is set on `self` in its code."""
     name, _, rest = path.partition(".")
     if hasattr(owner, name):
         return not rest or has(getattr(owner, name), rest)
@@ -58,7 +58,7 @@ def test_the_installed_version_has_what_a_patch_expects(patch: str) -> None:
 
 
 def test_private_names_of_libraries_are_declared() -> None:
-    """Private names: imports, attributes of other objects, and methods that override a library's method."""
+    """Each private name of a library that a module imports, reads from an object, or overrides is declared."""
     trees = {name: ast.parse(inspect.getsource(importlib.import_module(name))) for name in MODULES}
     ours = {
         name

@@ -40,6 +40,7 @@ def step(**phases: object) -> Step:
 
 
 def test_a_ring_all_reduce() -> None:
+    """On n ranks, an all-reduce takes 2·(n-1)/n·size/bandwidth + 2·(n-1)·latency."""
     assert SLOW.all_reduce(400, 1) == 0
     assert SLOW.all_reduce(400, 2) == 4 + 2 * 0.5  # 2·1/2·400/100 + 2·1·0.5
     assert SLOW.all_reduce(400, 4) == 6 + 6 * 0.5  # 2·3/4·400/100 + 2·3·0.5
@@ -47,16 +48,19 @@ def test_a_ring_all_reduce() -> None:
 
 
 def test_communication_overlaps_with_the_backward_pass() -> None:
-    """A backward pass of 10 s has buckets of 200 bytes after 2 s and 10 s; each takes 2 s + 1 s on two ranks."""
+    """Buckets are reduced one after another, while the backward pass of 10 s goes on.
+
+    In the first case, buckets of 200 bytes are full after 2 s and 10 s. Reducing one takes 2 s + 1 s on two ranks.
+    """
     phases = {"backward": Line(10.0, 0.0), "buckets": (Bucket(200, 0.2), Bucket(200, 1.0))}
     assert step(**phases).ddp(64, 1, SLOW) == 10
     agreed = SLOW.all_reduce(AGREEMENT, 2)
-    # the first bucket ends at 5, the second takes from 10 to 13
+    # the first bucket is reduced from 2 s to 5 s, the second from 10 s to 13 s
     assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(13 + agreed)
-    # the first bucket takes from 2 to 13, the second from 13 to 16
+    # a first bucket of 1000 bytes is reduced from 2 s to 13 s, so that the second follows from 13 s to 16 s
     phases["buckets"] = (Bucket(1000, 0.2), Bucket(200, 1.0))
     assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(16 + agreed)
-    # the backward pass hides both buckets: 2 to 5, 5 to 8
+    # both buckets are reduced during the backward pass, from 2 s to 5 s and from 5 s to 8 s
     phases["buckets"] = (Bucket(200, 0.2), Bucket(200, 0.3))
     assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(10 + agreed)
 
@@ -67,7 +71,7 @@ def test_what_is_divided_by_the_devices_and_what_is_not() -> None:
     assert one.single(10) == pytest.approx(1 + 1 + 2 + 2 + 3 + 3 + 4 + 5)
     assert one.ddp(10, 2, FREE) == pytest.approx(1 + 0.5 + 2 + 1 + 3 + 1.5 + 4 + 5)
     assert one.ddp(10, 4, FREE) == pytest.approx(1 + 0.3 + 2 + 0.6 + 3 + 0.9 + 4 + 5), "the largest part: 3 of 10"
-    # dp: data of the whole batch, launches one after the other, and copies of 2·(100/100 + 0.5)
+    # dp loads the whole batch, launches its replicas one after another, and takes 2·(100/100 + 0.5) s for copies
     assert one.dp(10, 2, SLOW) == pytest.approx(1 + 1 + 2 * (2 + 3) + 1 + 1.5 + 3 + 4 + 5)
     # on a CPU, dp copies nothing, and one thread runs both backward passes
     assert one.dp(10, 2, SLOW, shared=True) == pytest.approx(one.dp(10, 2, SLOW) - 3 + 1.5)
@@ -115,7 +119,7 @@ def test_predictions_cost_and_nodes() -> None:
     assert alone["samples_per_s"] == pytest.approx(100 / 3)
     assert alone["cost_per_million_samples"] == pytest.approx(1e6 * 3 / 100 * 0.001)
     assert (ddp["speed_up"], ddp["efficiency"], ddp["waiting_ms"]) == pytest.approx((2, 1, 0))
-    waiting = 1.5 + 6 * 0.5 + SLOW.all_reduce(AGREEMENT, 4)  # the ring's slowest link determines the time
+    waiting = 1.5 + 6 * 0.5 + SLOW.all_reduce(AGREEMENT, 4)  # because the slowest link of the ring determines the time
     assert nodes["step_ms"] == pytest.approx(1000 * (0.75 + waiting))
     assert nodes["waiting_ms"] == pytest.approx(1000 * waiting)
     scaled = predict(one, 100, [4], machines, scale_batch=True).iloc[0]
@@ -228,7 +232,10 @@ def test_a_plan_that_cannot_be(app: App, words: list[str], message: str) -> None
 
 
 def test_one_gpu_does_not_measure_the_network_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps were recorded on a machine with eight GPUs."""
+    """On a machine with one GPU, a plan from steps recorded on eight GPUs needs the bandwidth and latency as flags.
+
+    It must not measure CPU processes instead.
+    """
     for name, value in {"is_available": True, "device_count": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: pytest.fail("measured CPU processes"))
@@ -241,7 +248,7 @@ def test_one_gpu_does_not_measure_the_network_between_gpus(monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.skipif(usable_cores() < 2, reason="two processes need two cores")
 def test_a_plan_from_steps_measured_here(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is busy, and the plan mentions it."""
+    """A plan from steps measured on a busy machine begins with a warning, and predicts at most two devices."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)])
     early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
@@ -265,7 +272,7 @@ def planned(spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
 
 
 def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
-    """Candidates are only variants whose efficiency is above one half at the low end of the range."""
+    """A variant is recommended only if its efficiency exceeds one half even at the low end of the predicted range."""
     title, why = planned()
     assert title == "lenet, batch 64: take ddp on 4 devices of 2 nodes: at least 4.00 × one device, predicted"
     assert why == "Predicted: 4.00–4.00 times one device, 100% of the ideal."
@@ -281,7 +288,7 @@ MLP += options(accelerator="cpu", like="FashionMNIST", size=4000, batch_size=128
 
 @pytest.mark.cluster
 def test_two_hosts(hosts: Network, tmp_path: Path) -> None:
-    """A step of two hosts takes as long as predicted from their link's rate; the errors are printed after the tests."""
+    """On two hosts, a step takes about as long as predicted from the link's rate; a warning shows the exact error."""
     fit, both = ["fit", *MLP], [hosts.hosts["h1"], hosts.hosts["h2"]]
     backward, gradients = profile_gradients(fit, 128)
     step = fit_step(measure_steps(fit), backward, make_buckets(gradients))

@@ -42,7 +42,7 @@ PLACES = {"shared": [(0, (0, 1)), (0, (0, 1))], "pinned": [(0, (0,)), (0, (1,))]
 CHANCES = [
     ("shared", 0.3, 0.0, 0.0, 0),
     ("shared", 0.05, 0.2, 0.0, 50),
-    ("shared", 0.05, 0.0, 0.5, 0),  # chance decides which rank waits for a core
+    ("shared", 0.05, 0.0, 0.5, 0),  # never slow, because chance decides which rank waits for a shared core
     ("shared", 0.05, 0.5, 0.5, 50),
     ("pinned", 0.05, 0.0, 0.5, 50),
     ("nodes", 0.05, 0.0, 0.5, 50),
@@ -51,7 +51,10 @@ CHANCES = [
 
 @pytest.mark.parametrize(("places", "noise", "longer", "delay", "expected"), CHANCES)
 def test_who_is_called_slow(places: str, noise: float, longer: float, delay: float, expected: int) -> None:
-    """In 50 simulated runs of 100 windows, rank 1 computes more or waits for a core; rank 0 never counts as slow."""
+    """Rank 1 counts as slow in the expected number of 50 simulated runs, and rank 0 in none.
+
+    In each of a run's 100 windows, rank 1 computes for `longer` seconds more, and waits `delay` seconds for a core.
+    """
     rng = np.random.default_rng(0)
     count = 0
     for _ in range(50):
@@ -88,7 +91,7 @@ def test_slow_data(devices: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_busy_core(tmp_path: Path) -> None:
-    # steps longer than a time slice of the scheduler, because a rank that has waited gets a slice at once
+    # a step must be longer than the scheduler's time slice, because a process that has waited gets a slice at once
     flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, *options(size=1500, batch_size=100, max_epochs=7)]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
     check_slow(tmp_path, output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path)), 2, "compute")
@@ -121,7 +124,10 @@ HANGS = [
 
 @pytest.mark.parametrize(("name", "strategy", "text", "hook"), HANGS)
 def test_who_hangs(name: str, strategy: str, text: str | None, hook: str, tmp_path: Path) -> None:
-    """The last line and the record name the rank, the stacks are written, and no rank waits beyond the timeout."""
+    """If a rank hangs, the run ends after the timeout, and its last line and record name the rank and its code line.
+
+    The stacks of both ranks are written to files.
+    """
     cls = getattr(stuck_code, name)
     which = "--data" if name.endswith("Data") else "--model"
     flags = [which, f"stuck_code.{name}", *(["--data", "Synthetic"] if which == "--model" else [])]
@@ -162,7 +168,7 @@ def test_who_hangs_elsewhere(flags: list[str], where: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_no_stacks_are_left_where_nobody_hangs(tmp_path: Path) -> None:
-    """A rank that is slow for less than the timeout continues."""
+    """A run with a slow rank completes and writes no stacks if the rank answers within the timeout."""
     flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, "--trainer.max_epochs", "3"]
     slow = ["--model", "stuck_code.SlowRank", "--cluster.timeout", "4"]
     output_of(*fork_app("fit", *slow, *flags, "--run.root", tmp_path))
@@ -189,7 +195,10 @@ TORCH = '  File "/x/site-packages/torch/autograd/graph.py", line 5 in run\n'
 
 
 def test_what_stacks_say(tmp_path: Path) -> None:
-    """One rank waits for its loader's worker, one is stopped, and the others wait for both."""
+    """`where` names the rank that waits for its loader's worker, the stopped rank, and the ranks that wait for both.
+
+    It ignores a file that is not a rank's stacks.
+    """
     assert where(tmp_path) is None
     waits, data = (WAITS.format(step=1204, phase=phase, frames=TORCH) for phase in ("its gradients", "its data"))
     for rank, text in enumerate([waits, data + OF_A_WORKER, waits]):

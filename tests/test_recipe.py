@@ -90,7 +90,7 @@ def test_what_cannot_be(flags: str, message: str, app: App) -> None:
 
 
 def test_whitening() -> None:
-    """The patches' 12 whitened values are uncorrelated, of variance 1, and followed by their negatives."""
+    """A patch's 12 whitened values are uncorrelated and have variance 1; their negatives follow as 12 more values."""
     images = torch.einsum("ij,njhw->nihw", torch.rand(3, 3) + torch.eye(3), torch.randn(64, 3, 9, 9))
     network = make_network("whitened", 10)
     network.whiten(images)
@@ -162,7 +162,7 @@ def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_images_of_published_weights() -> None:
-    """The settings of the images are known without a download."""
+    """The image settings of published weights, such as mean and size, are known without a download."""
     known = image_settings("DEFAULT", "resnet50")
     assert known == {
         "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bilinear", "size": 224,

@@ -119,7 +119,7 @@ def test_set_up_begins_with_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp", marks=SLOW)])
 def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
-    """The phases add up to the step, and communication shows between ranks or replicas."""
+    """The phases add up to the step's duration, and no phase is zero, communication of ranks or replicas included."""
     flags = on_cpu(strategy, max_steps=60, log_every_n_steps=5, test=False, root=tmp_path, name="x")
     output_of(*fork_app("fit", *SMALL, *flags))
     record = record_of(tmp_path / "x" / "version_0")
@@ -167,7 +167,7 @@ FAILING = [
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize(("way", "reason"), FAILING)
 def test_a_failed_run_says_why(way: list[str], reason: str, tmp_path: Path) -> None:
-    """Last line, record and report have the reason, also if one rank fails and rank zero cannot write."""
+    """The output, the record and the report give the reason for a failure, also if only the last rank fails."""
     assert re.search(reason, output_of(*fork_app("fit", *THEIRS, *way, "--run.root", tmp_path), 1))
     run = tmp_path / "Fails-TheirData" / "version_0"
     assert record_of(run)["status"] == "failed"
@@ -176,7 +176,7 @@ def test_a_failed_run_says_why(way: list[str], reason: str, tmp_path: Path) -> N
 
 
 def test_twenty_runs_of_one_name_at_once(tmp_path: Path) -> None:
-    """Each run has its own folder."""
+    """Each of 20 simultaneous runs gets a separate folder, from `version_0` to `version_19`."""
     together = threading.Barrier(20)
 
     def claim(_: int) -> str:

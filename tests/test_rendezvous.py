@@ -47,7 +47,7 @@ LEFTOVERS = [
 
 @pytest.mark.parametrize(("left", "message"), LEFTOVERS)
 def test_leftovers(left: dict[str, str], message: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables of another launcher are explained."""
+    """If a launcher's variables are set, but it did not start the ranks, the error explains the variables."""
     for name, value in left.items():
         monkeypatch.setenv(name, value)
     assert message in error_of(*app("fit", *SMALL))
@@ -79,7 +79,7 @@ def test_an_address_of_another_launcher_is_not_used(strategy: str, devices: str,
 def run_nodes(
     flags: list[str], methods: list[list[str]], env: Callable[[int], dict[str, str]] = lambda node: {}
 ) -> list[tuple[int, str]]:
-    """Run a command as several nodes of this machine, the last one first."""
+    """Run a command once for each node, all on this machine; the last node starts first."""
     with ThreadPoolExecutor(len(methods)) as pool:
         started = [
             pool.submit(start_app, *flags, *method, timeout=200, env=env(node))
@@ -132,7 +132,7 @@ def test_nodes_that_would_train_different_things(tmp_path: Path) -> None:
 
 @SLOW
 def test_a_launcher_of_the_users_own(tmp_path: Path) -> None:
-    """The launcher's processes share one run, like torchrun's."""
+    """Processes that a user's own launcher has started share one run, as torchrun's do."""
     way = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.plugins", "user_code.OwnLauncher"]
     port = str(free_port())
     flags = ["fit", *SMALL, *STEPS, *way, "--run.root", str(tmp_path)]

@@ -22,9 +22,10 @@ THEIRS += ["--run.name", "poisoned", "--run.threads", "1", "--trainer.log_every_
 
 
 class Poisoned(LightningDataModule):
-    """Images of noise and bad images.
+    """Data of noise images, and of bad images from index `bad` on.
 
-    Either one image overflows, or three images have the same too large pixels but different labels.
+    If `value` exceeds 1e38, one bad image overflows. Otherwise, three bad images have the same too large pixels, but
+    different labels.
     """
 
     def __init__(self, bad: int, value: float, count: int = 2000) -> None:
@@ -44,7 +45,7 @@ def largest(out: str) -> str:
 
 @pytest.mark.usefixtures("drawn")
 def test_a_step_of_a_run(app: App, tmp_path: Path) -> None:
-    """The repeated step has the run's rates and logged loss, all samples, and a gradient norm for each shard."""
+    """The repeated step has the loss that the run logged. Its page lists all samples and each shard's gradient norm."""
     output_of(*app("fit", *RUN, "--run.name", "run", "--model.schedule", "cosine", "--model.warmup", "1ep"))
     folder = tmp_path / "runs" / "run" / "version_0"
     out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "7"))
@@ -90,7 +91,10 @@ class Tenth(CIFARCNN):
 
 
 def test_a_training_step_of_the_user(app: App, tmp_path: Path) -> None:
-    """Samples are ranked by its loss. `fit` logs no mean loss, because it adds no batch."""
+    """`replay` ranks samples by the loss of the user's training_step.
+
+    `fit` logs no training loss, because this training_step adds no batch to the sums of `app.training_sums`.
+    """
     output_of(*app("fit", *tiny(90, 20, "test_replay.Tenth", max_epochs=1, log_every_n_steps=1), "--run.name", "x"))
     folder = tmp_path / "runs" / "x" / "version_0"
     assert not [name for row in read_metrics(folder / "metrics.csv") for name in row if name.startswith("train")]

@@ -25,7 +25,7 @@ WINDOWS = ["--trainer.log_every_n_steps", "4"]
 
 
 class Reader(HTMLParser):
-    """Parser of a page: title, picture names and loaded files; checks that every tag is closed."""
+    """Parser that collects a page's title, picture names and loaded files, and checks that every tag is closed."""
 
     VOID = ("meta", "img", "br", "hr")
 
@@ -102,7 +102,7 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
 def test_a_run_does_not_read_its_record(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run writes its report without reading its record, because reading imports pydantic, which takes 0.1 s.
 
-    A report from the file is the same, although the file has null for each of the run's NaNs.
+    A report written later from the record's file is the same, although the file has null for each NaN.
     """
     with monkeypatch.context() as patch:
         patch.setattr(Record, "load", None)
@@ -137,7 +137,10 @@ USER_CODE = [
 
 @pytest.mark.parametrize(("model", "data", "title", "use"), USER_CODE)
 def test_somebodys_code(model: str, data: str, title: str, use: str | None, app: App, tmp_path: Path) -> None:
-    """The report is written for any logged names, fit ends with a test if defined, and the printed command works."""
+    """The report is written whatever a user's module logs, and the printed command works.
+
+    `fit` ends with a test if both module and data define one.
+    """
     flags = ["--model", f"user_code.{model}", "--data", f"user_code.{data}", *QUIET]
     out = output_of(*app("fit", *flags, *options(accelerator="cpu", max_epochs=1, name="x")))
     run = tmp_path / "runs" / "x" / "version_0"
@@ -152,7 +155,7 @@ def test_somebodys_code(model: str, data: str, title: str, use: str | None, app:
 
 
 def test_failures(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """A report that cannot be written, or a record that cannot be read, only prints a line."""
+    """If the report cannot be written, or the record cannot be read, a line is printed, and no error is raised."""
     monkeypatch.setattr("app.monitor.report.write_text", Mock(side_effect=OSError(28, "No space left on device")))
     out = output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.test", "false"))
     run = tmp_path / "runs" / "x" / "version_0"
@@ -187,7 +190,7 @@ def test_names_are_names(tmp_path: Path, image_root: Path) -> None:
 
 
 def test_the_course_of_a_long_run() -> None:
-    """The number of points is limited; they are evenly spaced from the beginning to the end."""
+    """The course of a long run has a limited number of points, evenly spaced from the beginning to the end."""
     course = Course()
     for number in range(10 * MOST + 7):
         course.add(number, number)
@@ -210,5 +213,5 @@ def test_in_a_browser(scheme: int, app: App, tmp_path: Path) -> None:
     colours = seen_colours(tmp_path / "runs" / "x" / "version_0" / "report.html", *flags)
     papers, blues = ((0x14, 0x18, 0x1D), (255, 255, 255)), ((0x6E, 0xA2, 0xFF), (0x2F, 0x62, 0xC9))
     assert max(colours, key=lambda colour: colours[colour]) == papers[scheme]
-    # pixels of the lines, whose length varies with the measurement; the other scheme's colour is absent
+    # more than 100 pixels have this scheme's line colour, and fewer the other's; the count varies with the curves
     assert colours.get(blues[scheme], 0) > 100 > colours.get(blues[1 - scheme], 0)

@@ -44,7 +44,7 @@ def checkpoints(run: Path) -> dict[int, Path]:
 
 
 def epochs(run: Path) -> list[tuple[int, float, float, float]]:
-    """Return the record's rows of the epochs."""
+    """Return each epoch's number, losses and accuracy from the record."""
     return [(row["epoch"], row["train_loss"], row["val_loss"], row["val_acc"]) for row in record_of(run)["epochs"]]
 
 
@@ -68,7 +68,7 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     """`--ckpt_path last` continues a training for longer, and remembers the best checkpoint so far."""
     flags = [*CNN[:-2], *options(test=False, name="x")]
     runs = tmp_path / "runs" / "x"
-    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):  # `last` is the second run's
+    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):  # the second run's checkpoint
         output_of(*app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume))
     whole, resumed = (runs / version for version in ("version_0", "version_1"))
     assert difference(whole, resumed) == 0
@@ -81,7 +81,7 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["AccuracyFalls", "LossRises"])
 def test_the_best_checkpoint_so_far_is_not_forgotten(model: str, app: App, tmp_path: Path) -> None:
-    """The metric gets worse with each epoch, so that the first checkpoint stays best."""
+    """A resumed run keeps the first epoch's checkpoint as the best, because the metric gets worse with each epoch."""
     flags = ["--model", f"user_code.{model}", "--data", "user_code.TheirData", "--run.name", "x"]
     for count, resume in (("2", []), ("4", ["--ckpt_path", "last"])):
         output_of(*app("fit", *flags, *resume, "--trainer.max_epochs", count))
@@ -109,7 +109,7 @@ UP_TO_TWO = [*CNN[:-2], *options(test=False, max_epochs=2)]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of two epochs."""
+    """Directory of an uninterrupted run of two epochs."""
     root = tmp_path_factory.mktemp("whole")
     output_of(*fork_app("fit", *UP_TO_TWO, "--run.root", root, "--run.name", "x"))
     return root / "x" / "version_0"
@@ -117,7 +117,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("steps", "every"), [((1, 15, 16, 29), 0), ((15,), 5)], ids=str)
 def test_stopped_by_max_steps(steps: tuple[int, ...], every: int, whole: Path, app: App, tmp_path: Path) -> None:
-    """Stop within an epoch or at its end, resume from the usual checkpoint, and do so again.
+    """A run that is stopped and resumed several times has the weights and records of an uninterrupted run.
 
     A checkpoint due after an epoch's last step is written at the epoch's end, with validation and mean loss.
     """
@@ -131,7 +131,10 @@ def test_stopped_by_max_steps(steps: tuple[int, ...], every: int, whole: Path, a
 
 
 def test_stopped_early(app: App, tmp_path: Path) -> None:
-    """Early stopping ends a run at a validation in mid-epoch. With `min_epochs`, only the ends of epochs are saved."""
+    """Early stopping ends a run at a validation in mid-epoch.
+
+    With `min_epochs`, it ends the run at the end of that epoch, and checkpoints are saved only at ends of epochs.
+    """
     early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
     early += ["--trainer.callbacks.min_delta=100", "--trainer.callbacks.patience=1"]
     flags, runs = [*CNN[:-2], "--run.test", "false", *early], tmp_path / "runs"
@@ -213,7 +216,10 @@ def bit_flipped(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
-    """By name or path, it is rejected; `auto` renames it and takes the previous one, but never starts over."""
+    """A damaged checkpoint is rejected by name or path; `auto` renames it and takes the previous one.
+
+    If no checkpoint is intact, `auto` rejects the run instead of starting it anew.
+    """
     folder = tmp_path / "runs" / "x" / "version_0" / "checkpoints"
     output_of(*app("fit", *FLAGS, "2"))
     assert sorted(path.name for path in folder.iterdir()) == ["best.ckpt", "last-1.ckpt", "last.ckpt"]

@@ -106,7 +106,7 @@ def test_a_learning_rate_that_is_no_number(value: str, app: App, monkeypatch: py
 
 
 def test_rules_of_flags_hold_on_any_machine() -> None:
-    """`resolve`, which `compare` uses, rejects such flags; only `check` rejects what this machine lacks."""
+    """`resolve`, which `compare` uses, rejects values that are wrong everywhere, but allows missing devices."""
     with pytest.raises(UserError, match="give 1 or more"):
         resolve([*SMALL, "--trainer.accumulate_grad_batches", "0"])
     assert resolve([*SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64"]).trainer.devices == "64"

@@ -1,4 +1,4 @@
-"""`run_fit`: runs a training, and returns its record."""
+"""Damaged and incomplete records, and `run_fit`, which runs a training and returns its record."""
 
 import subprocess
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def test_a_run_as_a_function(tmp_path: Path) -> None:
 
 
 def test_a_run_that_completes_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run may complete while it is being stopped."""
+    """A run that completes while it is being stopped at its time limit counts as completed."""
 
     def complete(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         stop(processes)

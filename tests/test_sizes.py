@@ -26,7 +26,7 @@ def sample(path: Path) -> torch.Tensor:
 
 
 def test_aspect_ratio_is_kept(image_root: Path) -> None:
-    """Evaluation equals torchvision's transforms; only `squash` distorts."""
+    """Evaluation images equal those of torchvision's Resize and CenterCrop; only `squash` changes the aspect ratio."""
     reference = v2.Compose([v2.Resize(20), v2.CenterCrop(16)])
     split = attach(ImageFolder(str(image_root), size=16, resize=20, cache="off"), "test")._splits["test"][0]
     assert split.names is not None
@@ -41,7 +41,10 @@ def test_aspect_ratio_is_kept(image_root: Path) -> None:
 
 
 def test_training_images_are_kept_larger(image_root: Path, cache: Path, decoded: Any) -> None:  # noqa: F811
-    """The cache has shorter sides of at most 23 pixels, or of 20 for `random`. Validation uses a centre crop."""
+    """Cached images have a shorter side of 20 to 23 pixels, or of 20 for `--data.crop random`.
+
+    Validation always uses the centre crop of an image.
+    """
     for crop, sides in (("random_resized", (23,)), ("random", (20,))):
         flags = {**RESIZED, "crop": crop, "cache": str(cache)}
         data = attach(ImageFolder(str(image_root), **flags))
@@ -143,7 +146,7 @@ RECIPE += options(max_epochs=3, log_every_n_steps=1, flip=True)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """Flags of a training of LeNet with crops and RandAugment, and its run on one device."""
+    """Flags of a training of LeNet with crops and RandAugment, and the directory of its run on one device."""
     root = tmp_path_factory.mktemp("alone")
     flags = ["--data", "ImageFolder", "--data.root", str(draw_images(root / "images", ("cat", "dog", "eel"), train=12))]
     flags += [*RECIPE, *QUIET, "--run.root", str(root), "--run.test", "false"]

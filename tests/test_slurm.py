@@ -49,15 +49,15 @@ def trained(slurm: Slurm, job: str, root: Path, epochs: int) -> None:
 
 @pytest.mark.usefixtures("clean")
 def test_it_goes_on_exactly(slurm: Slurm, app: App, tmp_path: Path) -> None:
-    """2 nodes × 2 tasks have the losses of one device, and after two requeues the same weights, without further flags.
+    """A job of 2 nodes × 2 tasks that is requeued twice has the losses and final weights of a run on one device.
 
-    In float64, because four ranks add up in another order after a restart: DDP rearranges its buckets after the first
-    step.
+    The requeued job needs no further flags. The runs use float64, because the four ranks add gradients in another order
+    after a restart: DDP rearranges its buckets after the first step.
     """
     stopped = tmp_path / "stopped"
     job = submit(slurm, stopped, *EXACT, shape=SHAPE, WANDB_MODE="offline")
     trained(slurm, job, stopped, 3)
-    # the signal that `--signal=SIGUSR1@90` sends before the time limit; the run then requeues the job
+    # send the signal that `--signal=SIGUSR1@90` sends before the time limit; it makes the run requeue the job
     slurm.run("scancel", "--signal=USR1", f"{job}.0")
     slurm.start_again(job)
     trained(slurm, job, stopped, 6)
@@ -96,20 +96,23 @@ def test_scancel_saves_and_leaves_no_process(slurm: Slurm, tmp_path: Path) -> No
 
 
 def test_a_node_that_fails(slurm: Slurm, tmp_path: Path) -> None:
-    """SLURM requeues the job, which continues from the last checkpoint on other nodes."""
+    """If a node fails, SLURM requeues the job, which continues from the newest checkpoint on other nodes."""
     job = submit(slurm, tmp_path, epochs=40)
     trained(slurm, job, tmp_path, 3)
     slurm.nodes["h2"].end()
     slurm.start_again(job, seconds=120)
     assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
-    # best.ckpt is newer if the node failed between the two writes
+    # best.ckpt is the newest if the node failed after writing it and before writing last.ckpt
     newest = last(tmp_path), last(tmp_path).with_name("best.ckpt")
     assert Path(record(tmp_path)["resumed_from"]) in newest
     assert [row["epoch"] for row in record(tmp_path)["epochs"]] == list(range(40))
 
 
 def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
-    """A wrong job fails at once; two rank zeros never share a directory."""
+    """A job whose tasks do not match the command fails at once, and leaves no run.
+
+    Two simultaneous steps of `srun` are two runs with separate directories.
+    """
     fit = ["python", "-m", "app", "fit", *STEPS, "--run.root", str(tmp_path)]
     alone = "error: this SLURM job has 4 tasks, but the command was started once: put srun before it"
     unequal = "error: srun started 2 node(s) of 2 process(es), but the run is --trainer.num_nodes 2 of 4: leave"
@@ -153,7 +156,7 @@ def test_a_job_that_may_not_be_requeued(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preempted", [True, False])
 def test_requeued_if_preempted(preempted: bool, slurm: Slurm, tmp_path: Path) -> None:
-    """The script requeues a preempted job, because SLURM does not if the ranks end early; `scancel` ends the job."""
+    """The script requeues a preempted job, because SLURM does not do so if the ranks end early; `scancel` ends it."""
     python = tmp_path / "python"
     python.write_text("#!/bin/bash\ntrap 'exit 143' TERM\necho up\nwhile :; do sleep 0.1; done\n")
     python.chmod(0o755)

@@ -21,7 +21,7 @@ SLOW = pytest.mark.slow
 
 
 SIGNALS = [
-    ("disk", "SIGTERM", "group"),  # the signal reaches worker processes, too
+    ("disk", "SIGTERM", "group"),  # the signal also reaches worker processes
     ("auto", "SIGTERM", "main"),
     *(pytest.param("ddp", "SIGTERM", "all", marks=SLOW), pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW)),
     pytest.param("ddp", "SIGINT", "group", marks=SLOW),
@@ -48,7 +48,7 @@ def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> 
 
 @SLOW
 def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
-    """The signal hits an arbitrary step, and so any place in an epoch."""
+    """A run that a signal stops in an arbitrary step resumes to the weights of an uninterrupted run, bit for bit."""
     flags = ["--trainer.max_epochs", "20", "--run.test", "false"]
     with started(tmp_path / "stopped", *SMALL, *flags, "--trainer.log_every_n_steps", "1") as run:
         run.trained(3).get("SIGINT", "main").end(code=130)
@@ -69,7 +69,7 @@ ENDS = [(EARLY, 0), (["--trainer.val_check_interval", "4"], 1), (["--trainer.acc
 
 @pytest.mark.parametrize(("flags", "validations"), ENDS)
 def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_path: Path) -> None:
-    """The run ends after the fourth optimizer step, whatever other callbacks do at the end of a step or epoch."""
+    """A run that gets Ctrl-C in the fourth optimizer step ends after it, whatever its callbacks do, and can resume."""
     flags = [*SMALL, "--model", "user_code.StopsItself", *flags, *options(max_epochs=2, test=False)]
     output_of(*app("fit", *flags), 130)
     run = tmp_path / "runs" / "StopsItself-Synthetic" / "version_0"
@@ -92,7 +92,7 @@ def test_in_the_first_epoch(flags: list[str], validations: int, app: App, tmp_pa
 def test_several_ranks_end_one_step_later(tmp_path: Path) -> None:
     """One rank gets the signal in the fourth step; the ranks exchange it after that step, and stop after the fifth.
 
-    The stop is no failure, so that the agent does not restart the ranks.
+    The agent does not restart the ranks, because the stop is no failure.
     """
     flags = [*SMALL, *DDP, *options(max_epochs=2, test=False), "--cluster.max_restarts", "2"]
     with started(tmp_path, *flags, "--model", "user_code.StopsOneRank") as run:
@@ -166,7 +166,10 @@ def test_a_rank_that_is_killed_is_named(strategy: str, rank: int, tmp_path: Path
 @SLOW
 @pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp_fork", 1)])
 def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
-    """A rank hangs longer than the timeout: the other one reports it, and even the stopped process is gone."""
+    """If a rank is stopped for longer than the timeout, the other rank reports it.
+
+    All processes end, even the stopped one.
+    """
     with started(tmp_path, *SMALL, *SAYS, tmp_path, *on_cpu(strategy), *FOR_EVER, "--cluster.timeout", "15") as run:
         run.trained(2)
         os.kill(int((tmp_path / f"rank{rank}").read_text()), signal.SIGSTOP)
@@ -177,7 +180,7 @@ def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
 
 @SLOW
 def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
-    """Rank zero hangs as in a collective call of NCCL; the reason is the other rank's exception."""
+    """The run reports rank 1's exception, although rank zero hangs as in a collective call of NCCL."""
     with started(tmp_path, *SMALL, "--model", "stuck_code.FailsWhileRankZeroIsStuck", *DDP) as run:
         out = run.end(code=1)
     line = out.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""The straight step against Lightning's: the same calls in the same order, the same losses and checkpoints."""
+"""The straight step makes the same calls in the same order as Lightning's, with the same losses and checkpoints."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ MODULE_HOOKS = [
 
 
 class Calls(list[tuple[Any, ...]]):
-    """Recorded calls, each with the hook that `self.log` would log under, the global step, and the arguments."""
+    """Recorded calls: for each, the hook, the hook name that `self.log` sees, the global step, and the arguments."""
 
     def note(self, hook: str, module: Any, *args: Any) -> None:
         fx = module._current_fx_name if module is not None else None
@@ -73,7 +73,7 @@ def recording(calls: Calls, base: type, hooks: list[str], whose: str) -> type:
 
 
 class Plain(pl.LightningModule):
-    """Logs in its steps, as most modules do."""
+    """LightningModule that logs in its steps, as most modules do."""
 
     scheduler: Callable[[Any], Any] | None = None
     monitor: str | None = None
@@ -142,7 +142,7 @@ class Stops(Callback):
 
 
 class ReplacesCallbacks(Callback):
-    """Replaces the trainer's callbacks in the middle of an epoch."""
+    """Callback that adds another one to the trainer in the middle of the second epoch."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and trainer.current_epoch == 1:
@@ -167,7 +167,10 @@ CALLS = Calls()
 def trained(
     straight: bool, folder: Path, model: type = Plain, data: type = TheirData, hooks: Any = CALLBACK_HOOKS, **flags: Any
 ) -> tuple[Calls, dict[str, Any], str | None]:
-    """Train two epochs of five batches; return the calls, the checkpoint, and the reason for Lightning's step."""
+    """Train, by default for two epochs of five batches; return the calls, the checkpoint, and the loop's reason.
+
+    The reason says why the straight loop used Lightning's step. Otherwise, it is None.
+    """
     CALLS.clear()
     shutil.rmtree(folder, ignore_errors=True)
     callbacks, plugins = flags.pop("callbacks", []), flags.pop("plugins", [])
@@ -258,7 +261,7 @@ def test_hooks_of_a_module(hooks: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hook", BATCH_HOOKS)
 def test_a_hook_of_a_data_module(hook: str, tmp_path: Path) -> None:
-    """The data module's hook is called before the module's."""
+    """If the data module and the module both override a hook, the straight step calls the same one as Lightning."""
     model = recording(CALLS, Plain, [hook], "module")
     assert_alike(tmp_path, model=model, data=recording(CALLS, TheirData, [hook], "data"), hooks=[])
 

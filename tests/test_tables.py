@@ -40,7 +40,10 @@ def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, app: App, tm
 
 
 def test_labels_are_read_again(image_root: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Classes are in numeric order. A changed label and another label column take effect. Paths are absolute."""
+    """Labels are not cached: a changed label and another label column take effect. Classes are in numeric order.
+
+    The table has absolute paths.
+    """
     monkeypatch.chdir(image_root)
     numbered = table.drop(columns="split").assign(label=[str(8 + row % 4) for row in range(len(table))])
     numbered["file"] = [str(image_root / file) for file in table["file"]]
@@ -86,14 +89,17 @@ def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App) 
 
 @pytest.fixture
 def saved(image_root: Path) -> Path:
-    """The same images as a saved data set of Hugging Face."""
+    """Save the image folder as a data set of Hugging Face, and return its directory."""
     made = datasets.load_dataset("imagefolder", data_dir=str(image_root), cache_dir=str(image_root / "arrow"))
     made.save_to_disk(str(image_root / "saved"))
     return image_root / "saved"
 
 
 def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp_path: Path) -> None:
-    """From disk and from Parquet, images are decoded once, with the folder's pixels, labels and results."""
+    """A data set of Hugging Face has the image folder's pixels and labels, whether it is saved on disk or in Parquet.
+
+    Only its first run decodes the images.
+    """
     flags = ["--data", "HuggingFace", "--data.path", saved, *FLAGS]
     assert "Decoding 36 images" in output_of(*app("fit", *flags))
     assert "Decoding" not in output_of(*app("fit", *flags, "--trainer.max_epochs", "2"))

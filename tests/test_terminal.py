@@ -29,7 +29,7 @@ def test_the_summary_shows_the_layers(app: App, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_line_for_each_epoch(app: App) -> None:
-    """Each epoch has its line, also in a pipe."""
+    """A run prints a line for each epoch, also into a pipe."""
     out = output_of(*app("fit", *SMALL[:4], "--trainer.max_epochs", "2", "--run.test", "false"))
     lines = [line for line in out.splitlines() if line.startswith("epoch ")]
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
@@ -53,7 +53,7 @@ def test_the_bar_takes_note_a_few_times_a_second(app: App, monkeypatch: pytest.M
 
     monkeypatch.setattr(RichProgressBar, "on_train_batch_end", note)
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 1.0))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # with it, rich treats a pipe as a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # so that rich treats a pipe as a terminal
     flags = ["fit", *SMALL[:-4], "--trainer.max_epochs", "2", "--run.test", "false"]
     out = output_of(*app(*flags))
     assert noted == [(ProgressBar, index) for index in (0, 8, 8)], "the first step, and the last of each epoch"

@@ -1,4 +1,7 @@
-"""torchrun: ranks that end with their agent; test_elastic.py restarts workers, test_hosts.py checks parity."""
+"""torchrun: rejected flags, new runs, and ranks that end with their agent.
+
+test_elastic.py tests restarts of workers, and test_hosts.py tests parity.
+"""
 
 import sys
 from pathlib import Path
@@ -26,7 +29,7 @@ def test_what_is_wrong_is_said_at_once(flags: str, text: str, tmp_path: Path) ->
 
 
 def test_a_new_run_of_the_same_name_begins_anew(tmp_path: Path) -> None:
-    """A restart by the same torchrun continues its run; a new torchrun continues one only with `--ckpt_path auto`."""
+    """A new torchrun begins a new run, and continues an earlier run only with `--ckpt_path auto`."""
     flags = [*SMALL, *STEPS, "--trainer.max_epochs"]
     auto = ["--ckpt_path", "auto"]
     for epochs, more, resumed in (("1", auto, None), ("2", [], None), ("3", auto, "version_1")):
@@ -44,7 +47,7 @@ def test_no_worker_outlives_the_agent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_to_the_agent_stops_all_with_a_checkpoint(name: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN) as run:
-        out = run.trained(2).get(name, "group").end(29)  # torchrun kills after 30 s
+        out = run.trained(2).get(name, "group").end(29)  # before 30 s, when torchrun kills ranks
     assert run.process.returncode != 0, out
     error = {"SIGTERM": "by SIGTERM", "SIGINT": "by Ctrl-C"}[name]
     assert (run.record["status"], run.record["error"]) == ("interrupted", error)

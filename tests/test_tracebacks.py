@@ -50,7 +50,7 @@ def test_in_each_rank(strategy: str, tmp_path: Path) -> None:
     """Each rank raises the error, which is printed once."""
     way = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--run.root", tmp_path]
     message = error_of(*fork_app("fit", *SMALL, *way, *CROP.split()))
-    assert message.replace("rank 1: ", "") == TOO_LARGE  # the first rank to fail ends the other
+    assert message.replace("rank 1: ", "") == TOO_LARGE  # the error of the rank that fails first
 
 
 def test_verbose_shows_what_the_library_did(app: App) -> None:
@@ -73,7 +73,7 @@ CODE = [
 
 @pytest.mark.parametrize("flags", CODE)
 def test_code_of_the_user(flags: str, tmp_path: Path) -> None:
-    """The traceback has only the user's frames and their caller, and is printed once."""
+    """The traceback is printed once, and has only the user's two frames and their caller."""
     out = output_of(*fork_app("fit", *SMALL, "--run.root", tmp_path, *flags.split()), 1)
     assert out.count("Traceback") == 1, out
     _, *frames = out.partition("Traceback")[2].split("  File ")

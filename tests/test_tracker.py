@@ -67,7 +67,7 @@ def test_what_is_private_stays(image_root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["auto", pytest.param("ddp_fork", marks=SLOW)])
 def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None:
-    """Any number of processes makes one run, and a read-only home causes no output."""
+    """One offline run has all results of any number of processes, and a read-only home causes no message."""
     env = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": "/proc/home", "XDG_CACHE_HOME": None}
     flags = on_cpu(strategy, 1 if strategy == "auto" else 2, max_epochs=2, root=tmp_path, track_images=True)
     out = output_of(*(start_app if strategy == "auto" else fork_app)("fit", *SMALL, *flags, env=env))
@@ -125,7 +125,7 @@ SERVERS = {"is out of quota": OutOfQuota, "drips": Dripping}
 
 @contextmanager
 def tracker(server: str) -> Iterator[str]:
-    """Start a server of Weights & Biases that does not accept the run; yield its address."""
+    """Start a server of Weights & Biases that fails in the given way; yield its address."""
     if server in SERVERS:
         with ThreadingHTTPServer(("127.0.0.1", 0), SERVERS[server]) as running:
             threading.Thread(target=running.serve_forever, daemon=True).start()

@@ -117,7 +117,7 @@ def test_a_mistake_is_named(model: str, data: str, way: str, columns: Sequence[s
 
 
 def test_what_a_callback_loses(tmp_path: Path) -> None:
-    """The callback's average of the weights is in no checkpoint."""
+    """A callback's average of the weights is named as the cause, because no checkpoint contains it."""
     differing, reasons = Runs(tmp_path, "Model", "Data").case("resume", "--trainer.callbacks+=faulty_code.Average")
     assert "evaluation" in differing
     assert any(cause.text == "state that is in no checkpoint: Average.average" for cause in reasons), reasons
@@ -148,7 +148,7 @@ def test_a_cause_of_the_evaluation_does_not_explain_the_loss() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_runs")
 def test_a_variant_with_a_rank_s_batch_size() -> None:
-    """It is not repeated with --run.global_order, where its batch would be half of the reference's."""
+    """The variant is not repeated with --run.global_order, because its batch would be half of the reference's."""
     flags, half = {"trainer.accelerator": "cpu"}, {"trainer.devices": 2, "data.batch_size": 4}
     ways = {"half": {"trainer.strategy": "ddp", **half}}
     outcome = same_training("faulty_code.Model", "faulty_code.Stock", quick=True, steps=4, flags=flags, ways=ways)
@@ -190,7 +190,7 @@ def test_causes_behind_other_samples(model: str, data: str, named: list[str], re
 
 @pytest.mark.slow
 def test_bits(app: App, tmp_path: Path) -> None:
-    """An operation that differs on one rank is named with its module; without such an operation, nothing is named."""
+    """`--bits` names the first operation that differs on one rank, with its module. If none differs, none is named."""
     flags = [*OURS, "--quick", "--steps", "4", "--bits", "true", "--run.virtual_devices", "4", "--run.threads", "1"]
     report, out = verdict(app, tmp_path, *flags, "--model", "faulty_code.Jitters", code=1)
     assert [way["first_operation"] for way in report["ways"]] == ["step 1, shard 3: mul in Jitters.network.noise", None]
@@ -221,7 +221,7 @@ def test_a_wrong_gradient_beside_much_larger_ones() -> None:
 
 @pytest.mark.parametrize("padding", [0, 9])
 def test_a_padded_sample_is_the_same_in_any_batch(padding: int) -> None:
-    """A sample has the same id with any amount of padding, and without padding as the batch's longest sample.
+    """A sample has the same id with any amount of padding, and with none if it is the longest of its batch.
 
     If the padding is not 0, the batch's mask shows where it is.
     """
@@ -250,7 +250,7 @@ def test_samples_of_a_batch_that_is_not_stacked() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("drawn")
 def test_every_way(app: App, tmp_path: Path) -> None:
-    """Every variant passes, except an added one that differs."""
+    """Every variant passes, except an added one whose global batch is half of the reference's."""
     (tmp_path / "ways.yaml").write_text("half the batch: {data.batch_size: 10, trainer.devices: 1}\n")
     report, out = verdict(app, tmp_path, *OURS, "--ways", str(tmp_path / "ways.yaml"), "--steps", "20", code=1)
     same = {way["name"]: way["same"] for way in report["ways"]}
@@ -266,7 +266,7 @@ def test_every_way(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_mlp(app: App, tmp_path: Path) -> None:
-    """The MLP with Adam, a schedule, augmentation, and unequal shares in evaluation."""
+    """The MLP passes with Adam, a schedule, augmentation, and unequal shares in evaluation."""
     flags = ["--model", "FashionMLP", "--model.repeats", "1", "--model.scheduler", "StepLR", "--data", "Synthetic"]
     flags += ["--model.scheduler.step_size", "1", "--data.like", "FashionMNIST", "--data.crop_padding", "2"]
     report, out = verdict(app, tmp_path, *flags, *OURS[2:], "--quick", "true", "--steps", "20")
@@ -276,7 +276,7 @@ def test_the_mlp(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rounding_is_proven(app: App, tmp_path: Path) -> None:
-    """A high learning rate amplifies rounding errors; in float64, the difference vanishes."""
+    """A difference by rounding, which a high learning rate amplifies, is accepted, because it vanishes in float64."""
     flags = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.01", "--data.size", "403"]
     flags += ["--quick", "true", "--steps", "60"]
     report, out = verdict(app, tmp_path, *OURS, *flags)
@@ -307,7 +307,7 @@ def test_what_cannot_be(flags: list[str], message: str, app: App, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_runs")
 def test_in_a_test_of_ones_own() -> None:
-    """A user's own test, as the guide shows it. Lightning's own message explains a variant that does not run."""
+    """`same_training` works in a user's own test, and shows Lightning's message about a variant that does not run."""
     flags = {"trainer.use_distributed_sampler": "false", "trainer.accelerator": "cpu"}
     outcome = same_training("faulty_code.PartlyUsed", "faulty_code.Data", quick=True, steps=8, flags=flags)
     assert not outcome

@@ -25,13 +25,13 @@ SHARDED += options(max_epochs=3, test=False, log_every_n_steps=1)
 
 
 def digest(checkpoint: Path) -> str:
-    """SHA-256 of the weights and buffers in a checkpoint."""
+    """Return the SHA-256 of the weights and buffers in a checkpoint."""
     weights = torch.load(checkpoint, weights_only=True)["state_dict"]
     return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
 
 
 def train(folder: Path, flags: Sequence[str], ranks: int, *more: str | Path) -> Path:
-    """Run fit on some processes; return its directory."""
+    """Run `fit` on `ranks` processes, and return the run's directory."""
     devices = ("--trainer.strategy", "ddp_fork" if ranks > 1 else "auto", "--trainer.devices", ranks)
     output_of(*fork_app("fit", "--run.root", folder, *flags, *map(str, devices), *more))
     return max(folder.glob("*/version_*"), key=lambda run: run.stat().st_mtime)
@@ -39,7 +39,7 @@ def train(folder: Path, flags: Sequence[str], ranks: int, *more: str | Path) -> 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process."""
+    """Directory of a run on one process."""
     return train(tmp_path_factory.mktemp("alone"), SHARDED, 1)
 
 
@@ -57,7 +57,7 @@ def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_fast_recipe(tmp_path: Path) -> None:
-    """A run on one process, and a run that is stopped on one process and resumed on two, have the same bits."""
+    """A run that stops on one process and resumes on two has the bits of an uninterrupted run on one process."""
     flags = ["--config", str(ROOT / "configs/speed/cifar10_cpu.yaml"), *tiny(90, 20, val_size=10, virtual_devices=4)]
     flags += ["--run.name", "x", *options(max_epochs=3, test=False, threads=1), "--model.warmup", "1ep"]
     whole = train(tmp_path / "whole", flags, 1) / "checkpoints/last.ckpt"
@@ -76,7 +76,7 @@ def test_elastic(alone: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
-    """Torchrun loses one of two nodes after a random step, and continues on the other."""
+    """If torchrun loses one of two nodes at a random time, the run ends on the other, with the bits of a whole run."""
     flags = [*SHARDED, "--trainer.max_epochs", "20", "--last_checkpoint.every_n_train_steps", "3"]
     at = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "x", "--rdzv-backend", "c10d"]
     at += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--rdzv-conf"]
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_other_shards_or_threads(flag: str, alone: Path, app: Ap
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_one_order_of_additions(count: int) -> None:
-    """In any order of additions, the sum has the same bits, and includes every shard."""
+    """In whatever order the shards are added, their sum has the same bits and includes every shard."""
     tree, values = Tree(count), torch.randn(count, generator=torch.Generator().manual_seed(1))
     sums = set()
     for order in list(permutations(range(count)))[:: 1 if count < 8 else 997]:
@@ -138,7 +138,7 @@ PLAIN += options(global_order=True, test=False, threads=1, max_epochs=2, log_eve
 
 @pytest.fixture(scope="module", params=["shuffled", "weighted"])
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """Flags for a module and a loader of plain Lightning, and a run of one process."""
+    """Flags for a module and a loader of plain Lightning, and the directory of their run on one process."""
     flags = [*PLAIN, "--run.virtual_devices", "4", "--data.kind", request.param]
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
 
@@ -146,7 +146,7 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path) -> None:
     """A plain Lightning module has the same weights and logged losses on three processes as on one.
 
-    It has BatchNorm and dropout, and its data has random crops and colours.
+    The module has BatchNorm and dropout, and its data has random crops and colours.
     """
     flags, alone = plain
     run = train(tmp_path, flags, 3, "--data.num_workers", "1")
@@ -156,7 +156,10 @@ def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path) -> None:
 
 
 def test_anybodys_buffers(tmp_path: Path) -> None:
-    """InstanceNorm's statistics and the user's buffers are averaged over shards, or equal on all shards."""
+    """InstanceNorm's statistics and a user's buffers have the same bits on one and three processes.
+
+    Buffers that differ between shards are averaged.
+    """
     flags = [*PLAIN, "--run.virtual_devices", "4", "--model", "plain_code.WithBuffers"]
     runs = [train(tmp_path / str(ranks), flags, ranks) for ranks in (1, 3)]
     assert digest(runs[0] / "checkpoints/last.ckpt") == digest(runs[1] / "checkpoints/last.ckpt")
@@ -166,7 +169,7 @@ def test_anybodys_buffers(tmp_path: Path) -> None:
 
 
 def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) -> None:
-    """A run has the same weights if it stops in mid-epoch on two processes, and ends on one."""
+    """A run that stops in mid-epoch on two processes and ends on one has the weights of a run on one process."""
     flags, alone = plain
     train(tmp_path, flags, 2, "--trainer.max_steps", "4")
     run = train(tmp_path, flags, 1, "--ckpt_path", tmp_path / "plain/version_0/checkpoints/last.ckpt")
@@ -175,7 +178,10 @@ def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) 
 
 @pytest.mark.parametrize("accumulated", ["1", "2"])
 def test_shares_without_virtual_devices(accumulated: str, tmp_path: Path) -> None:
-    """A rank's mean loss is weighted by its share of the smaller last batch, and a rank without a sample takes part."""
+    """Without virtual devices, two ranks have the weights of one, also with a smaller last batch.
+
+    Each rank's mean loss is weighted by its share, and a rank without a sample takes part.
+    """
     flags = [*PLAIN, "--data.size", "10", "--model.normalized", "false", "--data.batch_size", "9"]
     flags += ["--trainer.enable_model_summary", "true", "--trainer.accumulate_grad_batches", accumulated]
     assert difference(*(train(tmp_path / str(devices), flags, devices) for devices in (1, 2))) <= 1e-6
@@ -219,7 +225,7 @@ class LogsItsOwn(PlainModel):
 
 
 def test_a_value_of_a_rank(tmp_path: Path) -> None:
-    """Lightning's advice to use sync_dist names a value logged in validation, but none of training_step."""
+    """Lightning's advice to use sync_dist names the value logged in validation, but none logged in training_step."""
     flags = ["--model", "test_virtual_devices.LogsItsOwn", *THEIRS.split()[2:-1], *QUIET, "--run.root", tmp_path]
     flags += options(accelerator="cpu", strategy="ddp_fork", devices=2, max_epochs=1, virtual_devices=2, test=False)
     assert set(re.findall(r"self.log\('(\w+)'", output_of(*fork_app("fit", *flags)))) == {"val_loss"}

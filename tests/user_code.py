@@ -50,7 +50,7 @@ class TheirModel(LightningModule):
 
 
 class Poisoned(CIFARCNN):
-    """The loss of one batch of the first epoch is NaN on the last rank."""
+    """CIFARCNN whose loss is NaN for the first epoch's seventh batch, on the last rank only."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -59,7 +59,7 @@ class Poisoned(CIFARCNN):
 
 
 class Unrepeatable(CIFARCNN):
-    """Calls an operation that has no deterministic version in torch."""
+    """CIFARCNN that calls an operation without a deterministic version in torch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
@@ -67,7 +67,7 @@ class Unrepeatable(CIFARCNN):
 
 
 class PoisonedUpdate(CIFARCNN):
-    """The loss is finite, but an update makes the weights non-finite."""
+    """CIFARCNN whose losses are finite, but whose updates make some weights infinite."""
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -75,7 +75,7 @@ class PoisonedUpdate(CIFARCNN):
 
 
 class BuildsLate(TheirModel):
-    """Creates one layer in `__init__` and the others in `configure_model`; takes this application's images."""
+    """Model for CIFAR-10 images that creates one layer in `__init__`, and the others in `configure_model`."""
 
     def __init__(self) -> None:
         LightningModule.__init__(self)
@@ -95,14 +95,14 @@ class Lazy(TheirModel):
 
 
 class SkipsForward(TheirModel):
-    """Calls its network instead of itself, so that dp has no call to split."""
+    """Model that calls its network instead of itself, so that dp has no call to split."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
 
 class TheirData(LightningDataModule):
-    """Images of 3×2×2 in an ordinary DataLoader."""
+    """Data module with random images of 3×2×2 pixels in ordinary DataLoaders."""
 
     def __init__(self, count: int = 40) -> None:
         super().__init__()
@@ -166,21 +166,21 @@ class OddModel(TheirModel):
 
 
 class OddData(TheirData):
-    """Data whose arguments share the names of `ImageData`'s, with other meanings."""
+    """Data module whose arguments have the names of arguments of `ImageData`, but other meanings."""
 
     def __init__(self, seed: str = None, data_seed: int = -1) -> None:  # noqa: RUF013
         super().__init__()
 
 
 class Float16(MixedPrecision):
-    """Float16 with a gradient scaler on the CPU; Lightning's works on a GPU only."""
+    """Plugin for float16 with a gradient scaler on the CPU; Lightning's own plugin works on a GPU only."""
 
     def __init__(self) -> None:
         super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
 class OneCycle(CIFARCNN):
-    """Reads the number of steps before Lightning restores the loop's state: Lightning's issue 20550."""
+    """CIFARCNN that reads the number of steps before Lightning restores the loop's state: Lightning's issue 20550."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
@@ -190,7 +190,7 @@ class OneCycle(CIFARCNN):
 
 
 class StopsItself(CIFARCNN):
-    """Sends itself Ctrl-C in the fourth step."""
+    """CIFARCNN that sends SIGINT, as Ctrl-C does, to its process in the fourth step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_step == 3 and not getattr(self, "told", False):
@@ -200,7 +200,7 @@ class StopsItself(CIFARCNN):
 
 
 class StopsOneRank(CIFARCNN):
-    """Rank 1 sends itself SIGTERM in the fourth step."""
+    """CIFARCNN whose rank 1 sends itself SIGTERM in the fourth step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_step == 3 and self.global_rank == 1:
@@ -209,7 +209,7 @@ class StopsOneRank(CIFARCNN):
 
 
 class CannotBePickled(CIFARCNN):
-    """Stores a function that pickle cannot find by name."""
+    """CIFARCNN with a lambda as an attribute, which pickle rejects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class CannotBePickled(CIFARCNN):
 
 
 class SaysItsProcess(CIFARCNN):
-    """Writes the process id into a file per rank."""
+    """CIFARCNN that writes each rank's process id into a file."""
 
     def __init__(self, directory: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -228,20 +228,21 @@ class SaysItsProcess(CIFARCNN):
 
 
 class NotesPrecision(TheirModel):
-    """Prints the precision of its forward pass."""
+    """Model that prints the precision of its forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.net(x)
-        print(f"computed in {scores.dtype} from {x.dtype}\n", end="", flush=True)  # one write: replicas are threads
+        # one write, because replicas are threads
+        print(f"computed in {scores.dtype} from {x.dtype}\n", end="", flush=True)
         return scores
 
 
 class Normalises(TheirModel):
-    """Has BatchNorm, and counts its forward passes in an attribute."""
+    """Model that has BatchNorm, and counts its forward passes in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0), self.net)  # statistics of the last batch
+        self.net = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0), self.net)  # statistics of the last batch only
         self.forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -270,14 +271,14 @@ class LogsAccuracy(LogsNothing):
 
 
 class AccuracyFalls(TheirModel):
-    """Logs an accuracy that gets worse with each epoch."""
+    """Model that logs an accuracy which gets worse with each epoch."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_acc", -float(self.current_epoch))
 
 
 class LossRises(TheirModel):
-    """Logs a loss that gets worse with each epoch, and no accuracy."""
+    """Model that logs a loss which gets worse with each epoch, and no accuracy."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", float(self.current_epoch))
@@ -314,7 +315,7 @@ class TwoOptimizers(TheirModel):
 
 
 class Fails(TheirModel):
-    """Fails in the second step of the last rank."""
+    """Model that fails on the last rank, in the second step of an epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
@@ -323,7 +324,7 @@ class Fails(TheirModel):
 
 
 class FailingModel(CIFARCNN):
-    """Fails in the first step."""
+    """CIFARCNN that fails in the first step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise RuntimeError("this model fails")
@@ -331,12 +332,12 @@ class FailingModel(CIFARCNN):
 
 def speaking_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket of gradients, and print a line."""
-    print("averaged a bucket\n", end="", flush=True)  # one write: other ranks print, too
+    print("averaged a bucket\n", end="", flush=True)  # one write, because other ranks also print
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
 
 class SaysWhereImagesLie(Callback):
-    """Writes a file per rank: the memory mapping of the training images, and checksums of images and labels."""
+    """Callback that writes a file per rank: the file in which the training images are mapped, and checksums."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -355,7 +356,7 @@ class SaysWhereImagesLie(Callback):
 
 
 class FillsUpOnRank1(Synthetic):
-    """Reports no free memory on rank 1."""
+    """Synthetic data that finds no free memory on rank 1."""
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
@@ -365,7 +366,7 @@ class FillsUpOnRank1(Synthetic):
 
 
 class ReadsWhenTold(Synthetic):
-    """Waits on rank zero until the test allows it to read."""
+    """Synthetic data that rank zero reads only when the test allows it."""
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
@@ -377,7 +378,7 @@ class ReadsWhenTold(Synthetic):
 
 
 class OwnLauncher(LightningEnvironment):
-    """A user's launcher, which has started the processes and sets variables of its own."""
+    """A user's launcher that has started the processes, and describes them in environment variables of its own."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -397,7 +398,7 @@ class OwnLauncher(LightningEnvironment):
 
 
 class Talks(CIFARCNN):
-    """Prints rank and terminal on every rank, and enters the debugger in the first step."""
+    """CIFARCNN whose ranks print whether they write to a terminal. `stops` enters the debugger in the first step."""
 
     def __init__(self, stops: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -414,7 +415,7 @@ class Talks(CIFARCNN):
 
 
 class FailsOnce(Callback):
-    """Fails on rank 1 until an agent has restarted the ranks."""
+    """Callback that fails on rank 1 until an agent has restarted the ranks."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -422,7 +423,7 @@ class FailsOnce(Callback):
 
 
 class CountsLabels(CIFARCNN):
-    """Sums labels in an integer buffer, whose mean over shards would be rounded."""
+    """CIFARCNN that sums labels in an integer buffer, whose mean over shards would need rounding."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes=num_classes)
@@ -434,7 +435,7 @@ class CountsLabels(CIFARCNN):
 
 
 class LogsInAnyOrder(CIFARCNN):
-    """Logs two values on each shard, in an order that alternates."""
+    """CIFARCNN that logs two values on each shard, in alternating order."""
 
     order = 1
 

@@ -9,7 +9,7 @@ from app.record import PHASES
 from app.record.words import bottleneck
 from app.system.page import plain
 
-NEARLY_FULL = 80.0  # memory limits a variant that uses at least this percentage of a device's memory
+NEARLY_FULL = 80.0  # from this percentage of a device's memory on, a variant counts as limited by memory
 BUSY = 0.1  # other programs may take this share of the cores without disturbing a run
 NAMED = 3  # largest number of variants to name in a sentence
 
@@ -77,7 +77,7 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
 
 
 def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
-    """Return a warning if other programs left less than `1 - BUSY` of the usable cores, else None.
+    """Return a warning if other programs left less than the share `1 - BUSY` of the usable cores, else None.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -92,8 +92,9 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
     """Return whether other programs' load may explain why a variant is slower than the fastest.
 
-    If other programs took s cores from a run of T seconds, on average, they delayed it by at most s · T seconds. On a
-    quiet machine, it would be at most 1 / (1 - s) times as fast. From s = 1 on, this factor has no bound.
+    Suppose that other programs took s cores from a run of T seconds, on average. Then they delayed the run by at most
+    s · T seconds. So on a quiet machine, the run would be at most 1 / (1 - s) times as fast. If s is 1 or more, the
+    formula gives no limit.
 
     Args:
         table: Table of `app.compare.results.tabulate`.
@@ -167,20 +168,20 @@ def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str
 
 
 def _apart(one: pd.Series, other: pd.Series) -> bool:
-    """Return whether `one` is faster than `other` by more than the spread of either one's runs."""
+    """Return whether `one` is faster than `other` beyond chance, by the rule of `verdict`."""
     spread = max(row["samples_per_s_max"] - row["samples_per_s_min"] for row in (one, other))
     faster = one["samples_per_s_min"] > other["samples_per_s_max"]
     return bool(faster and one["samples_per_s"] - other["samples_per_s"] > spread)
 
 
 def _as_good(rows: pd.DataFrame, best: pd.Series) -> list[pd.Series]:
-    """Return the variants that tie with the fastest. Two variants with a single run each never tie."""
+    """Return the other variants that tie with the fastest. Two variants with a single run each never tie."""
     others = [row for _, row in rows.iterrows() if row.name != best.name and max(row["n"], best["n"]) > 1]
     return [row for row in others if not _apart(best, row)]
 
 
 def ranks(table: pd.DataFrame) -> dict[str, int]:
-    """Return each measured variant's place in the order of speed; variants that tie with the fastest share place 1."""
+    """Return each ranked variant's place in the order of speed. Variants that tie with the fastest have place 1."""
     rows = ranked(table)
     if rows.empty:
         return {}
@@ -195,7 +196,7 @@ def _limit(row: pd.Series) -> list[str]:
     if fullest >= NEARLY_FULL:
         remedy = "`--trainer.precision bf16-mixed` or a smaller `--data.batch_size`"
         sentences.append(f"**Memory limits {name}**: {fullest:.0f} % of a device is used. Try {remedy}.")
-    if row["rest_ms"] >= 0:  # NaN, hence false, if no step was timed
+    if row["rest_ms"] >= 0:  # false if no step was timed, because the time is then NaN
         times = {phase: float(row[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
         limit, remedy = bottleneck(times, row["accelerator"] == "cuda", row["placement"])
         sentences.append(f"**{name} is limited by {limit[0].lower()}{limit[1:]}.** Try {remedy}.")

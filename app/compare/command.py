@@ -133,13 +133,14 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     experiment.configs += configs
     replaced = {name for file in configs for name in read_yaml(file)}
     replaced |= {name for name in typed if typed[name] != experiment.flags.get(name)}
-    replaced &= {"model", "data"}  # drop the experiment's arguments of a replaced class
+    replaced &= {"model", "data"}
+    # if the command line replaces the model or data class, drop the experiment's flags for the old class
     experiment.flags = {name: v for name, v in experiment.flags.items() if name.partition(".")[0] not in replaced}
     return options, experiment, typed
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
-    """Return the settings, hardware and versions of a report. If one of them differs, `compare` begins a new report."""
+    """Return settings, hardware and versions. A new report begins if one of them differs from the newest report's."""
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},

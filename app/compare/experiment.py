@@ -163,8 +163,9 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
 
 
 def _scaled(variant: Variant) -> dict[str, Any]:
-    """Return flags that scale batch and learning rate by the linear rule, with a warm-up if there is no schedule.
+    """Return flags that multiply batch size and learning rate by the number of replicas (linear rule).
 
+    With several replicas, several epochs and no schedule, the flags also add a warm-up of one epoch.
     Source: Goyal et al., https://arxiv.org/abs/1706.02677.
     """
     count, settings = variant.replicas, variant.settings

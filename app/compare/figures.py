@@ -18,7 +18,8 @@ from app.monitor.report import stacked_bars
 from app.record import PHASES
 from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, label_lines
 
-ALIKE = 0.005  # curves coincide if they differ by at most this fraction of the losses' range, less than a line's width
+# Curves coincide if they differ by at most this fraction of the losses' range. It is less than a line's width.
+ALIKE = 0.005
 NAMED = 5  # with more curves than this, only the baseline and the recommended variant get a colour and a label
 
 
@@ -99,7 +100,7 @@ def _throughput(
     if ideals.notna().any():
         axes.vlines(ideals, places - 0.38, places + 0.38, color=ORANGE, linewidth=2)
         legend.append(Line2D([], [], color=ORANGE, label=f"ideal: {baseline} times the devices"))
-    room = 0.2 * most.max()  # width of a label; a label that would cover the ideal's mark starts at the mark
+    room = 0.2 * most.max()  # width of a label; if a label would cover the ideal's mark, it starts at the mark
     ends = most.where(~ideals.between(most, most + room), ideals)
     for place, (name, end) in enumerate(ends.items()):
         axes.annotate(rate(rates[str(name)]), (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
@@ -111,7 +112,10 @@ def _throughput(
 
 
 def _alike(lines: dict[str, pd.DataFrame], baseline: str) -> dict[str, float]:
-    """Return the variants whose curve coincides with the baseline's, with the largest difference of each curve."""
+    """Return each curve's largest difference from the baseline's curve, for curves that coincide with it.
+
+    If the baseline has no curve, compare with the first curve.
+    """
     losses = {name: line["loss"] for name, line in lines.items()}
     reference = losses.get(baseline, next(iter(losses.values())))
     close = ALIKE * (max(map(max, losses.values())) - min(map(min, losses.values())))

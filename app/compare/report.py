@@ -23,7 +23,7 @@ def write_report(
 ) -> tuple[str, str | None, pd.DataFrame, dict[str, Path]]:
     """Write report.html, report.md, results.csv, results.json and the pictures.
 
-    If the load of other programs may explain the differences, the report has no verdict, ranking or advice.
+    If other programs' load may explain why variants differ in speed, the report has no verdict, ranking or advice.
 
     Args:
         experiment: The experiment.
@@ -32,7 +32,8 @@ def write_report(
         folder: The directory of the report.
 
     Returns:
-        Markdown for the terminal; command to run next, or None; table of results; each picture's file, by its title.
+        Four values: Markdown for the terminal, the command to run next or None, the table of results, and the file of
+        each picture by the picture's title.
     """
     baseline = experiment.baseline or outcomes[0].variant.name
     results, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
@@ -95,7 +96,7 @@ def _rows(results: pd.DataFrame, outcomes: Sequence[Outcome], commands: dict[str
 
 
 def _command(outcome: Outcome) -> str:
-    """Return the command that repeats a variant's runs; for runs on a CPU, it sets the number of threads, too."""
+    """Return the command that repeats a variant's runs. For runs on a CPU, the command sets OMP_NUM_THREADS, too."""
     records = outcome.records.values()
     threads = {record.threads for record in records if record.hardware and not record.hardware.gpus}
     return outcome.variant.commands(threads.pop() if len(threads) == 1 else None)

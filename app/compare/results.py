@@ -83,13 +83,14 @@ def rate(rates: Sequence[float]) -> str:
 def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     """Return one row for each variant, in order, with the columns of `COLUMNS`; a missing value is NaN.
 
-    - samples_per_s: each run's median over its windows; then the median, minimum and maximum over the runs.
+    - samples_per_s: median over the runs. A run's value is the median over its logging windows. The columns with `_min`
+      and `_max` are the minimum and the maximum over the runs.
     - Times, losses, accuracies: medians over the runs.
     - Peak memory: maximum over the runs.
     - speed_up: samples/s divided by the baseline's.
     - efficiency: speed-up divided by the ratio of device counts; 1 for the baseline. Another variant's efficiency is
       NaN if it has as many devices as the baseline, or if the baseline uses all cores of a CPU.
-    - less_accurate: 1 if val_acc is below the baseline's by more than chance explains, else 0.
+    - less_accurate: 1 if val_acc is below the baseline's by more than two standard errors, else 0.
     - Phases of a step: milliseconds, measured in a few steps, and scaled to add up to the step time of samples_per_s.
     """
     table = pd.DataFrame([_row(outcome) for outcome in outcomes]).reindex(columns=list(COLUMNS))

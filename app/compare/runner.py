@@ -1,4 +1,4 @@
-"""Runs of an experiment: each variant in turn; an interrupted experiment continues."""
+"""Runner of an experiment. It runs the variants in turn, and continues an interrupted experiment."""
 
 import datetime
 import shutil
@@ -20,7 +20,7 @@ class Outcome:
 
     Attributes:
         variant: The variant.
-        records: The records of its runs, by repeat.
+        records: Record of each run, by the number of the repeat.
         status: `waiting`, `measured`, `skipped` or `failed`. After a run that reached the time limit:
             `slow` if it stopped cleanly (its steps so far count), `hanging` if it was killed, `starting` if it had not
             reached its first step.
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def medians(self) -> list[float]:
-        """Samples/s of each run with at least one logging window."""
+        """Median samples/s of each run; runs without a logging window are omitted."""
         return [record.throughput.median for record in self.records.values() if record.throughput.median is not None]
 
 
@@ -52,7 +52,7 @@ class Runner:
 
     def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
         self.experiment, self.directory = experiment, directory
-        # after a NaN loss, a run continues, and the report warns of it
+        # after a NaN loss, a run continues, and the report names the variant
         self.more = ["--run.warmup_epochs", str(experiment.warmup_epochs), *more, "--run.on_nonfinite", "warn"]
         self.outcomes = [Outcome(variant) for variant in variants]
         for outcome in self.outcomes:
@@ -115,7 +115,7 @@ class Runner:
     def _keep(self, outcome: Outcome, repeat: int, record: Record) -> None:
         """Keep the record of a run that completed, or that stopped at the time limit.
 
-        If a run was stopped during the warm-up, compute its throughput from the warm-up's windows after the first.
+        If a run was stopped during the warm-up, compute its throughput from all of the warm-up's windows but the first.
         """
         outcome.records[repeat] = record
         if record.status == "completed":

@@ -1,8 +1,8 @@
 """Loader of each rank's samples: one global permutation per epoch, cut into global batches that the ranks share.
 
-Every strategy draws from the same seeded permutation, so that step k trains on the same samples for any world size; a
-rank takes its part of each global batch. The loader uses no global random state. The trainer holds the position in an
-epoch, so that a resumed run continues with the next sample.
+Every strategy draws from the same seeded permutation. A rank takes its part of each global batch. Therefore, a step
+trains on the same samples for any world size. The loader uses no global random state. The trainer holds the position in
+an epoch, so that a resumed run continues with the next sample.
 """
 
 import math
@@ -44,9 +44,9 @@ class RawBatch(NamedTuple):
     Attributes:
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
-        draws: Random integers below DRAW_RANGE for the augmentation of each sample, (n, k), or None.
-        mix: Mixing of each sample with the next one, or None. A mixed batch has an extra sample at its end, to mix
-            with the last one.
+        draws: Random integers below DRAW_RANGE for each sample's augmentation, (n, draws), or None.
+        mix: Mixing of each sample with the next one, or None. With a mixing, the batch has an additional
+            sample at its end. This sample is only mixed into the one before it.
     """
 
     images: Tensor
@@ -66,8 +66,8 @@ class Rows(NamedTuple):
     """One rank's share of a global batch, before its images are gathered on the device.
 
     Attributes:
-        epoch: int64 (2 + k, N): each sample's row in the loader's images, its label, and its k draws, in the epoch's
-            order.
+        epoch: Table of the epoch's samples, one per column and in the epoch's order, int64 (2 + draws, N). Its rows are
+            the index in the loader's images, the label, and the draws.
         place: Columns of `epoch` that belong to this batch.
         loader: Loader that keeps the images on the device.
     """
@@ -155,8 +155,8 @@ class GlobalBatches(GlobalOrder):
         rank: Rank of this process.
         world_size: Number of processes.
         placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds all images.
-            `device`: one tensor on `device` holds all images if `shuffle`, else only this rank's images. Batches are
-            then `Rows`, except for shards and mixed batches.
+            `device`: one tensor on `device` holds all images if `shuffle` is true, else only this rank's images.
+            Batches are then `Rows`, except for shards and mixed batches.
         device: Device that trains or evaluates on the batches.
         num_workers: Number of worker processes for `disk`.
         seed: Seed of the permutation and the draws.
@@ -169,12 +169,12 @@ class GlobalBatches(GlobalOrder):
         alternate: Whether a sample is flipped in every other epoch, beginning with the first or the second at random.
         mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
             with the first.
-        weights: Relative probability of each sample, (n,): an epoch then draws samples with replacement.
+        weights: Relative probability of each sample, (n,), for drawing with replacement; None for a permutation.
         crop: As for `Reader`, for images of different sizes; for `disk` only.
         augment: As for `Reader`; for `disk` only.
         empty: A rank without a sample of the last batch gets an empty batch (`keep`), the global batch's first sample
             (`stand_in`), or no batch (`skip`).
-        position: Function that returns the first step of the epoch; above zero in a resumed epoch.
+        position: Function that returns the first step to yield: 0, or a later step if a run resumes within the epoch.
     """
 
     batch_sampler = None  # Lightning reads this attribute of every loader that has a `sampler`
@@ -344,7 +344,11 @@ class GlobalBatches(GlobalOrder):
                 yield batch._replace(mix=self._mix(epoch, step, len(batch.labels)))
 
     def gather(self, table: Tensor) -> RawBatch:
-        """Gather images on the device by columns of `Rows.epoch`, int64 (2 + k, n)."""
+        """Gather a batch's images on the device.
+
+        Args:
+            table: The batch's columns of `Rows.epoch`, int64 (2 + draws, n).
+        """
         images = self.images.index_select(0, table[0])
         return RawBatch(images, table[1], table[2:].T if len(table) > 2 else None)
 
@@ -352,14 +356,14 @@ class GlobalBatches(GlobalOrder):
         return draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step)) if self.mixing and size else None
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Return a copy of some rows; for a GPU, in pinned memory, so that the transfer overlaps with computation."""
+        """Copy some rows. For a GPU, copy into pinned memory, so that the transfer overlaps with computation."""
         if not self._pin:
             return values.index_select(0, rows)
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
         return torch.index_select(values, 0, rows, out=out)
 
     def _items(self, order: Tensor, seeds: Tensor, place: tuple[slice, slice | None]) -> list[tuple[int, int]]:
-        """Return the row and the augmentation seed of each sample of this rank."""
+        """Return the row and the augmentation seed of each of this rank's samples at a step."""
         rows = self.rows[self._share(order, place)].tolist()
         numbers = self._share(seeds, place).tolist() if self._augmented else [0] * len(rows)
         return list(zip(rows, numbers, strict=True))

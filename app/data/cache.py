@@ -50,7 +50,8 @@ class ImageCache:
                 header = json.loads(file.read(HEADER))
                 shape, names = header["shape"], header["names"]
                 pixels, count = math.prod(shape), header["count"]
-                columns = 1 if len(shape) == 4 else 4  # label; for different sizes, height, width, end, label
+                # one size: only the label; different sizes: height, width, end and label
+                columns = 1 if len(shape) == 4 else 4
                 size = HEADER + pixels + 8 * columns * count + names
                 if header["key"] != key or os.fstat(file.fileno()).st_size != size:
                     return None
@@ -75,7 +76,7 @@ class ImageCache:
 
         Raises:
             OSError: When the file cannot be written.
-            UserError: When an image cannot be read; if the source skips unreadable images, when none can be read.
+            UserError: When an image is unreadable; if the source skips unreadable images, only when all are unreadable.
         """
         files = source.encoded(split)
         if not files:
@@ -118,7 +119,7 @@ class ImageCache:
             file.write(json.dumps(header).encode().ljust(HEADER))
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
-        """Return the path of a split's cache file, and the key of an up-to-date file."""
+        """Return the path of a split's cache file, and the key that the file has if it is up to date."""
         folders = {*map(os.path.dirname, files)}
         place = os.path.commonpath(map(os.path.abspath, folders if len(files) > 1 else files))
         if split == "predict" and getattr(source, "predict_dir", None) is None:

@@ -101,7 +101,7 @@ class ImageFolder(EncodedImages):
     """Data module for your own images: `root/train/<class>/*.jpg` or `*.png`, optional `val/` and `test/` likewise.
 
     Args:
-        root: Directory of `train`, or of the class folders.
+        root: Directory that contains `train`, or the class folders.
         **kwargs: As for `EncodedImages`.
     """
 
@@ -137,8 +137,8 @@ class HuggingFace(EncodedImages):
     Args:
         path: Folder with a saved data set, or with Parquet or Arrow files; a Parquet file; the URL of a saved data set
             or of a Parquet file, such as `s3://…`; or a name on the Hub.
-        image_column: Column of the images; by default the one of type Image.
-        label_column: Column of the labels; by default the one of type ClassLabel.
+        image_column: Column of the images; by default the only column of type Image.
+        label_column: Column of the labels; by default the only column of type ClassLabel.
         **kwargs: As for `EncodedImages`.
     """
 
@@ -153,7 +153,7 @@ class Synthetic(ImageData):
 
     Args:
         like: Data set that defines the image shape and the normalisation.
-        size: Number of training images; 60,000 is FashionMNIST's. The test split has a fifth as many.
+        size: Number of training images; FashionMNIST has 60,000. The test split has a fifth as many.
         data_seed: Seed of the images, independent of the seed of split and order.
         **kwargs: As for `ImageData`.
     """

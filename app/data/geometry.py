@@ -58,7 +58,7 @@ class Geometry:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Smallest height and width of a resized training image, from which a random crop is then cut."""
+        """Height and width that a resized training image covers before its random crop; see `kept_size`."""
         side = self.cache_size or round(1.15 * max(self._cover))
         return (side, side) if self.crop == "random_resized" else self._cover
 
@@ -75,7 +75,7 @@ class Geometry:
         return self._resize(image, self.kept_size(*image.shape[1:]))
 
     def evaluated(self, image: Tensor) -> Tensor:
-        """Resize and crop an image, uint8 (C, h, w), for evaluation: uint8 (C, H, W)."""
+        """Resize and crop an image, uint8 (C, h, w), for evaluation; return uint8 (C, H, W)."""
         if self.resize == "squash":
             return self._resize(image, self.size)
         _, height, width = image.shape
@@ -93,7 +93,7 @@ class Geometry:
 
 
 def _covering(height: int, width: int, cover: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest height and width, at the same ratio, that cover a rectangle."""
+    """Return the smallest height and width that cover a rectangle and keep the image's ratio of width to height."""
     if cover[0] * width >= cover[1] * height:
         return cover[0], width * cover[0] // height
     return height * cover[1] // width, cover[1]

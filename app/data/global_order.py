@@ -186,6 +186,6 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
         batch_sampler=sampler,
         collate_fn=partial(collate_parts, loader.collate_fn, virtual_devices is not None),
         multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),  # without it, the loader would draw from the global random state
+        generator=torch.Generator(),  # otherwise, the loader would draw from the global random state
         **{name: getattr(loader, name) for name in kept},
     )

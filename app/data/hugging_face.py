@@ -44,8 +44,8 @@ class HuggingFaceSource(EncodedSource):
 
     Args:
         path: Folder, file, URL or name of the data set.
-        image_column: Column of the images, or None for the one of type Image.
-        label_column: Column of the labels, or None for the one of type ClassLabel.
+        image_column: Column of the images, or None for the only column of type Image.
+        label_column: Column of the labels, or None for the only column of type ClassLabel.
 
     Raises:
         UserError: When the data set cannot be read, or columns or labels are missing.
@@ -64,7 +64,7 @@ class HuggingFaceSource(EncodedSource):
                 made = datasets.load_dataset("parquet", data_files=path)
             else:
                 made = (datasets.load_from_disk if is_saved or "://" in path else datasets.load_dataset)(path)
-        except Exception as error:  # the library, its file systems and builders raise many types
+        except Exception as error:  # `datasets` raises many types of exceptions
             raise UserError(f"--data.path {path} cannot be read ({one_line(str(error))[:200]})") from error
         tables = made if isinstance(made, dict) else {"train": made}
         if "train" not in tables:

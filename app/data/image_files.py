@@ -112,7 +112,8 @@ class FileSplit(Split):
                 if wrong is not None:
                     wrong.update({batch[place]: error for place, error in errors.items()})
                 elif errors:
-                    # pop the error, because a reference from this frame would keep the frame and its workers alive
+                    # pop the error, because its traceback refers to this frame: if the frame still referred to the
+                    # error, this cycle would keep the frame and its workers alive
                     raise errors.pop(min(errors))
                 yield images
                 progress.advance(task)
@@ -123,7 +124,7 @@ class EncodedSource(Source):
 
     Attributes:
         geometry: Resizing and cropping of the images.
-        predict_dir: Images and folders of images for `predict`; None for the test split.
+        predict_dir: Images and folders of images for `predict`; None to predict on the test split.
     """
 
     geometry: Geometry  # set by EncodedImages, like image_shape, mean, std and skips
@@ -151,7 +152,7 @@ class EncodedSource(Source):
         return FileSplit(files, labels, self.image_shape, self.geometry, self.ragged(split))
 
     def _samples(self, split: SplitName) -> list[tuple[str, int]]:
-        """Return the path and label of each image; the label is -1 in `predict_dir`."""
+        """Return the path and label of each image. Images in `predict_dir` have the label -1."""
         if split != "predict" or self.predict_dir is None:
             return self._files("test" if split == "predict" else split)
         places = [self.predict_dir] if isinstance(self.predict_dir, str) else self.predict_dir
@@ -163,7 +164,11 @@ class EncodedSource(Source):
 
 
 class FolderSource(EncodedSource):
-    """Source of a user's images: `root/train/<class>/*.jpg`, optional `val` and `test`; or `root/<class>/*.jpg`."""
+    """Source of a user's images in class folders.
+
+    Two layouts are possible: `root/train/<class>/*.jpg`, with optional `val` and `test` beside `train`; or
+    `root/<class>/*.jpg`.
+    """
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -277,7 +282,7 @@ def _images(folder: str, above: dict[tuple[int, int], str]) -> list[str]:
 
     Args:
         folder: Folder to search.
-        above: Parent folders by device and inode, to detect a link that leads back to one.
+        above: Parent folders by device and inode, to detect a link that leads back to a parent.
     """
     entries, state = _entries(folder), os.stat(folder)
     files, folders, here = [], [], (state.st_dev, state.st_ino)
@@ -307,7 +312,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     except OSError as error:
         raise UserError(f"{folder} cannot be read ({error.strerror})") from error
     for entry in entries:
-        with suppress(OSError):  # a link to itself raises
+        with suppress(OSError):  # raised for a link to itself
             if entry.is_dir() or entry.is_file():
                 continue
         if entry.is_symlink():

@@ -42,9 +42,9 @@ class ImageData(LightningDataModule):
             less memory, except that BatchNorm normalises each micro-batch by itself.
         val_size: Training images held out for validation, a count or a fraction, if the source has no validation set.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
-            same tensor on the accelerator. `auto`: `disk` for `augment`, for a random crop, and for images above
-            half of the free host memory; else `device` if they take less than a tenth of a GPU's free memory; else
-            `memory`.
+            same tensor on the accelerator. `auto`: `disk` with `augment`, with a random crop, or if the images take
+            more than half of the free host memory; else `device` if the images take less than a tenth of a GPU's free
+            memory; else `memory`.
         cache: Folder for decoded images, shared by a node's ranks. `auto`: in the user's cache directory. `off`: each
             rank decodes at every start.
         num_workers: Worker processes of each rank for reading and decoding; `auto`: the rank's number of cores.
@@ -56,7 +56,7 @@ class ImageData(LightningDataModule):
         mixup: Augmentation: blend each image with another. The weight is drawn from a beta distribution with this
             parameter, such as 0.2.
         cutmix: Augmentation: paste a box of another image into each image. The box's area is drawn from a beta
-            distribution with this parameter, such as 1.0. With mixup and cutmix, each applies to half of the batches.
+            distribution with this parameter, such as 1.0. If both are given, each batch uses one of them at random.
         balance: Whether an epoch draws images with replacement, so that all classes are equally frequent.
         drop_last: Whether to drop the last, smaller batch of a training epoch.
         seed: Seed of the split, the order and the augmentation; by default `--seed_everything`.
@@ -168,7 +168,7 @@ class ImageData(LightningDataModule):
             size, world = self.global_batch_size, self.trainer.world_size
             if self.virtual_devices is not None and size < self.virtual_devices:
                 raise UserError(shards_beyond(self.virtual_devices, size))
-            # checked here, not in __init__, because a fraction's batch size is known only after the images are read
+            # checked here, not in __init__, because a batch size given as a fraction depends on the number of images
             if size % world and self.virtual_devices is None:
                 raise UserError(unequal_shares(size, world))
             images = len(self._splits["train"][1])
@@ -224,7 +224,7 @@ class ImageData(LightningDataModule):
         """Return evenly spaced training images, transformed as for evaluation: float32 (n, C, H, W).
 
         Args:
-            count: Minimum number of images; a smaller split is returned whole.
+            count: Minimum number of images. If the split has fewer, all are returned.
         """
         split, rows = self._splits["train"]
         images = (split[row] for row in rows[:: max(len(rows) // count, 1)].tolist())
@@ -258,7 +258,7 @@ class ImageData(LightningDataModule):
             return "disk"
         if strategy.root_device.type != "cuda":
             return "memory"
-        # one decision for all ranks, because their amounts of free GPU memory differ
+        # one decision for all ranks, because the ranks' free GPU memory may differ
         fits = size < torch.cuda.mem_get_info(strategy.root_device)[0] / 10
         return "device" if strategy.reduce_boolean_decision(fits, all=True) else "memory"
 
@@ -270,7 +270,8 @@ class ImageData(LightningDataModule):
     def num_workers(self) -> int:
         """Number of this rank's worker processes.
 
-        For `auto`, SLURM's number of cores per task; if there is none, an equal share of the usable cores.
+        With `auto`, this is SLURM's number of cores per task. Without such a number, it is an equal share of the node's
+        usable cores.
         """
         if self.requested_workers != "auto":
             return self.requested_workers
@@ -319,19 +320,26 @@ class ImageData(LightningDataModule):
         return self._loader("train", train=True)
 
     def val_dataloader(self) -> GlobalBatches | list[Any]:
-        """Return the loader of the validation split, each sample once; an empty list for an empty split."""
+        """Return the loader that yields each validation sample once, or an empty list if the split is empty."""
         return self._loader("val") if len(self._splits["val"][1]) else []
 
     def test_dataloader(self) -> GlobalBatches:
-        """Return the loader of the test split, each sample once."""
+        """Return the loader that yields each sample of the test split once."""
         return self._loader("test")
 
     def predict_dataloader(self) -> GlobalBatches:
-        """Return the loader of the images to predict, each once: the test split, or the source's `predict_dir`."""
+        """Return the loader that yields each image to predict once.
+
+        These images are the source's `predict_dir`, or by default the test split.
+        """
         return self._loader("predict")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Augment and normalise on the device; return images (n, C, H, W), and labels (n,) or, mixed, (n, classes)."""
+        """Augment and normalise a batch on the device.
+
+        Returns:
+            Images (n, C, H, W), and labels (n,); for a mixed batch, class probabilities (n, classes) instead of labels.
+        """
         batch = batch.gather() if isinstance(batch, Rows) else batch
         assert isinstance(batch, RawBatch)
         images, labels = self.transform(batch.images, batch.draws), batch.labels

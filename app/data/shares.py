@@ -31,7 +31,7 @@ class Shards(list[Any]):
 
 
 def equal_shares(world_size: int, count: int) -> list[int]:
-    """Return each rank's number of shards if the ranks divide `count` shards as equally as possible."""
+    """Divide `count` shards among the ranks as equally as possible; return each rank's number of shards."""
     return [(rank + 1) * count // world_size - rank * count // world_size for rank in range(world_size)]
 
 
@@ -74,7 +74,7 @@ class GlobalOrder:
         world_size: Number of processes.
         virtual_devices: Number of shards of a global batch, or None for one part per process.
         seed: Seed of the order.
-        position: Function that returns the first step of the epoch; above zero in a resumed epoch.
+        position: Function that returns the first step to yield: 0, or a later step if a run resumes within the epoch.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class GlobalOrder:
         """Return the number of samples, over all ranks, in the accumulated batches of an optimizer step.
 
         Args:
-            step: Number of the batch in its epoch.
+            step: Index in the epoch of any of these batches.
             length: Number of batches to accumulate; an epoch's last optimizer step may have fewer.
             steps: Number of batches of the epoch.
         """
@@ -120,12 +120,13 @@ class GlobalOrder:
         return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
 
     def weight(self, step: int, window: tuple[int, int]) -> float:
-        """Return a factor for this rank's mean loss.
+        """Return the factor by which to multiply this rank's mean loss.
 
-        With this factor, the mean over ranks and accumulated batches is the mean over all samples of an optimizer step.
+        With this factor, the mean loss over ranks and accumulated batches equals the mean loss over all samples of the
+        optimizer step, although the ranks' shares may differ in size.
 
         Args:
-            step: Number of the batch in its epoch.
+            step: Index of the batch in the epoch.
             window: A pair: number of batches to accumulate, and number of batches in the epoch.
         """
         return self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)

@@ -31,7 +31,8 @@ EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 
 Errors = dict[int, UserError]  # errors of unreadable images, by index
-# uint8 (n, C, H, W); or, if a worker appended the images to a file, each image's height, width and end (a byte offset)
+# images of a batch: uint8 (n, C, H, W); or, if a worker appended the images to a file, the height, width and end (a
+# byte offset) of each image
 Images = Tensor | list[tuple[int, int, int]]
 
 
@@ -43,7 +44,7 @@ def work_apart(worker: int) -> None:
 
 
 class _Items(Dataset[Any]):
-    """Data set that returns a UserError instead of raising it, because DataLoader would add a traceback to the text."""
+    """Data set that returns UserErrors instead of raising them, because DataLoader would add tracebacks to them."""
 
     def __init__(self, read: Callable[[Any], Tensor], target: Sequence[int] | str) -> None:
         # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY is empty
@@ -61,7 +62,10 @@ class _Items(Dataset[Any]):
             return wrong
 
     def collate(self, images: list[Tensor | UserError]) -> tuple[Images, Errors]:
-        """Return a batch's images and errors. If `target` is a file, append the images; return their sizes and ends."""
+        """Return a batch's images and errors.
+
+        If `target` is a file, append the images to it, and return each image's height, width and end offset instead.
+        """
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
         if isinstance(self.target, str):
@@ -107,7 +111,7 @@ class Workers(DataLoader[Tensor]):
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             worker_init_fn=work_apart,
-            generator=torch.Generator(),  # without it, the loader would draw from the global random state
+            generator=torch.Generator(),  # otherwise, the loader would draw from the global random state
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -155,7 +159,7 @@ class Split(Dataset[Tensor]):
         """Return all images, uint8 (N, C, H, W).
 
         Args:
-            num_workers: Number of processes that decode, if necessary.
+            num_workers: Number of processes that decode, if the images are encoded.
         """
         assert self._images is not None
         return self._images
@@ -205,7 +209,7 @@ def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Map a file's pixels read-only as a uint8 tensor; writable pages would count as the rank's memory."""
+    """Map a file's pixels as a uint8 tensor: read-only, because writable pages would count as the rank's memory."""
     array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")

@@ -65,7 +65,7 @@ def star(x: Floats, y: Floats, kind: Floats) -> Floats:
     """Return the distance from a five-pointed star; `kind` sets its depth."""
     fifth, inner = 2 * math.pi / 5, 0.4 + 0.1 * kind
     angle = abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)
-    # the edge from a tip at (1, 0) to the next inner corner, at radius `inner`
+    # vector of the edge from a tip at (1, 0) to the next inner corner, which lies at radius `inner`
     ey, ex = inner * math.sin(fifth / 2), inner * math.cos(fifth / 2) - 1
     norm = np.sqrt(ex * ex + ey * ey)
     radius = _length(x, y)

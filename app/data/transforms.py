@@ -41,7 +41,7 @@ class Mix(NamedTuple):
 
     Attributes:
         weight: Weight of the sample itself in mixup; the next one's weight is 1 - weight.
-        box: Centre y and x and side of cutmix's box, relative to the image's sides; None for mixup.
+        box: Cutmix's box as (centre y, centre x, side), relative to the image's height and width; None for mixup.
     """
 
     weight: float
@@ -68,7 +68,7 @@ class Mix(NamedTuple):
             mixed = images[:-1].clone()
             mixed[:, :, top:bottom, left:right] = images[1:, :, top:bottom, left:right]
             weight = 1 - (bottom - top) * (right - left) / (height * width)
-        # F.one_hot on a CPU would also check the labels' values
+        # not F.one_hot, because on a CPU it would also check the labels' values
         targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
         return mixed, targets[1:].lerp(targets[:-1], weight)
 
@@ -141,7 +141,7 @@ class Transform:
         return normalised
 
     def _normalised(self, images: Tensor) -> Tensor:
-        # NumPy asks for huge pages, which save page faults
+        # allocate large arrays by NumPy, because it asks for huge pages, which cause fewer page faults
         large = not torch.compiler.is_exporting() and images.device.type == "cpu" and images.numel() >= 2**21
         floats = torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images) if large else images.float()
         return floats.sub_(self.mean).div_(self.std)
@@ -164,7 +164,7 @@ class Transform:
         return self._choices[key]
 
     def _hole(self, size: int) -> Tensor:
-        """Return, for each centre of the square, the mask of rows or columns that it covers, bool (centres, size)."""
+        """Return the mask of the rows or columns that a square covers, for each centre: bool (centres, size)."""
         start = torch.arange(size) - self.cutout // 2
         distance = torch.arange(size) - start[:, None]
         return (distance >= 0) & (distance < self.cutout)

@@ -60,7 +60,7 @@ def tokenise(words: Sequence[str]) -> list[Token]:
 
 
 def _network(token: Token) -> list[Token]:
-    """Expand `--model NAME`, a network of torchvision or timm, to `--model ImageClassifier --model.network NAME`."""
+    """Expand `--model NAME` to `--model ImageClassifier --model.network NAME` for a torchvision or timm network."""
     name = token.value or ""
     if token.name != "--model" or not (name in names_of_torchvision() or name.startswith("timm/")):
         return [token]
@@ -74,7 +74,7 @@ class Arguments:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
 
     Attributes:
-        command: List with the command; empty without a command.
+        command: The command as a list of one word; an empty list if there is no command.
         tokens: Flags in the order that jsonargparse needs: configs, classes, settings.
         configs: Content of each config file, by its path.
 
@@ -114,7 +114,7 @@ class Arguments:
         return [word for token in self.tokens for word in token.words]
 
     def value(self, flag: str) -> str | None:
-        """Return the last value of a flag on the command line."""
+        """Return a flag's last value on the command line, or None."""
         return next((token.value for token in reversed(self.tokens) if token.flag == flag), None)
 
     def chosen(self, setting: str) -> str | None:
@@ -185,7 +185,7 @@ def subclasses(cls: type) -> list[type]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that rejects repeated keys; SafeLoader silently uses the last one."""
+    """YAML loader that rejects repeated keys. SafeLoader would silently use a repeated key's last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
@@ -232,7 +232,7 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
     try:
         with open_file(shipped(name)) as file:
             content = yaml.load(file.read().decode(), Loader=_Loader)
-        # json.dumps raises for a mapping that contains itself; jsonargparse would never end
+        # json.dumps raises for a mapping that contains itself; without this check, jsonargparse would never return
         json.dumps(content, default=str)
     except FileNotFoundError:
         near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))

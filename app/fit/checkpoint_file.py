@@ -17,7 +17,7 @@ from app.errors import UserError, one_line
 from app.system.files import PART, open_file, sync_folder, whole
 
 LAST = "last.ckpt"
-PREVIOUS = "last-1.ckpt"  # the checkpoint before the last one
+PREVIOUS = "last-1.ckpt"  # the `last.ckpt` that a newer one has replaced
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -61,7 +61,7 @@ def _write(buffer: io.BytesIO, file: Path) -> None:
 
 
 def _keep(file: Path, name: Path) -> None:
-    """Keep a file under a second name: as a hard link or, without links, by renaming it.
+    """Keep a file under a second name, as a hard link. If the file system has no hard links, rename the file.
 
     One of the two files always exists.
     """
@@ -108,7 +108,7 @@ def _load(path: Path) -> Any:
 def _damage(file: Any) -> str | None:
     """Verify a file's checksums, and return a description of the damage, or None."""
     if file.read(2) != b"PK":
-        return None  # torch's old format
+        return None  # torch's old format, which has no checksums
     try:
         with zipfile.ZipFile(file) as archive:
             member = archive.testzip()

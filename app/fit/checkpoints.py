@@ -42,12 +42,15 @@ class RunCheckpoint(ModelCheckpoint):
 
     @cached_property
     def state_key(self) -> str:
-        """Key of the scores in a checkpoint; fixed, although the monitored metric may change."""
+        """Key of this callback's state in a checkpoint. Cached, because the monitored metric in the key may change."""
         return super().state_key
 
     @property
     def looks_every(self) -> int:
-        """Steps between two checks for a due checkpoint within an epoch: 0 for never, 1 if a time interval is set."""
+        """Number of steps between two possible saves within an epoch; 0 means never. See `GraphStep`.
+
+        A time interval may end after any step, so the number is then 1.
+        """
         return self._every_n_train_steps if self._train_time_interval is None else 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -93,9 +96,9 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
-        """Without a monitored metric, save if training ends or a checkpoint is due; never save a step twice.
+        """Save if no metric is monitored, and training ends or a checkpoint is due. Never save a step twice.
 
-        When you upgrade Lightning, compare this with `ModelCheckpoint.on_train_batch_end`.
+        When you upgrade Lightning, compare this method with `ModelCheckpoint.on_train_batch_end`.
         """
         is_complete, every = 0 <= trainer.max_steps <= trainer.global_step, self._every_n_train_steps
         is_due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
@@ -104,7 +107,7 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace the default metric if validation did not log it; then save."""
+        """Replace the default metric if validation did not log it. Then save if a checkpoint is due."""
         logged = trainer.callback_metrics
         if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in logged:
             loss = "val_loss" if "val_loss" in logged else None
@@ -122,7 +125,8 @@ class RunCheckpoint(ModelCheckpoint):
 def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> str:
     """Resolve `last` and `best` to a path; return a path unchanged.
 
-    A config file in a run's directory selects that run; otherwise the newest checkpoint under `root/run` is used.
+    A config file in a run's directory selects that run. Otherwise, the newest checkpoint of
+    this name under `root/run` is used.
 
     Args:
         name: `last`, `best` or a path.
@@ -174,7 +178,10 @@ def _newest_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def _wrong_with(path: Path, whole: bool = False) -> str | None:
-    """Return the reason why a checkpoint is unusable, or None; with `whole`, a file with only weights is unusable."""
+    """Return the reason why a checkpoint is unusable, or None.
+
+    If `whole` is set, a checkpoint that holds only weights is unusable, too.
+    """
     try:
         checkpoint = read(path)
     except UserError as error:
@@ -185,7 +192,7 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
     """Return the newest checkpoint that training can resume from, or None if no checkpoint exists.
 
-    Rename newer, damaged checkpoints to `*.damaged`.
+    Rename damaged checkpoints that are newer than the returned one to `*.damaged`.
 
     Args:
         root: Directory of all runs.
@@ -222,7 +229,10 @@ def is_newest(path: Path) -> bool:
 
 
 def read_earlier(path: Path) -> Record:
-    """Return an earlier run's record, or an empty record for a missing or unreadable file; print the read error."""
+    """Read an earlier run's record. If the file is missing or unreadable, return an empty record.
+
+    Print the reason why a file is unreadable.
+    """
     if not path.exists():
         return Record()
     try:
@@ -245,14 +255,15 @@ def check_checkpoint(
         may_be_finished: Accept a checkpoint whose training has already reached `max_epochs` or `max_steps`.
 
     Raises:
-        UserError: When the file is missing or damaged. When model, classes or optimizer settings differ; the message
-            names the first difference. When the checkpoint's training has already reached `max_epochs` or `max_steps`.
+        UserError: When the file is missing or damaged, or training cannot resume from it. When model, classes or
+            optimizer settings differ; the message names the first difference. When the checkpoint's training has
+            already reached `max_epochs` or `max_steps`, and `may_be_finished` is false.
     """
     checkpoint = read(Path(path))
     saved = checkpoint["state_dict"]
     weights = model.state_dict()
     known = [key for key, value in weights.items() if not is_lazy(value)]
-    later = any(is_overridden(hook, model) for hook in ("configure_model", "setup"))  # may create layers
+    later = any(is_overridden(hook, model) for hook in ("configure_model", "setup"))  # these hooks may create layers
     is_whole = isinstance(model, ImageClassifier) or (model.strict_loading and known == [*weights] and not later)
     for key in [*weights, *saved] if is_whole else [key for key in known if key in saved]:
         here, there = (tuple(getattr(d[key], "shape", ())) if key in d else None for d in (weights, saved))

@@ -51,7 +51,7 @@ _CLI = "lightning.pytorch.cli:LightningCLI"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run fit, validate, test or predict. A rank writes its exception to torch elastic's error file.
+    """Run fit, validate, test or predict. Under torch elastic, a rank writes its exception to the error file.
 
     Args:
         argv: The arguments of `python -m app`.
@@ -104,7 +104,7 @@ class CLI(Flags):
         self.exit_code = self.processes = 0
         self.requested_checkpoint: str | None = None
         self.checkpoint: str | None = None
-        self.decided: dict[str, Any] = {}  # this process's decision; empty except on rank zero
+        self.decided: dict[str, Any] = {}  # rank zero's choice of checkpoint and folder; empty on other ranks
         self.record: RunRecord | None = None
         super().__init__(argv)
 
@@ -141,9 +141,10 @@ class CLI(Flags):
         return {"verbose": not isinstance(self.model, app.modules.ImageClassifier)}
 
     def instantiate_classes(self) -> None:
-        """Start the ranks if this process is their agent; else build model, data and Trainer.
+        """Start this node's ranks, or build model, data and Trainer.
 
-        All ranks then agree on folder and checkpoint.
+        An agent only starts the ranks. Any other process builds the objects, and agrees with all ranks on folder and
+        checkpoint.
         """
         config = self.flags
         if self.processes:
@@ -198,7 +199,7 @@ class CLI(Flags):
         except BaseException:
             if self.decided.get("folder"):
                 folder = Path(self.flags.run.root, self.decided["folder"])
-                with contextlib.suppress(OSError):  # the folder is not empty
+                with contextlib.suppress(OSError):  # raised for a folder that is not empty
                     folder.rmdir()
                     folder.parent.rmdir()
             raise
@@ -216,7 +217,7 @@ class CLI(Flags):
 
     def _check(self, decided: dict[str, Any]) -> None:
         """Prepare the data on each node, and check the checkpoint."""
-        end_in_order()  # later signals raise exceptions, so that work ends cleanly
+        end_in_order()  # from here on, a signal raises an exception, so that work ends cleanly
         if self.trainer.local_rank == 0 and isinstance(self.datamodule, app.data.ImageData):
             self.datamodule.prepare_data(self.subcommand)
         if decided["checkpoint"] is not None:
@@ -286,7 +287,9 @@ class CLI(Flags):
             for tracker in trackers(trainer.loggers) if start_method(trainer.strategy) == "fork" else []:
                 tracker.share_with_forks()
         timeout = self.flags.cluster.timeout if several else None
-        reset_seed()  # Lightning resets it only in several processes: a hook would draw other weights in one process
+        # Lightning resets the seed only in a run of several processes. Without this call, a hook that draws weights
+        # would draw other ones in a run of one process
+        reset_seed()
         with watched(timeout, stacks, trainer.global_rank), explaining_errors():
             try:
                 super()._run_subcommand(subcommand)

@@ -30,8 +30,8 @@ from app.system.patches import expects
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # undotted flags of fit that other commands accept
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 
-# exceptions that jsonargparse raises for odd values. `Exception` would be too wide: `capture_parser` returns its parser
-# by raising an exception, which must propagate
+# exceptions that jsonargparse raises for odd values. `Exception` would be too wide, because `capture_parser` gets its
+# parser from an exception that must propagate
 PARSING = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
@@ -47,8 +47,8 @@ SKIPPED = dict.fromkeys(("fit", "validate", "test", "predict"), _ARGUMENTS)
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    `--model` and `--data` get their default class only if the user chooses none, because the settings of a replaced
-    default would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
+    `--model` and `--data` have a default class only if the user chooses no class. Otherwise, the default's settings
+    would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -113,7 +113,10 @@ class Flags(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the requested command with its arguments that get no flag; Lightning then builds no other parser."""
+        """Return each command's arguments that get no flag.
+
+        List only the requested command, so that Lightning builds no parsers for the others.
+        """
         return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -235,7 +238,7 @@ def shared_settings(config: Namespace) -> dict[str, str]:
     suffixes = (".root", ".csv", ".path", ".predict_dir", ".cache", ".dirpath", ".num_workers", ".placement")
     flags = {name.replace(".init_args.", "."): str(value) for name, value in vars(config.as_flat()).items()}
     return {
-        name: re.sub(" at 0x[0-9a-f]+", "", value)  # remove a function's address
+        name: re.sub(" at 0x[0-9a-f]+", "", value)  # remove the memory address from a function's repr
         for name, value in flags.items()
         if not name.startswith(prefixes) and not name.endswith(suffixes)
     }
@@ -245,7 +248,7 @@ def split_flags(argv: Sequence[str], others: Sequence[str] = ()) -> tuple[list[s
     """Separate a command's own arguments from flags of `fit`.
 
     Args:
-        argv: The arguments after the command, such as `--step 5 --data.batch_size 8` of `replay`.
+        argv: The arguments after the command, such as `--step 5 --data.batch_size 8` after `replay`.
         others: Further flags to treat as flags of `fit`.
 
     Returns:

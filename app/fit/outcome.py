@@ -32,7 +32,7 @@ def record_of(trainer: Trainer, callback: RunRecord | None) -> Record:
 
 
 def stopped_by(trainer: Trainer, record: Record) -> str | None:
-    """Return the signal that ended the run, `Ctrl-C`, `SIGTERM` or `SIGUSR1`, or None."""
+    """Return the signal that ended the run (`Ctrl-C`, `SIGTERM` or `SIGUSR1`), or None."""
     spawned = isinstance(trainer.strategy.launcher, SpawnLauncher) and record.status == "interrupted"
     return cause(trainer) or (str(record.error).removeprefix("by ") if spawned else None)
 
@@ -41,12 +41,12 @@ def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> in
     """Return the process's exit code, and requeue the SLURM job after SIGUSR1.
 
     After Ctrl-C or SIGTERM, the code is nonzero, so that torchrun can continue without this node. Under our agent, only
-    local rank 0 of each node returns it; under srun, only rank zero.
+    local rank 0 of each node returns the nonzero code. Under srun, only rank zero does. The other ranks return 0.
     """
     signal = stopped_by(trainer, record)
     if signal == "SIGUSR1":
         signal = None if requeue() else "SIGTERM"
-    # one nonzero exit code is enough: per node for our agent, per run for srun
+    # our agent needs only one nonzero exit code per node, and srun only one per run
     reports = {OWN_AGENT: trainer.local_rank == 0, "srun": trainer.is_global_zero}
     if signal is None or (launcher is not None and not reports.get(launcher.by, True)):
         return 0

@@ -58,7 +58,7 @@ class PlainParser(ArgumentParser):
         super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse the arguments; a boolean flag needs no value: `--flag` or `--flag true`."""
+        """Parse the arguments. A boolean flag needs no value: `--flag` means `--flag true`."""
         for action in self._actions:
             if isinstance(action.default, bool):
                 action.nargs, action.const = "?", True
@@ -125,7 +125,7 @@ def find_class(section: str, name: str) -> type | None:
 
 @cache
 def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
-    """Return the `__init__` parameters of a class and its bases, with types and defaults."""
+    """Return the `__init__` parameters of a class and its bases. For an `ImageClassifier`, add those of `Recipe`."""
     merged: dict[str, inspect.Parameter] = {}
     recipe = [Recipe] if cls and issubclass(cls, ImageClassifier) else []
     for base in (*recipe, *reversed(cls.__mro__ if cls else ())):

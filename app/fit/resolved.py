@@ -49,7 +49,7 @@ class Resolved:
         """The strategy's class; for `auto`, Lightning's choice.
 
         Raises:
-            KeyError: When no strategy has this name.
+            KeyError: When `--trainer.strategy` is an unknown name.
         """
         flag = self.trainer.strategy
         if cls := class_of(flag):
@@ -105,7 +105,9 @@ class Resolved:
 
     @cached_property
     def devices(self) -> int:
-        """Number of devices per node, by Lightning's rules; one if strategy and devices are `auto` on a single node.
+        """Number of devices per node.
+
+        On a single node, this is 1 if strategy and devices are both `auto`. Otherwise, Lightning's rules apply.
 
         Raises:
             UserError: When `devices` is neither a count nor a list.
@@ -133,8 +135,8 @@ class Resolved:
     def trainer(self) -> Namespace:
         """Section `trainer`, with missing numbers of devices and nodes filled in from the launcher.
 
-        A strategy with several devices per process, such as `ddp_dp`, keeps its own number of devices, because a
-        launcher counts processes.
+        The number of devices stays `auto` under a strategy with several devices per process, such as `ddp_dp`, because
+        a launcher counts processes, not devices.
         """
         trainer = self.config.trainer.clone()
         if self.launcher is not None:
@@ -170,7 +172,7 @@ class Resolved:
     def agent_processes(self) -> int:
         """Number of ranks that this process starts as its node's agent.
 
-        0 for a run with one rank, or if a launcher, a cluster plugin or the strategy starts the ranks.
+        It is 0 if the run has one rank, or if a launcher, a cluster plugin or the strategy starts the ranks.
         """
         is_agent = self.stands_alone and not self.spawns and self.world_size > 1
         return self.processes if is_agent else 0
@@ -198,7 +200,10 @@ class Resolved:
 
     @cached_property
     def checked(self) -> Namespace:
-        """The configuration without arguments of user-defined models and data, because no rule applies to them."""
+        """The configuration without the arguments of a model or data module that the rules do not know.
+
+        The rules know only an `ImageClassifier` and an `ImageData`.
+        """
         config = self.config.clone()
         for section, base in (("model", ImageClassifier), ("data", ImageData)):
             if not issubclass(class_of(config.get(section)) or object, base):
@@ -206,7 +211,10 @@ class Resolved:
         return config
 
     def given(self, flag: str) -> Any:
-        """Return a model or data flag's value, such as `data.batch_size`; None for a user's own module or data."""
+        """Return the value of a model or data flag such as `data.batch_size`.
+
+        Return None if the class lacks this flag, or is no `ImageClassifier` or `ImageData`.
+        """
         section, _, name = flag.partition(".")
         return self.checked[section].get(f"init_args.{name}")
 

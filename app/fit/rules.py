@@ -23,7 +23,7 @@ from app.launch.cluster_environment import OWN_AGENT, launched
 from app.launch.process import ADDRESSES, RANKS, is_task_of_srun
 
 SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
-MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # number of processes that mpirun started
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # variables with the number of processes that mpirun started
 
 
 def check_flags(config: Namespace) -> None:
@@ -44,7 +44,7 @@ def check(command: str, config: Namespace) -> Resolved:
 
     Args:
         command: The command: `fit`, `validate`, `test` or `predict`.
-        config: Its resolved configuration.
+        config: The command's resolved configuration.
 
     Raises:
         UserError: When the flags break a rule.
@@ -93,7 +93,7 @@ def _devices(s: Resolved) -> Iterator[str]:
 
 
 def needs_cuda(s: Resolved) -> Iterator[str]:
-    """Yield messages about flags that work on CUDA only, if the accelerator is another one."""
+    """If the accelerator is not CUDA, yield messages about flags that have an effect on CUDA only."""
     for flag, is_set in {
         "trainer.benchmark": s.trainer.benchmark,
         "model.cuda_graph": s.given("model.cuda_graph"),

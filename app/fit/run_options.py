@@ -134,7 +134,7 @@ def decide(
         place = place.relative_to(root)
     return {
         "checkpoint": newest,
-        "may_be_finished": may_be_finished,  # a run killed between training and test resumes for its test
+        "may_be_finished": may_be_finished,  # because a run killed between training and test resumes for its test
         "folder": place,  # relative to --run.root if inside it, because the root may differ between nodes
         "earlier": earlier,
         "launchers": launchers,
@@ -144,11 +144,13 @@ def decide(
 def _folder(
     stage: str, run: Namespace, new: Path, checkpoint: str | None, dump: Callable[[], str]
 ) -> tuple[Path, Record | None]:
-    """Return the folder of this run, and the record of the earlier training that this run continues, or None.
+    """Return this run's folder, and the record of the earlier training. The record is None if the folder is new.
 
-    `fit` continues in a run's folder if it resumes from the run's newest checkpoint with the same settings. Otherwise,
-    it creates a new folder. Other commands create a folder inside the folder of the checkpoint's run. Without such a
-    run, or if it does not match the given `--run.name` and `--run.root`, every command creates a new folder.
+    `fit` continues in an ended run's folder if it resumes from that run's newest checkpoint with the same settings.
+    Otherwise, `fit` creates a new folder. Other commands create a folder inside the folder of the checkpoint's run.
+
+    Every command creates a new folder if the checkpoint belongs to no run. It also does so if `--run.name` or
+    `--run.root` is given, and the checkpoint's run lies elsewhere.
     """
     used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
     is_chosen = run.name is not None or run.root != Run.root

@@ -127,7 +127,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":
-        torch.cuda.set_device(strategy.root_device)  # again, because `begin` set it in another thread only
+        torch.cuda.set_device(strategy.root_device)  # again, because `begin` has set the device only in another thread
 
 
 def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:

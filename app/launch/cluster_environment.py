@@ -15,7 +15,7 @@ OWN_AGENT = "the application"  # name of our agent as a launcher
 
 
 class Launched(NamedTuple):
-    """Name of a launcher, and number of the nodes and processes that it started."""
+    """Launcher of a run, with the run's number of nodes and processes."""
 
     by: str
     nodes: int
@@ -31,7 +31,7 @@ def launched() -> Launched | None:
         return Launched(by, nodes, local if local * nodes == world else None, world)
     if is_task_of_srun():
         world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{name}"]) for name in ("TASKS", "NODES"))
-        # `2(x2)` is two nodes of two tasks; `3,1` is unequal. SLURM_NTASKS_PER_NODE would be the job's, not the step's
+        # `2(x2)` is two nodes of two tasks; `3,1` is unequal. SLURM_NTASKS_PER_NODE describes the job, not the step
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         if world == 1 and _interactive():
             return None  # an interactive shell, started by `srun --pty bash`
@@ -50,7 +50,7 @@ def in_slurm_job() -> bool:
 
 
 def launch_id() -> str | None:
-    """Return the launcher's id, stable across restarts: SLURM's job, or the elastic agent on this node; else None."""
+    """Return an id of the launcher that survives restarts: SLURM's job, or this node's elastic agent; else None."""
     launcher = launched()
     if launcher is None:
         return None
@@ -72,10 +72,12 @@ def may_resume() -> bool:
 
 
 class Slurm(environments.SLURMEnvironment):
-    """Cluster environment of srun's tasks. Address and port come from the SLURM step; Lightning uses the job's.
+    """Cluster environment of srun's tasks.
 
-    Lightning's requeueing is disabled, because it saves the checkpoint in a signal handler, which runs at different
-    steps on different ranks. This application requeues jobs itself.
+    By default, address and port come from the SLURM step. Lightning would derive them from the job.
+
+    Lightning's requeueing is disabled, because it saves the checkpoint in a signal handler. This handler runs at
+    different steps on different ranks. This application requeues jobs itself.
     """
 
     def __init__(self) -> None:

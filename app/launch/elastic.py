@@ -26,7 +26,7 @@ from app.launch.rendezvous import NodeRendezvous
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of lines to print from the end of a failed rank's output
-# files that a rank writes beside torch's error file; they hold the run's directory and the exit code after a signal
+# files that a rank writes beside torch's error file: one holds the run's directory, one the exit code after a signal
 RUN_DIR, STOPPED = "run_dir", "stopped"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
@@ -70,7 +70,7 @@ def launch(
                 on_failure(note.read_text(), reason)
 
         def refuse_restart() -> None:
-            """Raise after a signal or a UserError, so that the agent does not restart; else print why it restarts."""
+            """Raise after a signal or a UserError, to prevent a restart; else print the reason for the restart."""
             reason = "a rank has failed"
             for file in files("*/error.json"):
                 kind, _, text = (cause := message_of(json.loads(file.read_text()))).partition(": ")

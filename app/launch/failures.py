@@ -20,7 +20,7 @@ GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
 _has_left = False  # whether `leave_nccl` has aborted the process group
-_nodes: dict[str, int] = {}  # index of each other node, by the node's address
+_nodes: dict[str, int] = {}  # number of each other node, by the node's address
 
 
 def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
@@ -56,7 +56,7 @@ def lost(text: str) -> RankError | None:
 
 
 def who_hangs() -> str:
-    """Describe the hung ranks from the watchdogs' stacks, or the possible causes without readable stacks."""
+    """Name the ranks that hang, by the watchdogs' stacks. If no stacks can be read, name the possible causes."""
     unknown = "it hangs, or the link to it is cut"
     if watchdog.heartbeat is None or not (places := watchdog.where(watchdog.heartbeat.folder)):
         return unknown
@@ -99,7 +99,8 @@ def explaining_errors() -> Iterator[None]:
 
     Raises:
         RankError: When another rank is lost or silent.
-        UserError: When memory ran out, or an object that a flag created raised an exception.
+        UserError: When memory ran out, an object that a flag created raised an exception, or Lightning rejected a
+            setting.
     """
     try:
         yield
@@ -124,7 +125,7 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
         was_stopped = code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
         has_lost = message.startswith(RankLostError.__name__)
         # prefer a message that names the lost node; prefer a timeout to SIGKILL, because the watchdog kills a hung
-        # rank, and only the timeout's message names this rank
+        # rank, but only the timeout's message names the hung rank
         return was_stopped, has_lost, has_lost and ANOTHER in message, code == -signal.SIGKILL, rank
 
     cause = min(failures, key=order)

@@ -22,7 +22,7 @@ TRUST = "APP_TRUST"  # modules of `--trust`, separated by commas
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
-# variables of launchers; if one is left over, a run would wait for other processes
+# variables of launchers; a leftover variable would make a run wait for other processes
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
@@ -58,14 +58,14 @@ def check_environment() -> None:
 
 
 def trust_flags() -> list[str]:
-    """Return a `--trust` flag for each module in APP_TRUST. `app.cli` has added the command line's modules there."""
+    """Return a `--trust` flag for each module in APP_TRUST. `app.cli` adds the command line's modules to APP_TRUST."""
     return [word for module in os.environ.get(TRUST, "").split(",") if module for word in ("--trust", module)]
 
 
 def is_task_of_srun() -> bool:
     """Return whether this process is a task of an srun step, not a batch script or salloc's shell.
 
-    Some sites run salloc's shell on a node as a step with a special number, SLURM_INTERACTIVE_STEP.
+    Some sites run salloc's shell as a step on a node. The id of such a step is above SLURM_MAX_NORMAL_STEP_ID.
     Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
     """
     is_task = os.environ.keys() >= {*TASK, "SLURM_STEP_TASKS_PER_NODE"}
@@ -123,7 +123,7 @@ def end_undisturbed() -> None:
 
 
 def _handle(interrupt: Any, terminate: Any) -> None:
-    """Set the handlers of SIGINT and SIGTERM in a rank that an agent started; keep signals that are ignored."""
+    """Set the handlers of SIGINT and SIGTERM in a rank that an agent started; an ignored signal stays ignored."""
     if is_worker() and threading.current_thread() is threading.main_thread():
         for number in heard((signal.SIGINT, signal.SIGTERM)):
             signal.signal(number, interrupt if number == signal.SIGINT else terminate)

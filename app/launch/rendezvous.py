@@ -98,8 +98,8 @@ class Deadline:
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
     """Host a store that listens on `address` only, or on all addresses if no interface of this machine has `address`.
 
-    Behind NAT, no interface has this machine's public address. The store also listens on all addresses for 127.0.1.1:
-    Debian may resolve a host's name to it, but other nodes cannot reach it.
+    Behind NAT, no interface has this machine's public address. The store also listens on all addresses if `address`
+    resolves to 127.0.1.1, as a host's own name may on Debian, because other nodes cannot reach 127.0.1.1.
 
     Args:
         address: Name or address of this machine for the other processes.

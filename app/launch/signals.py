@@ -1,7 +1,7 @@
 """Signals (Ctrl-C, SIGTERM, SLURM's warning): training stops after the current step and saves a checkpoint.
 
-Signal handlers only set a flag. Several ranks stop at the same step, one step later, so that none blocks in a
-collective call.
+Signal handlers only set a flag. With several ranks, all stop at the same step, one step later, so that no rank blocks
+in a collective call.
 """
 
 import multiprocessing
@@ -38,12 +38,12 @@ IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # SLURM's warning before the jo
 
 @expects(f"{_SignalConnector.__module__}:_SignalConnector.register_signal_handlers")
 class Signals(_SignalConnector):
-    """Signal connector that records SIGINT and SIGTERM during training; otherwise they end the process at once.
+    """Signal connector that records SIGINT and SIGTERM during training. Otherwise, these end the process at once.
 
     Replaces Lightning's connector, whose handler makes a collective call that other ranks do not join.
 
-    Python runs no handler while the main thread blocks on a device that waits for another rank. A second thread then
-    aborts NCCL.
+    Python runs no handler while the main thread blocks on a device that waits for another rank. In this case, a
+    second thread aborts NCCL after `GRACE` seconds.
 
     Attributes:
         noted: Number of the signal that this process received, or 0.
@@ -98,7 +98,7 @@ class Signals(_SignalConnector):
             return
         self.noted = number
         if number == signal.SIGINT and self.trainer.is_global_zero:
-            # not print(), because the signal may have interrupted one
+            # not print(), because the signal may have interrupted another print()
             os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C again: at once)\n")
 
 
@@ -127,7 +127,7 @@ class StopTogether(Callback):
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
-        if isinstance(loader, DataLoader):  # workers of a user's loader must not receive an agent's signals, either
+        if isinstance(loader, DataLoader):  # workers of a user's loader must not receive an agent's signals
             loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
 
     def on_train_batch_end(
@@ -143,7 +143,7 @@ class StopTogether(Callback):
         leave_nccl()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree on signals that arrived during the last step or validation, so that no rank starts the test."""
+        """Agree on signals that arrived during the last step or validation, so that all or no ranks start the test."""
         self._agree(trainer, at_once=True)
 
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:

@@ -116,7 +116,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _forward(self, number: int, frame: FrameType | None) -> None:
         again = self.stopped_by and number == signal.SIGINT
         self.stopped_by = self.stopped_by or number
-        # while the processes start, `kill` has no effect, because `procs` is empty; its setter kills them later
+        # while the processes start, `procs` is empty, and `kill` has no effect; the setter of `procs` kills them later
         self.kill(signal.SIGKILL if again else number)
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:

@@ -128,7 +128,7 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
         before, clock = clock, time.monotonic()
         now = values[:3].tolist()
         still, last = (still + min(clock - before, 2.0) if now == last and now[1] != ELSEWHERE else 0.0), now
-        with contextlib.suppress(OSError):  # the disk is full, or the process has ended
+        with contextlib.suppress(OSError):  # raised if the disk is full, or the process has ended
             if written and not still and now[1] != ELSEWHERE:  # progress again: the written stacks are outdated
                 file.unlink(missing_ok=True)
                 written = False
@@ -200,7 +200,7 @@ class Place(NamedTuple):
     """Position of a rank in the program.
 
     Attributes:
-        step: Step of the optimizer, from 1.
+        step: Number of the optimizer step, counted from 1.
         phase: Activity, one of `PHASES`.
         line: File, line and function, of the user's code if possible.
         is_users: Whether the line is in the user's code; also true if no stack was written, as after SIGSTOP.

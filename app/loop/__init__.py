@@ -1,4 +1,4 @@
-"""Faster copy of Lightning's training step, which calls only overridden hooks.
+"""Copy of Lightning's training step that is faster, because it calls only overridden hooks.
 
 Lightning's step calls ten hooks of every callback, the module, the strategy and the precision plugin. It wraps each
 call in a profiler and in checks. The copy looks up the overridden hooks once per epoch. It calls them in the same

@@ -24,8 +24,8 @@ from app.recipe import rates_of
 from app.training_sums import log_window
 
 MOST = 16  # maximum number of steps in one graph
-PIXELS = 2**24  # maximum number of channel values in one graph's prepared images: more would only take memory
-WARM_UP = 3  # number of steps before the first graph: libraries choose kernels, and the optimizer creates its state
+PIXELS = 2**24  # maximum number of channel values in one graph's images, because more would only take memory
+WARM_UP = 3  # number of steps before the first graph, so that libraries choose kernels and the optimizer has its state
 # hooks that act between the phases of a step
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 BATCH = ("on_train_batch_start", "on_train_batch_end")
@@ -44,11 +44,11 @@ class Graph:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # a recording must not wait for the warm-up's stream, which autograd may remember; torch 2.11 lacks the setting
+        # a recording must not wait for the warm-up's stream, which autograd may remember; torch 2.11 has no override
         override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", lambda enabled: None)
         override(True)
         try:
-            # "thread_local", because other threads may use the GPU, such as a loader's thread that pins memory
+            # "thread_local", because other threads, such as a loader's thread that pins memory, may use the GPU
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self.results = work()
         except RuntimeError as error:  # raise the first error: ending a failed recording raises another one
@@ -66,7 +66,7 @@ class Block:
     """Consecutive training steps as two CUDA graphs.
 
     Args:
-        inputs: One batch with the samples of all steps, which is copied into the block's memory.
+        inputs: One batch with the samples of all steps; the block copies it into its memory.
         prepare: Function that gathers, augments and normalises the inputs; None for a prepared batch.
         steps: Number of steps.
         device: Device of the graphs.
@@ -113,7 +113,7 @@ class Graphs:
         self._step, self._preparations = step, step.preparation
         self.loader = step.trainer.train_dataloader
         self._size: int | None = getattr(self.loader, "batch_size", None)
-        # start the backward pass from each sample's loss: this saves four operations per step, and keeps the same bits
+        # start the backward pass from each sample's loss: this saves four operations per step, and changes no result
         self._from_losses = isinstance(self.loader, GlobalBatches) and step.plain_backward
         self._warm_up, self._replays = WARM_UP, 0
         self._blocks: dict[int, Block] = {}
@@ -271,7 +271,7 @@ class GraphStep(Step):
     def _most_steps(self) -> int:
         """Return the number of steps per graph that minimizes the replays per logging window.
 
-        Return 1 with a profiler, a batch hook of the module, or a scheduler whose rates are unknown in advance.
+        Return 1 if there is a profiler, a batch hook of the module, or a scheduler whose rates are unknown in advance.
         """
         trainer, module = self.trainer, self.module
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
@@ -307,7 +307,7 @@ class GraphLoop(StraightLoop):
 
     @property
     def ahead(self) -> int:
-        """Number of steps that the current block includes, but the loop has not reached."""
+        """Number of steps in the current block that the loop has not reached yet."""
         return self.graphs.ahead if self.graphs is not None else 0
 
     def make_step(self) -> Step:

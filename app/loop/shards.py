@@ -239,7 +239,7 @@ class ShardedStep(Step):
         loss = self._finish(sums.wait(), batch.samples, changed, logged)
         self.outputs = {**outputs, "loss": loss / self.trainer.accumulate_grad_batches}
         for name in () if self._checked else logged.options:
-            # hide the advice to use sync_dist: these values are equal on all ranks, so it would only add rounding
+            # hide the advice to use sync_dist: the values are equal on all ranks, and sync_dist would only round them
             warnings.filterwarnings("ignore", rf"It is recommended to use `self\.log\('{re.escape(name)}'")
         self._checked = True
         return self.outputs["loss"]

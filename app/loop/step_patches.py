@@ -72,14 +72,14 @@ class LoggingLoop(_TrainingEpochLoop):
         return self.automatic_optimization._skip_backward
 
     def end_resumption(self) -> None:
-        """Mark the epoch as no longer resumed, because a resumed epoch's end does not advance ReduceLROnPlateau.
+        """Mark the epoch as not resumed, because Lightning skips ReduceLROnPlateau at the end of a resumed epoch.
 
         Source: fit_loop.py, `on_advance_end`.
         """
         self.val_loop.restarting = self.trainer.fit_loop._restarting = False
 
     def on_batch_start(self, batch: Any, size: int | None = None) -> None:
-        """Set the batch, its size if known, and the flag of the epoch's first batch, for `self.log`."""
+        """Tell `self.log` the batch, its size if known, and whether the batch is the epoch's first."""
         connector, results = self.trainer._logger_connector, self._results
         connector._first_loop_iter = connector._first_loop_iter is None
         connector._current_fx = None  # set by the first call of `self.log`

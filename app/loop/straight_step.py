@@ -107,7 +107,7 @@ class StraightLoop(LoggingLoop):
         step(data_fetcher)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Count the step; call Lightning's method where more is due: validation, schedulers, or the end of an epoch."""
+        """Count the step. Call Lightning's method if more is due: validation, schedulers, or the end of the epoch."""
         trainer, progress, every = self.trainer, self.batch_progress, self.trainer.val_check_batch
         batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
         if (
@@ -167,7 +167,7 @@ class Step:
         self.steps, self.zero_grads = progress.step, progress.zero_grad
         self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         order = order_of(trainer.train_dataloader)
-        # do not weight the loss of an `ImageClassifier`, which does so itself; only its loaders have `empty="keep"`
+        # None for an `ImageClassifier`, because it weights its loss itself; only its loaders have `empty="keep"`
         self.order = None if getattr(order, "empty", None) == "keep" else order
         self._window = trainer.accumulate_grad_batches, int(min(self.batches, sys.maxsize))
         self.batch, self.index = None, 0

@@ -1,7 +1,9 @@
 """Time series of measurements over a run."""
 
 MOST = 200  # maximum number of points in a series, because a plot shows no more
-NUMBERS = 12_800  # maximum number of values in a series (points times values per point), but allow 20 points
+# maximum number of values in a series: points × values per point. A series with many values per point may exceed it,
+# because every series keeps up to 20 points
+NUMBERS = 12_800
 
 
 class Course:

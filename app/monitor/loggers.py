@@ -88,7 +88,7 @@ class Tracker(WandbLogger):
 
     def __init__(self, run_dir: str, mode: str, resumed: str | None = None, **options: Any) -> None:
         variables = {
-            "WANDB_ERROR_REPORTING": "false",  # without it, even offline runs send usage statistics
+            "WANDB_ERROR_REPORTING": "false",  # otherwise, even offline runs send usage statistics
             **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
             # caches outside the home directory, because wandb prints its log to the terminal if home is read-only
             **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
@@ -111,11 +111,15 @@ class Tracker(WandbLogger):
         )
         options |= {"id": self.id, "resume": "allow" if resumed else None, "settings": settings}
         super().__init__(save_dir=run_dir, mode=self.mode, **options)
-        tracker_settings(self).pop("anonymous", None)  # wandb warns about this argument of Lightning's
+        tracker_settings(self).pop("anonymous", None)  # Lightning sets this argument, and wandb warns about it
 
     @property
     def experiment(self) -> Any:
-        """The wandb run. If it does not start, an offline run; if that fails, too, a stand-in that discards data."""
+        """The wandb run, started on first access.
+
+        If the run does not start, this is an offline run. If that does not start either, this is a stand-in that
+        discards data.
+        """
         for fallback in () if self.failed else ("offline", None):
             try:
                 return super().experiment
@@ -145,7 +149,7 @@ class Tracker(WandbLogger):
         os.register_at_fork(after_in_child=attach)
 
     def where(self) -> str:
-        """Return the run's URL, or the command that uploads its unsent data; without either, the tracking mode."""
+        """Return the command that uploads unsent data. If all data is sent, return the run's URL or tracking mode."""
         folders = sorted(Path(str(self.save_dir), "wandb").glob("offline-run-*"))
         if self.unsent:
             folders += sorted(Path(str(self.save_dir), "wandb").glob(f"run-*-{self.id}"))
@@ -249,14 +253,14 @@ class MetricsFile(CSVLogger):
             self._failed = True
 
     def go_back(self, step: int) -> None:
-        """Drop the rows of this step and of later steps, because training resumes here."""
+        """Drop the rows from `step` on, because training resumes at this step."""
         if rows := self._rows():
             self._write([row for row in rows if int(row["step"]) < step], list(rows[0]))
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Lightning's CSV writer. Its constructor deletes metrics.csv, so the earlier rows are then written again."""
+        """Lightning's CSV writer. Its constructor deletes metrics.csv, so this property restores the earlier rows."""
         if open_experiment(self) is None:
             rows = self._rows()
             super().experiment.metrics = rows
@@ -300,8 +304,9 @@ class SaveConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False, skip_validation=True)
-        # ddp_spawn pickles this callback into a pipe to each new process. Parser and config take 200 kB, more than the
-        # pipe holds. With them, the parent would wait until a process reads the pipe, before it starts the next process
+        # drop parser and config, because ddp_spawn pickles this callback into a pipe to each new process. Parser and
+        # config take 200 kB, more than the pipe holds. The parent would block until the process reads the pipe, and
+        # only then start the next process
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 from app.errors import UserError
 from app.training_sums import log_window
 
-NONE = 2**62  # means that all losses are finite; larger than any batch index × number of ranks + rank
+# value that means "all losses are finite". Other values encode the place of a non-finite loss as batch index × number
+# of ranks + rank, and are smaller
+NONE = 2**62
 
 
 class NonFinite(Callback):
@@ -56,7 +58,7 @@ class NonFinite(Callback):
         if loss is not None:
             self._losses.append((batch_idx, loss))
         step = trainer.global_step
-        if step % self._window == 0 and step != self._checked_step:  # `app.modules` reads the device here, too
+        if step % self._window == 0 and step != self._checked_step:  # `app.modules` reads the device at this step, too
             self._checked_step = step
             self._check(trainer)
 

@@ -24,7 +24,9 @@ from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 
 SLOWER = 0.1  # in a window, a rank is slower if its data and compute times exceed the others' median by this share
-DEVIATIONS = 4  # a rank counts as slow above the mean plus this many standard deviations; see `RankTimes`
+# a rank counts as slow if it was slower in more windows than the number expected by chance plus this many standard
+# deviations; see `RankTimes`
+DEVIATIONS = 4
 KEPT = 1000  # number of latest windows that enter the medians
 
 
@@ -32,8 +34,8 @@ class RankTimes:
     """Step times of all ranks, exchanged in the background once per logging window, and detection of slow ranks.
 
     A rank counts as slow if it was slower than the others in more than n/2 + 4·√n/2 of n windows. For a rank that is
-    slower by chance in half of the windows, this is the mean plus four standard deviations. If ranks share cores, the
-    wait for a core is subtracted from compute, because chance decides which rank waits.
+    slower by chance in half of the windows, this limit is the mean plus four standard deviations. If ranks share cores,
+    the wait for a core is subtracted from compute, because chance decides which rank waits.
 
     Args:
         timeout: Timeout of an exchange in seconds.
@@ -91,7 +93,7 @@ class RankTimes:
         Args:
             trainer: The trainer.
             steps: Five points in time of each step, in seconds: end of the previous step, start of the computation,
-                last gradient ready, gradients averaged, end of the step. Empty to finish the previous exchange only.
+                last gradient ready, gradients averaged, end of the step. If empty, no new exchange is started.
         """
         if self._pending is not None:
             (seconds, rows, answer), self._pending = self._pending, None

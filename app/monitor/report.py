@@ -24,7 +24,8 @@ from app.system.files import open_file, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
 
 SHOWN = 5  # number of rows in each table of mistakes
-CELLS = 20  # maximum number of classes with counts in the confusion matrix, and of ranks in the step chart
+# the confusion matrix shows counts up to this number of classes, and the step chart is drawn up to this number of ranks
+CELLS = 20
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),
@@ -72,7 +73,7 @@ def make_report(folder: Path, record: Record | None = None) -> str:
     return page.page(headline(record), lead, sections, figures)
 
 
-# -- in words ---------------------------------------------------------------------------------------------------------
+# -- text of the report -----------------------------------------------------------------------------------------------
 
 
 def headline(record: Record) -> str:
@@ -237,7 +238,7 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
 
     An image with 2 or more than 3 channels is drawn in grey, from its first channel.
     """
-    columns, width, height, side = 5, 1.8, 2.1, 1.6  # a cell and an image's longer side in inches
+    columns, width, height, side = 5, 1.8, 2.1, 1.6  # in inches: width and height of a cell, longer side of an image
     lines = max(-(-len(rows) // columns), 1)
     figure = Figure(figsize=(columns * width, lines * height))
     axes = figure.add_axes((0, 0, 1, 1))  # one axes for all images, because 25 axes take a second
@@ -323,7 +324,12 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
 
 
 def _over_time(axes: Axes, points: np.ndarray) -> None:
-    """Plot each column of an array (points, 1 + lines) as a line over the first column, which holds seconds."""
+    """Plot lines over time.
+
+    Args:
+        axes: Axes to draw on.
+        points: Array (points, 1 + lines). The first column holds seconds, and each other column the values of a line.
+    """
     axes.plot(points[:, 0], points[:, 1:], color=page.BLUE)
     axes.set_xlabel("seconds of training")
     axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1)

@@ -134,7 +134,7 @@ class RunRecord(Callback):
         for name in ("command", "resumed_from", "launchers", "status", "error", "test", "tested"):
             setattr(earlier, name, getattr(now, name))
         earlier.run_dir, earlier.parts = str(folder), [*earlier.parts, part]
-        with suppress(OSError):  # the next write reports the error
+        with suppress(OSError):  # if this fails, the next write reports the error
             earlier.save(folder / "run.json")  # spawned ranks load this file, and continue the record
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -167,7 +167,7 @@ class RunRecord(Callback):
             tracker.log_record(self.record)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Record why the run ends. Not collective, because other ranks may be gone."""
+        """Record why the run ends. This hook is not collective, because other ranks may be gone."""
         data, directory = getattr(trainer, "datamodule", None), getattr(trainer.logger, "log_dir", None)
         if trainer.training and isinstance(data, ImageData) and out_of_memory(exception):
             at_once = data.micro_batch or math.ceil(data.global_batch_size / trainer.world_size)
@@ -267,7 +267,7 @@ class RunRecord(Callback):
         now = time_when_done(trainer.strategy.root_device)
         first = self.rate is None and not self._warmup_epochs
         assert self._first_step is not None
-        if self._window_samples:  # else the batches are objects whose tensors are unknown
+        if self._window_samples:  # 0 if the batches are objects whose tensors are unknown
             self.rate = self._window_samples / (now - self._window_start)
             self._epoch_rates.append(self.rate)
             self._course.add(now - self._first_step, self.rate)

@@ -32,19 +32,21 @@ ACTIONS = {  # phase of each action that Lightning's loop reports to the profile
 class StepClock(Callback):
     """Callback that times each step, and reports the rank's phase to its watchdog.
 
-    Times of every step, without synchronising the device (on a GPU, from events that are read a window later):
+    The clock measures these times of every step, without synchronising the device. On a GPU, it records events, and
+    reads them one logging window later.
 
     * data: from the end of a step to the start of the next step's computation
     * compute: the rest of the step, including waits before the last gradient, such as SyncBatchNorm's
     * wait: from the last gradient to the end of the backward pass, while gradients are averaged
 
-    Phases of 20 steps after the first 5, with the device synchronised between phases:
+    The clock measures these phases of 20 steps, after the first 5 steps. It synchronises the device between phases.
 
-    * data: wait for the batch, its transfer to the device, augmentation and normalisation
+    * data: the wait for the batch, its transfer to the device, augmentation and normalisation
     * forward_backward: the model's `training_step` (forward) and its backward pass. The part in which the host issues
       work is called launch; on a CPU, launch is the whole phase.
-    * communication: the wait above, and the ranks' agreement on stopping. Under dp: scattering the batch, copying the
-      model, gathering the outputs. The sum of dp's gradients counts as backward, because it is part of that pass.
+    * communication: the wait above, and the ranks' agreement on stopping. Under dp, this is the scattering of the
+      batch, the copying of the model, and the gathering of the outputs. dp sums the gradients during the backward pass,
+      so their sum counts as backward.
     * optimizer: the update
     * rest: metrics, logging, and Python between the calls
 
@@ -141,7 +143,10 @@ class StepClock(Callback):
             self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
 
     def _wait(self) -> float:
-        """Return the seconds from the step's last gradient to its averaged gradients. Needs a synchronised device."""
+        """Return the seconds from the step's last gradient to its averaged gradients.
+
+        The caller must synchronise the device before.
+        """
         ready, averaged = self._seconds([(self._began, self._ready, self._averaged)])[0][1:]
         return averaged - ready
 
@@ -185,7 +190,7 @@ class StepClock(Callback):
 
     @property
     def looks_every(self) -> int:
-        """Steps between two reads (see `GraphStep`): 1 until the steps are profiled, then 0, for never."""
+        """Number of steps between two reads of the device: 1 until profiling ends, then 0 (never). See `GraphStep`."""
         return int(self._seen <= self.skipped + self.window)
 
     @property
@@ -224,7 +229,8 @@ def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> P
         profiled: Median of each phase over a few profiled steps.
         step: Median step time in the windows, in milliseconds.
         rank: Rank zero's median times over the latest windows; None if there is only one rank. Its data time and
-            its wait replace the profiled data and communication: these vary too much to be measured in a few steps.
+            its wait replace the profiled data and communication, because both vary too much to be measured in a few
+            steps.
     """
     known = {"data": rank.data, "communication": rank.wait} if rank and rank.data + rank.wait < step else {}
     scale = (step - sum(known.values())) / sum(getattr(profiled, phase) for phase in PHASES if phase not in known)

@@ -83,7 +83,7 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
 def epoch_line(
     row: Epoch, epochs: int | None, metrics: Mapping[str, Any], is_best: bool, memory: float, left: float | None
 ) -> str:
-    """Format the line that is printed after an epoch. The epoch number and the accuracy are padded.
+    """Format the line that is printed after an epoch. Pad epoch number and accuracy to align the lines.
 
     Args:
         row: The epoch's row of the run record.

@@ -70,7 +70,7 @@ class PowerSGD(FixedHook):
         self.options = matrix_approximation_rank, start_powersgd_iter
 
     def comm_state(self) -> PowerSGDState:
-        """Return a new state, without the compression errors that earlier steps left."""
+        """Return a new state, without compression errors of an earlier training."""
         self.state = PowerSGDState(None, *self.options)
         return self.state
 
@@ -150,7 +150,7 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> i
 
 
 def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.ProcessGroup | None) -> int:
-    """Send to the next rank while receiving from the previous one, to avoid a deadlock; return the sent bytes."""
+    """Send to the next rank and receive from the previous one, at once to avoid a deadlock. Return the bytes sent."""
     ends = ((dist.isend, out, (rank + 1) % world), (dist.irecv, into, (rank - 1) % world))
     operations = [dist.P2POp(do, tensor, group=group, group_peer=peer) for do, tensor, peer in ends if len(tensor)]
     for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -161,8 +161,8 @@ def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.Proce
 def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients by `ring_all_reduce`, and count the traffic.
 
-    For learning and measuring only. This hook blocks the backward pass; torch's own all-reduce overlaps with it, and
-    should be faster.
+    For learning and measuring only. This hook blocks the backward pass. The all-reduce of torch overlaps with the
+    backward pass, and should be faster.
     """
     buffer = bucket.buffer().div_(dist.get_world_size())  # divide before the sum, to avoid overflow
     traffic.update(sent=ring_all_reduce(buffer), gradients=buffer.nbytes, steps=int(bucket.is_last()))

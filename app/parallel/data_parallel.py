@@ -30,8 +30,8 @@ class Replica(nn.Module):
     For an `ImageClassifier` without test-time views, only the network is copied, because `forward` calls nothing else.
     Any other LightningModule is copied whole.
 
-    The replica sets the autocast state itself, because `parallel_apply` enables autocast without its dtype: bf16 would
-    silently become fp16.
+    The replica sets the autocast state itself, because `parallel_apply` enables autocast without its dtype. Otherwise,
+    bf16 would silently become fp16.
 
     Attributes:
         index: Number of this replica.
@@ -55,7 +55,8 @@ class Replica(nn.Module):
         """Run the model's forward pass on this replica."""
         inference = torch.inference_mode() if self.inference else nullcontext()
         with inference, self.autocast():
-            if isinstance(self.module, LightningModule):  # `SplitForward` replaced the instance's `forward`
+            # call the class's `forward`, because `SplitForward` replaced the instance's
+            if isinstance(self.module, LightningModule):
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self.module(*args, **kwargs)
 
@@ -189,9 +190,9 @@ def _forward_in_threads(replica: Replica, threads: Sequence[ThreadPoolExecutor],
 
 
 def _gather(*outputs: Any) -> Any:
-    """Gather one output of all replicas: concatenate tensors along the batch, or stack scalars into a vector.
+    """Gather an output from all replicas: concatenate tensors along the batch, or stack scalars into a vector.
 
-    Of outputs that are not tensors, return replica 0's.
+    If the output is not a tensor, return replica 0's.
     """
     if not isinstance(outputs[0], Tensor):
         return outputs[0]

@@ -10,7 +10,8 @@ class Traits:
         single_process: Whether all devices belong to one process.
         processes_per_node: Number of processes per node, or None for one per device.
         replicas_communicate: Whether replicas can exchange values in the forward pass, as SyncBatchNorm must.
-        needs_several_nodes: Error text for a run on one node, which names another strategy; None if one node will do.
+        needs_several_nodes: Error message for a run on one node, with another strategy to use. None if the strategy
+            works on one node.
         fixed_hook: Communication hook of the strategy, or None.
         not_in_checkpoint: Description of the strategy's state that a checkpoint lacks, or None.
     """

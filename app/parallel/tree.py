@@ -60,7 +60,7 @@ class Tree:
         nodes[level, index] = value
 
     def partial_sums(self, shards: Iterable[int]) -> list[Node]:
-        """Return the nodes that hold the sum of some shards, such as (0, 4) and (2, 0) for shards 0 to 4 of 8."""
+        """Return the nodes that add up to the sum of some shards, such as (0, 4) and (2, 0) for shards 0 to 4 of 8."""
         nodes: dict[Node, None] = {}
         for shard in shards:
             self.add(nodes, (0, shard), None, lambda *_: None)

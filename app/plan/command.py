@@ -160,7 +160,7 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def _counts(most: int, per_node: int) -> list[int]:
-    """Return the device counts to predict: powers of two within a node, then powers of two of whole nodes."""
+    """Return the device counts to predict: 1, 2, 4, … devices within a node, then 1, 2, 4, … whole nodes."""
     doubled = [2**exponent for exponent in range(most.bit_length())]
     counts = {count for count in doubled if count < per_node} | {count * per_node for count in doubled}
     return sorted(count for count in counts if count <= most)
@@ -190,7 +190,7 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
             )
     devices = gpus if cuda else max(usable_cores() // threads, 1)
     _require_links(options, devices, cuda)
-    # a warm-up may exceed 30 steps
+    # no warm-up, because `fit` rejects one that is as long as the run, and the measured runs have only 30 steps
     fit += ["--model.warmup", "0"] if "warmup" in config["model"].get("init_args", {}) else []
     measured = [timed(record) for record in records] or measure_steps(fit, say)
     sizes = ", ".join(f"{steps.images:.0f}" for steps in measured)

@@ -1,17 +1,18 @@
-"""Cost model of scaling: step time on 1…N devices × nodes, from a step on one device and the links between devices.
+"""Cost model of scaling: step time on several devices and nodes, from a step on one device and the devices' links.
 
-On one device, a step with b images takes data(b) + forward(b) + backward(b) + update + rest. The first three are lines
-in b, fitted to measured steps. A line's offset is its launch time.
+On one device, a step with b images takes data(b) + forward(b) + backward(b) + update + rest. The first three are linear
+functions of b, fitted to measured steps. The offset of such a function is its launch time.
 
-ddp: each of N devices computes b = B/N images of a global batch B. DDP groups the gradients into buckets. A bucket is
-reduced over a ring once its last gradient is ready, one bucket after the other:
+ddp: each of N devices computes b = B/N images of a global batch B. DDP groups the gradients into buckets. When the last
+gradient of a bucket is ready, the bucket is summed over a ring of all devices. Buckets are summed one after the other:
 
     all_reduce(bytes) = 2(N-1)/N · bytes/bandwidth + 2(N-1) · latency
     end of bucket i   = max(end of bucket i-1, ready_i · backward(b)) + all_reduce(bytes_i)
     step              = data(b) + forward(b) + max(backward(b), end of the last bucket) + update + rest
-                        + all_reduce(8 bytes), the ranks' agreement on stopping
+                        + all_reduce(8 bytes)
 
-Here, ready_i is the fraction of the backward pass after which bucket i's last gradient is ready.
+Here, ready_i is the fraction of the backward pass after which bucket i's last gradient is ready. By the all-reduce of
+8 bytes, the ranks agree whether to stop.
 
 Communication costs only the time that the backward pass does not hide. Over several nodes, the ring is as fast as its
 slowest link. Sources: Patarasuk and Yuan (ring), https://doi.org/10.1016/j.jpdc.2008.09.002; Li et al., VLDB 2020
@@ -29,8 +30,9 @@ https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
 
 Processes that share cores are not predicted, because the formulas ignore their interference.
 
-Each prediction has a range. The same formulas give its ends, for a faster and a slower step and link. The step is
-scaled by the largest deviation of a logging window from the fit, the link by the largest deviation of an all-reduce.
+Each prediction has a range. Its ends come from the same formulas: one end with a faster step and link, the other with a
+slower step and link. The step changes by the largest deviation of a logging window from the fitted step. The link
+changes by the largest deviation of an all-reduce from the fitted link.
 
 Not modelled: stragglers, other traffic, and algorithms other than the ring. For small buffers among many ranks, NCCL
 uses trees, whose latency grows with log N.
@@ -83,10 +85,10 @@ class Step:
         backward: Backward pass.
         update: Optimizer step.
         rest: Remaining time.
-        buckets: Gradients, in the order in which they become ready.
+        buckets: Buckets of gradients, in the order in which they become ready.
         launch_known: Whether data, forward and backward were fitted to several batch sizes. With one size, their launch
-            is taken as 0.
-        spread: Range of the ratio of measured to fitted step times, extended to include 1.
+            time is assumed to be 0.
+        spread: Smallest and largest ratio of a measured step time to the fitted one. The range always includes 1.
     """
 
     data: Line
@@ -131,7 +133,7 @@ class Step:
         launch = self.forward.launch + self.backward.launch
         forward = self.forward.per_image * images
         backward = self.backward.per_image * (batch if shared else images)
-        size = sum(bucket.size for bucket in self.buckets)  # bytes of the gradients, and of the parameters
+        size = sum(bucket.size for bucket in self.buckets)  # bytes of the gradients; the parameters have as many
         copies = 0.0 if shared else 2 * (devices - 1) * (size / link.bandwidth + link.latency)
         return self.data(batch) + devices * launch + forward + backward + copies + self.update + self.rest
 
@@ -155,7 +157,8 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
     """Fit the step of one device to measurements with several batch sizes.
 
     Args:
-        measured: Measurements. With one batch size, data, forward and backward are taken as proportional to the images.
+        measured: Measurements. If all have one batch size, data, forward and backward are assumed to be proportional
+            to the number of images.
         backward: The backward pass's share of the time of forward and backward, 0…1.
         buckets: Gradients, grouped into DDP's buckets.
     """
@@ -187,7 +190,7 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
 
 
 def spread_of_link(measured: Sequence[tuple[int, float]], link: Link, ranks: int) -> tuple[float, float]:
-    """Return the range of the ratio of measured times to the fitted link's prediction, extended to include 1.
+    """Return the smallest and largest ratio of a measured time to the link's prediction. The range includes 1.
 
     Args:
         measured: Bytes and seconds of each all-reduce.
@@ -227,7 +230,8 @@ class Machines:
         node_link: Link between nodes; None if unknown, so that only one node can be predicted.
         shared: Whether the devices of a node are cores of one CPU. If so, dp copies no parameters, and one thread runs
             the backward pass of all replicas.
-        link_spread: Range of the ratio of measured all-reduce times to `link`'s prediction, extended to include 1.
+        link_spread: Smallest and largest ratio of a measured all-reduce time to `link`'s prediction. The range always
+            includes 1.
         price_per_hour: Price of one device for an hour, or None.
     """
 

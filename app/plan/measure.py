@@ -16,7 +16,7 @@ from app.record import Record
 from app.runs import run_fit
 from app.system.machine import time_when_done
 
-ONE_DEVICE = (  # flags of a short, quiet run of 30 steps
+ONE_DEVICE = (  # flags of a run of 30 steps on one device, without checkpoints or tracking
     *("--trainer.devices=1", "--trainer.num_nodes=1", "--trainer.strategy=auto", "--trainer.max_epochs=-1"),
     *("--trainer.max_steps=30", "--trainer.limit_train_batches=30", "--trainer.limit_val_batches=1"),
     *("--trainer.enable_checkpointing=false", "--trainer.fast_dev_run=false", "--trainer.barebones=false"),
@@ -26,7 +26,7 @@ LIMIT = 300.0  # timeout of a run in seconds
 
 
 def measure_steps(arguments: list[str], say: Callable[[str], None] = lambda activity: None) -> list[Timed]:
-    """Measure 30 steps on one device with the global batch, a quarter and a sixteenth of it.
+    """Measure 30 steps on one device with each of three batch sizes: the global batch, a quarter, and a sixteenth.
 
     Args:
         arguments: The arguments of `python -m app`, beginning with `fit`.

@@ -15,7 +15,8 @@ from app.system.files import read_json, write_json
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
 
-LIMIT = 1e15  # larger numbers are rejected as damage, except losses and learning rates
+# Larger numbers show that a file is damaged, and are rejected. Losses and learning rates have no limit.
+LIMIT = 1e15
 Int = Annotated[int, Interval(gt=-LIMIT, lt=LIMIT)]
 Float = Annotated[float, Interval(gt=-LIMIT, lt=LIMIT)]
 Count = Annotated[int, Interval(gt=0, lt=LIMIT)]
@@ -55,7 +56,7 @@ class FirstToLast:
 
 @dataclass
 class Throughput:
-    """Global samples per second over logging windows, and the number of windows."""
+    """Samples per second of all ranks together: median, minimum and maximum of `n` logging windows."""
 
     median: Positive | None = None
     min: Positive | None = None
@@ -66,7 +67,10 @@ class Throughput:
 
 @dataclass
 class Phases:
-    """Milliseconds of each phase of a step; `launch` is the host's time to launch forward and backward."""
+    """Milliseconds of each phase of a step, from `n` steps.
+
+    `launch` is the host's time to launch forward and backward.
+    """
 
     data: Float = 0.0
     forward_backward: Float = 0.0
@@ -113,7 +117,10 @@ class DeviceMemory:
 
 @dataclass
 class Course:
-    """Time series of training. Each row holds the seconds of training, then samples/s or each rank's memory in GiB."""
+    """Time series of training.
+
+    Each row holds the seconds since training began. Then it holds samples/s, or each rank's memory in GiB.
+    """
 
     samples_per_s: list[list[Float]] = field(default_factory=list)
     memory_gib: list[list[Float]] = field(default_factory=list)
@@ -137,7 +144,7 @@ class Model:
 
 @dataclass
 class DataSet:
-    """Data set, number of classes, and images of each split."""
+    """Name of the data set, number of classes, and number of images of each split."""
 
     name: str
     classes: Int

@@ -23,7 +23,7 @@ from app.launch.process import environment_of_a_run
 from app.record import Record
 from app.system.machine import busy_seconds, own_seconds
 
-GRACE = 15.0  # seconds for a run to stop cleanly
+GRACE = 15.0  # seconds that a run has to stop cleanly, before it is killed
 POLL = 0.5  # seconds between two checks of a run
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false", "--run.test", "false"]
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -51,7 +51,7 @@ def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str
 
     Args:
         flags: Arguments of `fit`; later ones override earlier ones.
-        folder: Parent of the run's directory, the next free `version_N`.
+        folder: Parent of the run's directory. The directory is the next free `version_N`.
         nodes: Environment variables of each node.
     """
     arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
@@ -114,7 +114,8 @@ def run_fit(
                 )
             )
         codes = [process.poll() for process in processes]
-        while None in codes and not any(codes) and not late:  # stop if one fails, because other nodes would wait for it
+        # stop if a node fails, because the other nodes would wait for it
+        while None in codes and not any(codes) and not late:
             with suppress(subprocess.TimeoutExpired):
                 processes[codes.index(None)].wait(POLL)
             codes = [process.poll() for process in processes]
@@ -151,7 +152,7 @@ def _records(folder: Path) -> set[tuple[Path, int]]:
 
 
 def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:
-    """Return why a run failed, in one line. Of several nodes, prefer the error of one that crashed."""
+    """Return why a run failed, in one line. Prefer the error of a crashed node to a user error (exit code 2)."""
     node = min(range(len(codes)), key=lambda node: (codes[node] in (None, 0), codes[node] == 2, node))
     lines = _lines(outputs[node])
     errors = [line.partition("error: ")[2] for line in lines if "error: " in line]

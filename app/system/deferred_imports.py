@@ -1,8 +1,9 @@
 """Stand-ins for modules that most runs import but never use. Only `app.cli.main` and spawned ranks install them.
 
 CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's FLOP counter 0.1.
-A stand-in defines only the names that other modules read at import. Reading another name, or calling a function,
-imports the real module. At an upgrade, `python -X importtime -m app fit` shows which modules import a real one.
+A stand-in defines only the names that other modules read at import. Reading another name, or calling most of its
+functions, imports the real module. At an upgrade, `python -X importtime -m app fit` shows whether a real
+module is imported, and by which module.
 """
 
 import functools

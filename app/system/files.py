@@ -89,7 +89,7 @@ def _part(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         temporary = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
         file = temporary.open("xb")
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # raised by a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         if temporary.exists():
             return temporary, file
@@ -98,7 +98,7 @@ def _part(path: Path) -> tuple[Path, BinaryIO]:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk, so that a power failure does not undo a rename."""
-    with suppress(OSError):  # a file system without fsync of folders
+    with suppress(OSError):  # raised by a file system without fsync of folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

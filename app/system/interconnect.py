@@ -79,7 +79,7 @@ def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
         timeout: Seconds after which the processes are killed.
 
     Returns:
-        Bytes and median seconds of each size.
+        A pair for each buffer size: its bytes, and the median seconds.
 
     Raises:
         TimeoutError: When the processes do not finish in time.

@@ -1,6 +1,7 @@
-"""Patches that use Lightning's private names, one function or class per use.
+"""Patches that use Lightning's private names, one function or class per patch.
 
-At an upgrade, `tests/test_patches.py` lists missing names; docstrings list further checks.
+When you upgrade Lightning, run `tests/test_patches.py`, which lists missing names, and make the checks that docstrings
+list.
 """
 
 import inspect
@@ -44,7 +45,7 @@ HIDDEN = (  # first words of hidden lines
     *("💡", "TPU available", "GPU available", "Initializing distributed", "-" * 100, "Seed set to"),
     *("`Trainer.fit` stopped", "Restoring states from", "Loaded model weights from", "Restored all states from"),
     *("Loading `train_dataloader`", "Found current_model_state", "You are using a CUDA device", "LOCAL_RANK: "),
-    "Your model can run with static graph",  # because a static graph gains nothing here
+    "Your model can run with static graph",  # ignored, because a static graph gains nothing here
 )
 
 

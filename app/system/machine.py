@@ -144,8 +144,8 @@ def _nvidia_smi(field: str) -> list[str]:
 def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
     """Return this process's peak memory in GiB, on each of its devices and on the host.
 
-    On CUDA, allocated and reserved are the peaks of torch's allocator. `in_use_gib` is the driver's current count,
-    including CUDA's context, libraries, NCCL's buffers and other processes.
+    On CUDA, `allocated_gib` and `reserved_gib` are the peaks of torch's allocator. `in_use_gib` is the driver's count
+    of memory in use now: it includes CUDA's context, libraries, NCCL's buffers and other processes.
     """
     rows = []
     for device in devices:

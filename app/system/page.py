@@ -1,6 +1,7 @@
 """HTML page of a report: one self-contained file without scripts, for light and dark screens and for print.
 
-The title states the result. An introduction follows, then sections of Markdown with figures; secondary ones are folded.
+The title states the result. An introduction follows, then sections of Markdown with figures. Secondary
+sections are folded.
 """
 
 import base64
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot, because notebooks share its state
+from matplotlib.figure import Figure  # not pyplot, because notebooks share pyplot's state
 
 STYLE = Path(__file__).with_suffix(".css").read_text()
 LOOK: Any = matplotlib.rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)

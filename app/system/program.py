@@ -18,4 +18,4 @@ def set_up() -> None:
     defer_imports()
     for message in IGNORED:
         warnings.filterwarnings("ignore", message)
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # because it warns about a read-only home
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # hides a warning about a read-only home

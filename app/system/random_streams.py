@@ -9,7 +9,7 @@ import torch
 
 
 def seed_of(*key: int) -> int:
-    """Return the seed of a key such as (seed, purpose, epoch, step), below 2^63."""
+    """Derive a seed below 2^63 from a key, such as (the run's seed, purpose, epoch, step)."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

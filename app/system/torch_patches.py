@@ -13,7 +13,7 @@ from app.system.patches import EXPECTED, expects
 
 __all__ = ["abort_process_group", "shallow_copies", "tree_flatten", "tree_map", "tree_unflatten"]
 
-# dp splits nested arguments among replicas by these functions, because torch.nn.parallel.scatter works only on CUDA
+# the strategy `dp` splits nested arguments by these functions, because torch.nn.parallel.scatter works only on CUDA
 EXPECTED[f"{__name__}.tree_map"] = tuple(
     f"torch.utils._pytree:{name}" for name in ("tree_flatten", "tree_map", "tree_unflatten")
 )
@@ -42,7 +42,7 @@ def shallow_copies(module: Module, count: int) -> Sequence[Module]:
 
 @expects("torch.distributed.distributed_c10d:_abort_process_group")
 def abort_process_group() -> None:
-    """Abort the process group without waiting for the other ranks; destroying NCCL's group would wait.
+    """Abort the process group, because destroying an NCCL group would wait for the other ranks.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown. At an upgrade: is there a public function?
     """

@@ -10,8 +10,8 @@ from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]|.*\.p(yx|xi)$")
-# `maker` stops its search at frames of Lightning's loops and of autograd, because their callers (an optimizer, strategy
-# or precision plugin) do not cause their errors
+# `maker` stops its search at frames of Lightning's loops and of autograd, because the callers of these frames (an
+# optimizer, strategy or precision plugin) do not cause the error
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
 # beginning of a traceback, with the sentence that links it to the previous one in a chain
@@ -28,8 +28,8 @@ def _is_users(file: str) -> bool:
 def users_part(text: str) -> str | None:
     """Shorten tracebacks to the user's frames and the frame that calls them; return None if there are no user frames.
 
-    The text may contain several tracebacks: a chain of exceptions, or another process's traceback. Those without user
-    frames are omitted.
+    The text may contain several tracebacks: a chain of exceptions, or another process's traceback. Tracebacks without
+    user frames are omitted.
     """
     cut = ""
     for block in BEGIN.split(text):

@@ -26,9 +26,9 @@ def same_training(
         model: Import path of the LightningModule.
         data: Import path of the LightningDataModule.
         flags: Flags of `fit`, without dashes: `{"data.batch_size": 32}`.
-        ways: Further variants: their flags of `fit` by variant name, such as `{"ddp × 3": {"trainer.devices": 3}}`.
+        ways: Flags of `fit` for further variants, by variant name, such as `{"ddp × 3": {"trainer.devices": 3}}`.
         steps: Number of optimizer steps of each run.
-        quick: Whether to run only these variants: ddp on two processes, stop and resume, and `ways`.
+        quick: Whether to run only the variants `ddp × 2`, `stop and resume`, and those of `ways`.
 
     Returns:
         The verdict: true if all variants train the same. Its `repr` shows a table of the variants, and the causes of

@@ -100,7 +100,7 @@ def _samples(case: Case) -> Cause | None:
     if len(reference.steps[0].samples) not in {len(step.samples) for step in way.epoch(0)}:
         text = f"a step has {len(here.samples)} samples, {len(there.samples)} in the reference ({lengths})"
         return Cause(text, "give the DataLoader a batch_size: Lightning may rebuild a batch sampler with another size")
-    if twice >= world > 1 and twice > 2 * equal:  # the data set may hold equal samples
+    if twice >= world > 1 and twice > 2 * equal:  # tolerate equal samples in the data set itself
         return Cause(
             f"ranks draw their shares from different permutations: {twice} of {sum(map(len, shares))} samples of the "
             "first epoch were seen twice",
@@ -222,7 +222,7 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
 
 
 def _gradients(case: Case) -> Iterator[Cause]:
-    """Yield causes of losses or gradients that differ: parameter hooks, means over unequal shares, sums as losses."""
+    """Yield causes of different losses or gradients, such as parameter hooks, unequal shares, or a summed loss."""
     way, reference, differences = case.way, case.reference, case.differences
     place = differences.get("gradients") or differences.get("loss")
     if "samples" in differences or place is None or place.step is None:

@@ -15,8 +15,8 @@ from app.verify.recording import FOLDER
 
 COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
 TOLERANCE = 1e-5  # tolerance for float32: relative for losses, gradients and values above 1, else absolute
-# losses below TINY, and gradient norms below TINY × the largest norm, are compared absolutely: such a small number may
-# be the difference of larger numbers, and carries their rounding error
+# losses below TINY, and gradient norms below TINY × the largest norm, are compared absolutely, because such a small
+# number may be the difference of larger numbers, and then carries their rounding error
 TINY = 1e-3
 EXACT = 1e-10  # tolerance for float64; smaller differences are rounding
 
@@ -32,7 +32,7 @@ class Recorded:
         ranks: Recording of each rank.
         weights: Weights and buffers after training.
         facts: Facts about the training on rank zero.
-        resumed_at: Number of the earlier run's steps; None without an earlier run.
+        resumed_at: Number of steps that the earlier run took; None without an earlier run.
         steps: Steps of the run, each with all ranks' recordings.
         evaluated: Number of times that each sample was evaluated in the last validation, over all ranks.
 
@@ -100,7 +100,7 @@ class Step:
 
     @property
     def operations(self) -> list[list[tuple[str, str, list[str]]]]:
-        """Operations of each shard or rank, each operation as its module, its name and the digests of its outputs."""
+        """Operations of each `training_step` call on all ranks, as tuples: module, name, digests of the outputs."""
         return [rows for rank in self.ranks for rows in rank.get("operations", [])]
 
 
@@ -171,7 +171,10 @@ def effect(way: Recorded, other: Recorded) -> float:
 
 
 def first_operation(reference: Recorded, way: Recorded) -> str | None:
-    """Return the first operation whose output bits differ; else the first gradient whose bits differ; else None."""
+    """Describe the first operation or gradient whose bits differ, or return None.
+
+    Within a step, compare operations before gradients.
+    """
     for here, there in zip(way.steps, reference.steps, strict=False):
         shards = list(zip(here.operations, there.operations, strict=False))
         if len(here.operations) != len(there.operations):  # the runs split a batch differently: compare whole batches
@@ -226,7 +229,10 @@ def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Difference
 
 
 def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:
-    """Yield differences after training: from the reference in weights and buffers, between ranks in parameters."""
+    """Yield differences after training.
+
+    Compare weights and buffers with the reference's. Compare parameters of all ranks with rank zero's.
+    """
     for name in {*reference.weights, *way.weights}:
         here, there = (run.weights.get(name, torch.empty(0)).double() for run in (way, reference))
         if here.shape != there.shape:
@@ -258,7 +264,7 @@ def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterato
 
 
 def _optimizer(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:
-    """Yield differences of the optimizers' and schedulers' states on rank zero, compared by norms."""
+    """Yield differences of the optimizers' and schedulers' states on rank zero. Tensors are compared by their norms."""
     states, expected = ({name: run.ranks[0][name] for name in ("optimizers", "schedulers")} for run in (way, reference))
     for path, here, there in _leaves(states, expected, ""):
         size = apart(here, there) if isinstance(here, float | int) and isinstance(there, float | int) else math.inf

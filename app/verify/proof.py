@@ -18,7 +18,7 @@ from app.verify.verdict import Result, Verdict
 
 REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
-MAY_BE_ROUNDING = 1e-2  # relative; no rounding in 16 bits causes a larger difference at the first step that differs
+MAY_BE_ROUNDING = 1e-2  # largest relative difference that 16-bit rounding can cause at the first step that differs
 NUMBERS = ("loss", "gradients", "weights")
 
 
@@ -28,8 +28,8 @@ class Settings:
 
     Args:
         steps: Number of optimizer steps of each run.
-        ways: Further variants: their flags of `fit` by variant name.
-        quick: Run only ddp on two processes, stop and resume, and `ways`.
+        ways: Flags of `fit` for further variants, by variant name.
+        quick: Run only the variants `ddp × 2`, `stop and resume`, and those of `ways`.
         bits: Require the same bits, and print the first operation whose output differs.
         time_limit: Seconds after which a run is stopped and counts as failed.
     """
@@ -206,7 +206,7 @@ class Prover:
             more: Additional flags.
 
         Returns:
-            The reference's recording and the variant's result. If the reference fails, None and its result.
+            The reference's recording and the variant's result. If the reference fails, None and the reference's result.
         """
         series = " ".join(f"{flag}={value}" for flag, value in more.items())
         if series not in self.references:
@@ -221,7 +221,7 @@ class Prover:
     def _look_behind(self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded) -> None:
         """Repeat a variant with flags that remove the known causes of its difference, to find hidden causes.
 
-        Adds the hidden causes to the result, and sets each cause's effect on the loss.
+        Add the hidden causes to the result, and set each cause's effect on the loss.
 
         Args:
             result: Result of a variant that differs.
@@ -230,7 +230,7 @@ class Prover:
         """
         before, more, left = result, dict[str, Any](), result.causes
         if "data.batch_size" in (flags or ()) and "trainer.accumulate_grad_batches" not in (flags or ()):
-            return  # a rank's batch size, which the global order would divide again
+            return  # `data.batch_size` is the batch size of a rank, which the global order would divide again
         for name, value in (ORDER, SHARDS):
             deals = name == ORDER[0] and "samples" in result.differences
             if not deals and not any(name in cause.remedy for cause in left):
@@ -260,11 +260,11 @@ class Prover:
     def _repeat_in_float64(self, result: Result, flags: Mapping[str, Any] | None, more: Mapping[str, Any]) -> None:
         """Repeat a variant in float64, where rounding nearly vanishes, to separate rounding from other differences.
 
-        Does nothing if rounding cannot be the cause: the numbers are equal or far apart, samples or learning rates
-        differ, or the variant ran in float64.
+        Return if rounding cannot be the cause, because the numbers are equal or far apart, samples or learning rates
+        differ, or the variant ran in float64 already.
 
         Args:
-            result: Result of a variant; updated.
+            result: Result of a variant. This method updates it.
             flags: Flags of the variant; None for the variant that was stopped and resumed.
             more: Additional flags of the result's run.
         """

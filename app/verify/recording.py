@@ -214,9 +214,10 @@ def singles(batch: Any) -> list[Any]:
 
 
 def unstacked(batch: Any) -> list[Any]:
-    """Cut a batch of lists, as for detection, or a list of samples, into batches of one.
+    """Cut an unstacked batch into batches of one sample.
 
-    Return [] for other batches, such as stacked tensors.
+    An unstacked batch holds lists with one item per sample, as in detection, or is itself a list of samples. Return []
+    for other batches, such as stacked tensors.
     """
     if len({leaf.ndim and len(leaf) for leaf in tensors(batch)}) < 2 or not isinstance(batch, Mapping | list | tuple):
         return []
@@ -227,7 +228,7 @@ def unstacked(batch: Any) -> list[Any]:
     if lists and alike and len({*map(len, sized.values())}) == 1:  # each list has one item per sample
         cut = [columns | {key: column[row : row + 1] for key, column in sized.items()} for row in range(len(lists[0]))]
         return cut if isinstance(batch, Mapping) else [tuple(single.values()) for single in cut]
-    # else perhaps a list of samples
+    # otherwise, the batch may be a list of samples
     kinds = {tuple(value) if isinstance(value, Mapping) else type(value) for value in columns.values()}
     return [[sample] for sample in batch] if isinstance(batch, list) and len(kinds) == 1 and Tensor not in kinds else []
 
@@ -277,7 +278,7 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return numeric public attributes of all modules and of the user's callbacks, by name; tensors as norms."""
+    """Return numeric public attributes of all modules and of the user's callbacks, by name, with norms for tensors."""
     owners: list[tuple[str, Any]] = [pair for pair in module.named_modules() if not isinstance(pair[1], Metric)]
     callbacks: Iterable[Any] = trainer.callbacks  # type: ignore[attr-defined]
     chosen = [c for c in callbacks if type(c).__module__.partition(".")[0] not in ("app", "lightning")]

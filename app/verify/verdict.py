@@ -32,7 +32,7 @@ class Result:
         failed: Reason of a failure, or None.
         skipped: Reason of a skip, or None.
         behind: Further causes, found by repeating the variant with flags that remove `causes`.
-        remedied: Outcome of the last such repetition, or None.
+        remedied: Outcome of the last repetition with flags that remove causes, or None.
     """
 
     name: str
@@ -138,7 +138,8 @@ class Verdict:
     def explained(self) -> Iterator[str]:
         """Yield lines that explain the table.
 
-        Each fault has a block, and so has each variant that is skipped or differs only by rounding.
+        Variants with the same fault share a block of lines. Each variant that is skipped, or differs only by rounding,
+        has its own block.
         """
         faults: dict[str, list[Result]] = {}
         for result in self.results:

@@ -1,6 +1,6 @@
 """Contenders of `speed.py`: hand-written loops and pipelines, and this application beside them.
 
-`python contenders.py NAME` measures one, and prints its figures as one line of JSON.
+`python contenders.py NAME` measures the contender NAME, and prints its figures as one line of JSON.
 """
 
 import json
@@ -297,7 +297,7 @@ while True:
             subprocess.Popen([sys.executable, "-c", self.PROGRAM, str(os.getpid())], stderr=subprocess.DEVNULL)
 
 
-# the second rank has half of a core
+# `Halved` leaves the second rank half of its core
 UNEQUAL = [*SHARDED, *TWO, "--run.virtual_devices", "16", "--trainer.max_epochs", "4"]
 UNEQUAL += ["--trainer.callbacks+=contenders.Halved"]
 balance_equal = ours(*UNEQUAL)

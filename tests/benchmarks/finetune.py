@@ -15,11 +15,11 @@ from pathlib import Path
 FIRST = "--data.batch_size 128 --model.optimizer.lr 0.1 --model.optimizer.weight_decay 5e-4 --model.warmup 1ep"
 TUNED = "--data.batch_size 32 --model.optimizer.lr 0.01 --model.head_lr 10"
 FRESH = "--model.optimizer.lr 0.05 --model.warmup 1ep"
-FEW = 200  # images of each class to fine-tune on, and as many to validate
+FEW = 200  # images of each class for fine-tuning, and as many again for validation
 
 
 def halves(images: Path, place: Path) -> list[Path]:
-    """Link all images of the first half of the classes into one folder, and a few of the second half into another."""
+    """Link all images of the first half of the classes into one folder, and a few of the other half into another."""
     classes = sorted(path for path in images.iterdir() if path.is_dir())
     middle = len(classes) // 2
     for half, members in (("first", classes[:middle]), ("second", classes[middle:])):

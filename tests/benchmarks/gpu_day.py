@@ -1,4 +1,4 @@
-"""Runs items of `gpu_items.py` one after the other, each in a separate process with a time limit.
+"""Run items of `gpu_items.py` one after the other, each in a separate process with a time limit.
 
 `gpu_day.sh` starts it. If an item fails or times out, its figures so far are kept, and the next item runs. Without a
 GPU, every item is skipped. `GPU_DAY_DEVICE=cpu` tests the items on the CPU, with small sizes.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TRIED = os.environ.get("GPU_DAY_DEVICE") == "cpu"
-PATIENCE = 3 if TRIED else 1  # factor of the time limits; longer on the CPU, where times are not results
+PATIENCE = 3 if TRIED else 1  # factor of the time limits, larger on the CPU because it is slower
 ALL = 520  # time limit of a call in seconds
 # items of each call, with their time limits in seconds
 CALLS = {
@@ -48,7 +48,7 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             status = f"cut off after {seconds:.0f} s"
         finally:
-            for number in (signal.SIGINT, signal.SIGKILL):  # pytest ends its children on SIGINT
+            for number in (signal.SIGINT, signal.SIGKILL):  # SIGINT first, because pytest then ends its children
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, number)
                     process.wait(10)
@@ -72,7 +72,10 @@ def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
 
 
 def main(chosen: Sequence[str], folder: Path) -> None:
-    """Run the chosen items, or all items of a call in `CALLS`. Print each status; exit with 1 if an item failed."""
+    """Run the chosen items; the name of a call in `CALLS` means all of its items. By default, run all calls.
+
+    Print each item's status, and exit with 1 if an item failed or timed out.
+    """
     limits = {item: limit for call in CALLS.values() for item, limit in call.items()} | {"suite": ALL}
     items = [item for name in chosen or CALLS for item in CALLS.get(name, [name])]
     if unknown := [item for item in items if item not in limits]:

@@ -34,7 +34,7 @@ from app.parallel import DataParallelStrategy
 from app.system.machine import hardware
 from app.system.machine import versions as installed
 
-CPU = os.environ.get("GPU_DAY_DEVICE") == "cpu"  # a test of the items, with small sizes
+CPU = os.environ.get("GPU_DAY_DEVICE") == "cpu"  # set by a test of the items, with small sizes
 DEVICE = torch.device("cpu" if CPU else "cuda")
 SIZE = 640 if CPU else 25_600
 FIGURES = Path(sys.argv[2] if len(sys.argv) > 2 else os.devnull)
@@ -81,7 +81,7 @@ def newest(name: str) -> Path:
 
 
 def rate(name: str, *flags: str | Path) -> float | None:
-    """Train, and record and return samples/s; record the error of a failed training, and return None."""
+    """Train, record the rate in samples/s, and return it. If the training fails, record its error, and return None."""
     try:
         record = record_of(fit(name.replace(" ", "_"), *flags))
     except (Exception, SystemExit) as error:
@@ -100,7 +100,10 @@ def versions() -> None:
 
 
 def smoke() -> None:
-    """Each way to run a step, in simultaneous processes: exit code and last loss. The log has full tracebacks."""
+    """Record exit code and last loss for each way to run a step, in simultaneous processes.
+
+    The log has full tracebacks.
+    """
     compiled = ["--model.compile", "default"]
     ways = {"default": [], "bf16": BF16, "16-mixed": ["--trainer.precision", "16-mixed"], "cuda_graph": GRAPH}
     ways |= {"compile": compiled, "cuda_graph and compile": [*GRAPH, *compiled]}
@@ -183,7 +186,7 @@ def watched(*flags: str) -> Watch:
 
 
 def synchronisations() -> None:
-    """Synchronizations by line in 30 steps; launches and copies per step."""
+    """Record synchronizations by source line in 30 steps, and the numbers of launches and copies per step."""
     cases = [[], BF16, ["--trainer.precision", "16-mixed"], ["--data.placement", "memory"], *([GRAPH] if GRAPH else [])]
     for flags in cases[:1] if CPU else cases:
         watch = watched(*flags)
@@ -243,7 +246,10 @@ def synchronize() -> None:
 
 
 def lenet() -> None:
-    """LeNet at batch 64 for 50 epochs of 50,000 images: `fit` and a hand-written loop, in turn, as CUDA graphs."""
+    """Time 50 epochs of LeNet, with 50,000 images at batch 64, by `fit` and by a hand-written loop, as CUDA graphs.
+
+    The two take turns. Rates without graphs follow.
+    """
     epochs, images = (1, SIZE) if CPU else (50, 50_000)
     raw = Raw(LeNet(), images, 64)
     flags = [*SGD, *GRAPH, "--data.drop_last", "true", *options(test=False, limit_val_batches=0, log_every_n_steps=50)]
@@ -264,7 +270,7 @@ def lenet() -> None:
 
 
 def resnet() -> None:
-    """resnet18_cifar at batch 512 in four precisions, then in bf16 with one changed setting at a time."""
+    """Measure resnet18_cifar at batch 512 in four precisions, then in bf16 with one changed setting at a time."""
     flags = ["--model", "CIFARCNN", "--model.network", "lenet" if CPU else "resnet18_cifar", *DATA, *SPEED]
     flags += ["--data.batch_size", "512", "--data.drop_last", "true", "--trainer.log_every_n_steps", "10"]
     rate("float32", *flags)
@@ -281,7 +287,7 @@ def resnet() -> None:
 
 
 def mlp() -> None:
-    """Rates of the MLP at two input widths, as shares of the roofline.
+    """Measure the rates of the MLP at two input widths, and record them also as shares of the roofline.
 
     The roofline is the FLOP rate of a large matrix product. A sample costs six FLOP per weight.
     """
@@ -312,7 +318,7 @@ def mlp() -> None:
 
 
 def pipeline() -> None:
-    """Training with images on the host or the device; images/s of crops of 2,000 photos, without training."""
+    """Measure training with images on the host and on the device; then crops of 2,000 photos, without training."""
     for placement in ("memory",) if CPU else ("memory", "device"):
         rate(f"placement {placement}", *DATA, *SPEED, *SGD, "--data.placement", placement)
     for name in () if CPU else ("crops_torchvision", "crops_ours"):
@@ -341,18 +347,18 @@ def pytest(*arguments: str, env: dict[str, str] | None = None) -> None:
 
 
 def gpu_tests() -> None:
-    """Tests that need a GPU."""
+    """Run the tests that need a GPU."""
     pytest("-m", "gpu", "-n", "3", "--timeout", "100", *(["tests/test_cuda.py"] if CPU else ["tests"]))
 
 
 def suite() -> None:
-    """The ordinary tests with the GPU hidden, until the time limit."""
+    """Run the ordinary tests with the GPU hidden, until the time limit."""
     if not CPU:
         pytest("-n", str(min(os.cpu_count() or 1, 8)), env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
 
 
 def resume() -> None:
-    """A run resumed in mid-epoch against a whole one: the largest difference of weights, which should be 0."""
+    """Record the largest weight difference, which should be 0, between a run resumed in mid-epoch and a whole run."""
     flags = [*tiny(503, 32, flip=True, test=False, max_epochs=2), *SGD]
     flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
     flags += ["--last_checkpoint.every_n_train_steps", "7"]
@@ -365,7 +371,7 @@ def resume() -> None:
 
 
 def dp() -> None:
-    """Two replicas on one device against one, with a last batch of 1: the largest difference of weights."""
+    """Record the largest weight difference between training two replicas and one. The last batch has one image."""
     for precision in ("32-true", "bf16-mixed"):
         states = []
         for several in (False, True):
@@ -383,7 +389,7 @@ def dp() -> None:
 
 
 def ddp_gloo() -> None:
-    """Two "nodes" on one device over gloo against one process: differences of losses and weights."""
+    """Record the differences of losses and weights between two "nodes" on one device, over gloo, and one process."""
     flags = [*tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, root=PLACE), *ON]
     virtual = options(virtual_devices=2)
     alone = {"": fit("single", *flags), "virtual": fit("single", *flags, *virtual)}
@@ -405,7 +411,7 @@ def ddp_gloo() -> None:
 
 
 def nccl() -> None:
-    """`ddp` on one device against `auto`: rates, warnings and exit codes."""
+    """Record rates, warnings and exit codes of `ddp` on one device, and of `auto` for comparison."""
     for strategy in ("auto", "ddp"):
         flags = [*DATA, *SPEED, *ON, "--trainer.strategy", strategy, "--trainer.devices", "1"]
         code, out = start("fit", *flags, "--run.root", PLACE, "--run.name", strategy, timeout=40)
@@ -419,7 +425,7 @@ def nccl() -> None:
 
 
 def commands() -> None:
-    """Recorded memory against nvidia-smi; doctor, plan, compare and verify."""
+    """Record a run's memory, by the run's record and by nvidia-smi, and results of doctor, plan, compare and verify."""
     memory = record_of(fit("memory", *DATA, "--trainer.max_epochs", "1", "--run.test", "false"))["peak_memory"][0]
     note("recorded", {key: value for key, value in memory.items() if key.endswith("gib")})
     if not CPU:

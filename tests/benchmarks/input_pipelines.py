@@ -86,9 +86,10 @@ def _photos(folder: str) -> None:
 
 
 def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 10) -> dict[str, float]:
-    """Measure images/s of the first epoch, set-up included, and of the others, and memory growth after the second.
+    """Measure images/s of the first epoch with set-up, the later epochs' median, and memory growth after the second.
 
-    `malloc_trim` first returns free memory, because the amount that the allocator keeps varies by hundreds of MiB.
+    Before each reading of memory, `malloc_trim` returns free memory, because the amount that the allocator keeps varies
+    by hundreds of MiB.
     """
     import psutil
 

@@ -27,7 +27,7 @@ def awaited(condition: Callable[[], object], seconds: float, how_it_stands: Call
 
 
 class Host:
-    """Virtual host. Its command starts on `go`, after its network is set up."""
+    """Virtual host. Its command starts when `go` is called, after the network is set up."""
 
     def __init__(self, name: str, place: Path, command: str = "sleep infinity") -> None:
         self.name, self.log = name, place / f"{name}.log"
@@ -87,7 +87,7 @@ class Network:
         self.hosts: dict[str, Host] = {}
 
     def switch_on(self, command: str = "sleep infinity") -> Host:
-        """Make `ctl` and its switch, and start a command there."""
+        """Make the host `ctl` with the switch, and start a command on it."""
         switch = self._make("ctl", command)
         for words in ("link add br0 type bridge", "addr add 10.77.0.254/24 dev br0", "link set br0 up"):
             switch.run("ip", *words.split())
@@ -95,7 +95,7 @@ class Network:
         return switch
 
     def add(self, name: str, command: str = "sleep infinity") -> Host:
-        """Make a host and plug it in, and start a command there."""
+        """Make a host, connect it to the switch, and start a command on it."""
         switch, host = self.hosts["ctl"], self._make(name, command)
         ends = f"eth0 netns {host.pid} type veth peer name {name} netns {switch.pid}"
         subprocess.run(["ip", "link", "add", *ends.split()], check=True, capture_output=True, timeout=20)
@@ -120,7 +120,7 @@ class Network:
 
 @contextmanager
 def place_for_hosts(what: str, programs: Sequence[str] = (), packages: str = "") -> Iterator[tuple[Path, ExitStack]]:
-    """Yield a folder for virtual hosts, and the stack that ends them. Skip the test if the machine lacks something."""
+    """Yield a folder for virtual hosts, and the exit stack that ends them. Skip the test if hosts cannot run."""
     if os.geteuid() != 0:
         pytest.skip(f"{what} needs root")
     if missing := [name for name in (*programs, "ip", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]:

@@ -90,7 +90,7 @@ class Slurm:
         return {name: value for name, _, value in (word.partition("=") for word in words)}
 
     def reaches(self, job: str, *states: str, seconds: float = 60) -> str:
-        """Wait until a job is in one of the states, and return it. In end states, the job has no process left."""
+        """Wait until a job is in one of the states, and return its state. An ended job has no process left."""
         awaited(
             lambda: self.job(job)["JobState"] in states,
             seconds,
