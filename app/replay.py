@@ -203,7 +203,7 @@ def run(arguments: list[str]) -> int:
     words += ["--trainer.enable_checkpointing", "false"]
     words += ["--run.wandb", "off", "--run.on_nonfinite", "warn", f"--trainer.callbacks+={__name__}.Replay"]
     words += [f"--trainer.callbacks.first={first}", f"--trainer.callbacks.last={last}"]
-    # without a global order, start from the beginning, because the loader would have another order after a resume
+    # resume only with a global order, because another loader would yield other samples after a resume
     if (checkpoint := before(config.with_name("checkpoints"), first) if record.global_batch_size else None) is not None:
         words += ["--ckpt_path", str(checkpoint)]
     print(f"replay  step {first:,}{f' to {last:,}' * (last > first)}, from {checkpoint or 'the beginning'}", flush=True)

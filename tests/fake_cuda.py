@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # imported before app.cli defers it, because FakeTensors need it
+import torch._dynamo  # FakeTensors need the real module; app.cli would defer its import
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch._subclasses import fake_tensor

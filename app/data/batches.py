@@ -109,7 +109,7 @@ class Reader:
         self.split, self.crop, self.augment = split, crop, augment
 
     def __call__(self, item: tuple[int, int]) -> Tensor:
-        """Read an image, uint8 (C, H, W), by its row in the split and its seed."""
+        """Read the image at a row of the split, uint8 (C, H, W), and augment it with the item's seed."""
         row, seed = item
         image = self.split[row]
         if self.crop is None and not self.augment:
@@ -177,7 +177,7 @@ class GlobalBatches(GlobalOrder):
         position: Function that returns the first step to yield: 0, or a later step if a run resumes within the epoch.
     """
 
-    batch_sampler = None  # Lightning reads this attribute of every loader that has a `sampler`
+    batch_sampler = None  # must exist, because Lightning reads it from every loader that has a `sampler`
 
     def __init__(
         self,

@@ -145,7 +145,7 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
         if still > timeout + LATER and {*peers} - connections(process) and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
             place = where(file.parent, file.name) or f"process {process} hangs"
-            with contextlib.suppress(OSError):  # stderr is closed
+            with contextlib.suppress(OSError):  # in case stderr is closed
                 print(f"error: {place}; the other ranks timed out, and it was killed", file=sys.stderr, flush=True)
             return
 

@@ -250,7 +250,7 @@ def _since_first(steps: list[tuple[Any, ...]]) -> list[list[float]]:
 
 
 class _PhaseProfiler(PassThroughProfiler):
-    """Profiler that times the phases of a few steps. Lightning calls it, instead of the trainer's, for each action."""
+    """Profiler that times the phases of a few steps. It replaces the trainer's profiler meanwhile."""
 
     def __init__(self, trainer: Trainer, wait: Callable[[], float]) -> None:
         super().__init__()

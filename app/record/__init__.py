@@ -13,7 +13,7 @@ from annotated_types import Interval
 
 from app.system.files import read_json, write_json
 
-PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
+PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step; each moment belongs to one of them
 
 # Larger numbers show that a file is damaged, and are rejected. Losses and learning rates have no limit.
 LIMIT = 1e15
@@ -119,7 +119,9 @@ class DeviceMemory:
 class Course:
     """Time series of training.
 
-    Each row holds the seconds since training began. Then it holds samples/s, or each rank's memory in GiB.
+    Attributes:
+        samples_per_s: Rows of the seconds since training began, and the samples/s.
+        memory_gib: Rows of the seconds since training began, and each rank's memory in GiB.
     """
 
     samples_per_s: list[list[Float]] = field(default_factory=list)

@@ -51,7 +51,7 @@ class _Deferred(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         if isinstance(module, _StandIn):
             vars(module).update(self.stand_ins[module.__name__])
-        elif module.__spec__ is not None and module.__spec__.loader is self:  # give a real submodule its real spec
+        elif module.__spec__ is not None and module.__spec__.loader is self:  # no stand-in: give it its own spec
             module.__spec__ = PathFinder.find_spec(module.__name__, sys.modules[self.name].__path__)
 
 

@@ -72,7 +72,7 @@ def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
 
 
 def main(chosen: Sequence[str], folder: Path) -> None:
-    """Run the chosen items; the name of a call in `CALLS` means all of its items. By default, run all calls.
+    """Run the chosen items, by default all. The name of a group in `CALLS` stands for the items of the group.
 
     Print each item's status, and exit with 1 if an item failed or timed out.
     """
