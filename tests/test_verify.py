@@ -117,7 +117,7 @@ def test_a_mistake_is_named(model: str, data: str, way: str, columns: Sequence[s
 
 
 def test_what_a_callback_loses(tmp_path: Path) -> None:
-    """A resumed run lacks a callback's average of the weights, which is in no checkpoint: `verify` names the average."""
+    """A resumed run lacks a callback's average of the weights, which no checkpoint holds: `verify` names it."""
     differing, reasons = Runs(tmp_path, "Model", "Data").case("resume", "--trainer.callbacks+=faulty_code.Average")
     assert "evaluation" in differing
     assert any(cause.text == "state that is in no checkpoint: Average.average" for cause in reasons), reasons
