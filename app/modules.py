@@ -209,7 +209,8 @@ class ImageClassifier(LightningModule):
         trainer = self.trainer
         loader = trainer.train_dataloader
         self._has_gradients = False
-        if not isinstance(loader, GlobalBatches) or loader.virtual_devices:  # the batch's mean, or 0 if it is empty
+        if not isinstance(loader, GlobalBatches) or loader.virtual_devices:
+            # the mean over the batch, or 0 for an empty batch
             return self._training_losses(images, labels, batch_idx).sum() / max(len(labels), 1)
         accumulated = trainer.accumulate_grad_batches
         if accumulated == 1:

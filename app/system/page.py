@@ -46,7 +46,7 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
     """Return a page as HTML.
 
     Args:
-        title: Result, one line of plain text.
+        title: Title, which states the result in one line of plain text.
         lead: Introduction below the title, Markdown.
         sections: Sections; empty ones are dropped.
         figures: Figures, or contents of PNG files, by their names in the text.

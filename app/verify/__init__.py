@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # deferred, because every rank of a recorded run imports this package
+if TYPE_CHECKING:  # only for type checkers, because every rank of a recorded run imports this package
     from app.verify.verdict import Verdict
 
 
