@@ -36,8 +36,8 @@ class FakeCUDA:
     """Record of the operations that make the host wait for the device.
 
     Attributes:
-        notes: Number of operations that make the host wait. A key is a place in the training, file and line, and kind
-            of operation.
+        notes: Number of operations that make the host wait. Each key has three parts: the place in the training,
+            `file:line`, and the kind of operation.
         counts: Number of steps in each place, and number of `captures`.
         place: Current place: `step`, `window` (the last step of a logging window), `profiled` (a step that the step
             clock times), `between` (after a step), or `set-up`.

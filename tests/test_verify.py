@@ -148,7 +148,7 @@ def test_a_cause_of_the_evaluation_does_not_explain_the_loss() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_runs")
 def test_a_variant_with_a_rank_s_batch_size() -> None:
-    """The variant is not repeated with --run.global_order, because its batch would be half of the reference's."""
+    """The variant is not repeated with --run.global_order, which reads batch_size as the global batch."""
     flags, half = {"trainer.accelerator": "cpu"}, {"trainer.devices": 2, "data.batch_size": 4}
     ways = {"half": {"trainer.strategy": "ddp", **half}}
     outcome = same_training("faulty_code.Model", "faulty_code.Stock", quick=True, steps=4, flags=flags, ways=ways)

@@ -76,7 +76,7 @@ def test_elastic(alone: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
-    """If torchrun loses one of two nodes at a random time, the run ends on the other, with the bits of a whole run."""
+    """After torchrun loses one of two nodes, the other one ends with the same bits as an uninterrupted run."""
     flags = [*SHARDED, "--trainer.max_epochs", "20", "--last_checkpoint.every_n_train_steps", "3"]
     at = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "x", "--rdzv-backend", "c10d"]
     at += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--rdzv-conf"]

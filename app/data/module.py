@@ -42,7 +42,7 @@ class ImageData(LightningDataModule):
             less memory, except that BatchNorm normalises each micro-batch by itself.
         val_size: Training images held out for validation, a count or a fraction, if the source has no validation set.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
-            same tensor on the accelerator. `auto`: `disk` with `augment`, with a random crop, or if the images take
+            same tensor on the accelerator. `auto`: `disk` if `augment` or a random crop is given, or if the images take
             more than half of the free host memory; else `device` if the images take less than a tenth of a GPU's free
             memory; else `memory`.
         cache: Folder for decoded images, shared by a node's ranks. `auto`: in the user's cache directory. `off`: each

@@ -125,7 +125,7 @@ class Graphs:
         self._rates_on_device = [torch.tensor(rates, device=device).unbind() for rates in self._rates]
 
     def prepare(self, batch: Any, steps: Callable[[Rows], int]) -> Any:
-        """Prepare a batch. After the warm-up, a full batch lies in the memory that the training graph reads.
+        """Prepare a batch. After the warm-up, write a full batch into the memory that the training graph reads.
 
         Args:
             batch: The batch.
