@@ -25,8 +25,9 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                         (fewer shards for slow ranks), course (time series), results (of a test or prediction),
                         nonfinite, progress_bar, loggers, header and summary (printed at the start and the end), report
                         (its page)
-    launch              processes: start (elastic: torch's agent; spawn), connection (rendezvous,
-                        cluster_environment), agreement (agree), end (signals, failures, watchdog, process)
+    launch              processes of a run: elastic (torch's agent starts them), spawn (Lightning starts them),
+                        rendezvous and cluster_environment (they connect), agree (on checkpoint and folder); signals,
+                        failures, watchdog and process (they end)
     parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits, tree (sums over shards); importing the
                         package registers the strategies' names
     loop                straight_step (a fast training step), step_patches (Lightning's private names), graph_step (the

@@ -232,7 +232,7 @@ class MovingAverage(EMAWeightAveraging):
         if not self._averages:
             sides: Any = [[*model.parameters(), *model.buffers()] for model in (averaged, pl_module)]
             for average, value in zip(*sides, strict=True):
-                average.data = average.data.to(value.dtype)  # the average predates the model's conversion to this dtype
+                average.data = average.data.to(value.dtype)  # the average was copied before the model's conversion
             self._averages, self._values = ([e.detach() for e in side if e.is_floating_point()] for side in sides)
             self._counts = [pair for pair in zip(*sides, strict=True) if not pair[0].is_floating_point()]
         torch._foreach_lerp_(self._averages, self._values, share)

@@ -56,7 +56,7 @@ class FakeCUDA:
 
     @contextmanager
     def capture(self, graph: "Graph", **_: Any) -> Iterator[None]:
-        """Count a capture. Whatever makes the host wait during a capture belongs to the step."""
+        """Count a capture. If an operation makes the host wait during the capture, count it under `step`."""
         before, self.place = self.place, "step"
         self.counts["captures"] += 1
         yield
@@ -129,7 +129,7 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default:
             return fake_device(args)
-        if kwargs.get("device") == META:  # from the backward pass, because `fake_device` reports `meta`
+        if kwargs.get("device") == META:  # the backward pass asks for `meta`; see `fake_device`
             kwargs["device"] = CUDA
         if not of_mode:
             return plain(self, func, types, args, kwargs)
@@ -160,7 +160,7 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
                 fake.note("blocking copy to the device" if waits else "copy of pageable memory")
         value = known(args[0]) if func in (aten._to_copy.default, aten.lift_fresh.default) else None
         if isinstance(source, FakeTensor):
-            source.constant = None  # otherwise torch would copy it to a real device
+            source.constant = None  # because torch would copy the constant to a real device
         result = plain(self, func, types, args, kwargs)
         if value is not None:
             result.value = value
@@ -203,7 +203,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     if not torch.backends.cuda.is_built():
         pytest.skip("needs torch's CUDA build, such as the default wheel for Linux")
     fake, patch = FakeCUDA(), monkeypatch.setattr
-    torch._C._ensureCUDADeviceGuardSet()  # if there is no GPU, the guard does nothing
+    torch._C._ensureCUDADeviceGuardSet()  # if there is no GPU, install a device guard that does nothing
     library = torch.library.Library("aten", "IMPL", "Meta")
     for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adamw_.tensor_lr"):
         library.impl(name, lambda *_, **__: None)

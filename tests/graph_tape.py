@@ -102,7 +102,8 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     def capture(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "") -> Iterator[None]:
         made.append(graph)
         with monkeypatch.context() as patch:
-            for name in ("tolist", "numpy", "cpu"):  # as on a GPU, reads raise; on a CPU, they dispatch no operation
+            # make reads raise, as on a GPU; `Graph` does not see them, because on a CPU they dispatch no operation
+            for name in ("tolist", "numpy", "cpu"):
                 patch.setattr(Tensor, name, read)
             patch.setattr(torch.cuda, "synchronize", read)
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -65,7 +65,10 @@ def options(**settings: object) -> list[str]:
 
 
 def tiny(size: int = 64, batch_size: int = 16, model: str | None = None, **settings: object) -> list[str]:
-    """Return flags of `fit` for a few synthetic images, without bar and model summary. Add further `options`."""
+    """Return flags of `fit` for a few synthetic images, without bar and model summary.
+
+    Further settings become flags as in `options`.
+    """
     words = ["--data", "Synthetic", *options(size=size, batch_size=batch_size, **settings)]
     return [*words, *(["--model", model] if model else []), *QUIET]
 
@@ -158,7 +161,7 @@ def assert_same(run: Path, expected: Path, tolerance: float = 1e-5) -> None:
 
 
 def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
-    """Patch drawing to write empty pictures and reports, because it takes half the time of a short run.
+    """Make drawing functions write empty pictures and reports, because drawing takes half a short run's time.
 
     Args:
         patch: Function that sets a dotted name to a value, such as `monkeypatch.setattr`.
@@ -201,7 +204,7 @@ TINY |= {"max_epochs": 2, "repeats": 1, "time_limit": 60}
 
 
 def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
-    """Write JPEG and PNG files of different sizes into class folders. `splits` has each split's images per class."""
+    """Write JPEG and PNG files of different sizes into class folders. `train=12` writes 12 files per class."""
     rng = np.random.default_rng(0)
     for (split, count), label in itertools.product(splits.items(), labels):
         (folder / split / label).mkdir(parents=True)
@@ -440,7 +443,7 @@ def fork_app(*args: str | Path, timeout: int = 240, env: Environment | None = No
 def fork_run(
     command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **more: Any
 ) -> Forked | subprocess.Popen[bytes]:
-    """Replacement for `Popen` in `app.runs.starter`: a fork, or a new process for one of several nodes."""
+    """Replace `Popen` in `app.runs.starter`: start a fork, or a new process if the run has several nodes."""
     if "--cluster.node_rank" in command:
         return subprocess.Popen(command, stdout=stdout, env=env, **more)
     variables = {name: value for name, value in env.items() if name != STARTER}

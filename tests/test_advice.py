@@ -10,9 +10,9 @@ from app.compare.results import COLUMNS
 
 
 def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
-    """Return a table of results, each from three runs whose samples/s differ from `samples_per_s` by up to ±`spread`.
+    """Return a table of results from rows of some columns, as if each row came from three runs.
 
-    `spread` is a fraction of `samples_per_s`, by default 0.01.
+    The runs' samples/s differ from the row's `samples_per_s` by at most the fraction `spread`, by default 0.01.
     """
     table = []
     fixed = {"nodes": 1, "processes": 1, "threads": 1, "n": 3, "precision": "32-true", "global_batch": 64}
@@ -75,7 +75,7 @@ def test_a_busy_machine_is_one_whose_cores_do_not_suffice() -> None:
 
 LOADS = [
     (0.0, 1, False),
-    (0.5, 1, False),  # without the other programs, `slow` would be at most twice as fast, which is less than FOUR
+    (0.5, 1, False),  # without the other programs, `slow` would be at most twice as fast, but FOUR is 3.6 times as fast
     (0.75, 1, True),
     (3.0, 1, True),
     (0.75, 2, False),  # the slow variant uses only two of the four cores
@@ -84,7 +84,7 @@ LOADS = [
 
 @pytest.mark.parametrize(("others", "one_thread", "explained"), LOADS)
 def test_load_explains_a_difference(others: float, one_thread: int, explained: bool) -> None:
-    """Load explains a difference if, without it, the slower variant might be as fast as the fastest one."""
+    """Load explains a difference if the slower variant might be as fast as the fastest one on a quiet machine."""
     slow = ONE | CPU | {"others_cores": others, "threads": 4 // one_thread}
     assert load_explains(made_up(FOUR | CPU | {"threads": 1}, slow), 4, 4) == explained
 
@@ -100,7 +100,7 @@ LIMITS = [
     ({"data_ms": 30.0}, "one is limited by data loading: "),
     ({"communication_ms": 30.0}, "one is limited by communication: "),
     ({"rest_ms": 30.0}, "one is limited by launch overhead: "),
-    ({"launch_ms": 19.0}, "one is limited by launch overhead: "),  # on a GPU, which waits for the host's launches
+    ({"launch_ms": 19.0}, "one is limited by launch overhead: "),  # on a GPU: it waits while the host launches kernels
     ({"memory_main_percent": 97.0}, "Memory limits one"),
     ({}, "one is limited by the model's own computation: "),
 ]

@@ -240,7 +240,7 @@ def by_workers(split: FileSplit) -> None:
 
 @pytest.mark.parametrize("read", [lambda split: list(split.blocks(1)), by_workers], ids=["decoding", "training"])
 def test_an_unreadable_image_leaves_no_worker_behind(read: Callable[[FileSplit], Any], tmp_path: Path) -> None:
-    """The image's error ends the worker processes at once. Otherwise, a later garbage collection waits for them."""
+    """After an image's error, the worker processes end at once, without a garbage collection."""
     (tmp_path / "bad.png").write_bytes(b"x")
     split = FileSplit([str(tmp_path / "bad.png")], [0], (3, 8, 8), Geometry((8, 8)))
     gc.collect()

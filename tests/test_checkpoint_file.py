@@ -122,7 +122,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """After a kill at any moment, the newest checkpoint and the one before are whole, and no saved one is lost."""
+    """After a kill at any moment, the two newest checkpoints are whole, and the last finished save is not lost."""
     place, folder, seed = tmp_path / "steps", tmp_path / "checkpoints", random.Random(0)
     left = 0
     for _ in range(KILLS):

@@ -161,7 +161,7 @@ def test_skypilot(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sweep(tmp_path: Path) -> None:
-    """Three trials use the commands of a Weights & Biases agent. Each is one run with its assigned id and flags."""
+    """The commands of a Weights & Biases agent start three trials. Each trial is a run with its own id and flags."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
     from wandb.sdk.lib.config_util import save_config_file_from_dict
 

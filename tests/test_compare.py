@@ -145,7 +145,7 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
 def test_no_verdict_on_a_busy_machine(
     app: App, experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If other programs take all cores, the report has no verdict, but the load, and how to measure again."""
+    """If other programs take all cores, the report gives no verdict. It states the load, and how to measure again."""
     cores = os.cpu_count() or 1
     monkeypatch.setattr("app.runs.starter.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
@@ -185,7 +185,7 @@ def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> Non
     runs = path.parent / "compare" / "tiny" / "version_0" / "runs" / "repeat_1"
     with comparing(path) as process:
         awaited((runs / "dp" / "version_0" / "run.json").exists, 100)
-        process.get("SIGKILL", "group").end()  # the kernel then kills the running `fit`
+        process.get("SIGKILL", "group").end()  # the kernel then kills the running `fit`, because its parent is dead
     first = (runs / "one" / "version_0" / "run.json").stat().st_mtime
 
     assert "1 runs are done already" in compare(path)

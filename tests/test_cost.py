@@ -74,7 +74,7 @@ def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step
             count += 1
 
     in_second_epoch(patch, lambda: sys.setprofile(profile))
-    gc.disable()  # otherwise hypothesis's callback at each collection would count
+    gc.disable()  # otherwise, calls of hypothesis's callback at each collection would be counted
     try:
         output_of(*app("fit", *TWO_EPOCHS, *flags))
     finally:
@@ -84,7 +84,7 @@ def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step
 
 
 def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> list[Counter[str]]:
-    """Return the tensor operations of each step of the second epoch; a training_step begins a step."""
+    """Count the tensor operations of each step of the second epoch. A step begins when `training_step` is called."""
     mode, marks = Counting(), []
     training_step = ImageClassifier.training_step
 

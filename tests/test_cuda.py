@@ -96,8 +96,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def fail(error: BaseException) -> None:
     """Call a callback with an error, and raise the error, as Lightning does.
 
-    After the callback, Lightning moves the model to the host. So that this does not wait for other ranks, the callback
-    must have left NCCL.
+    After the callback, Lightning moves the model to the host. The callback must leave NCCL, because this move would
+    otherwise wait for other ranks.
     """
     StopTogether(60.0).on_exception(None, None, error)  # type: ignore[arg-type]
     assert failures.distributed.is_initialized() is False, "nothing waits for the device"

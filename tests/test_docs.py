@@ -218,7 +218,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reader(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The reader's folder as the current folder."""
+    """Folder of a reader who follows the documents; it is the current folder."""
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
     return place
@@ -328,7 +328,7 @@ def small(command: str) -> list[str] | None:
 def test_commands_run(reader: Path, tmp_path: Path) -> None:
     """Commands of the introductory documents run in a reader's folder, with small sizes.
 
-    Commands that these sizes make equal run once.
+    If several commands are equal with these sizes, the test runs only one of them.
     """
     begin_here = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "app/fit/README.md", *ROOT.glob("notebooks/*")]
     typed = [command for document in begin_here for command in commands(document)]

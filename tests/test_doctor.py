@@ -73,7 +73,7 @@ Records = dict[str, Record]  # run records by strategy
     [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 64, True), (1.5, 1, 2, True)],
 )
 def test_busy(load: float, usable: int, total: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine is busy if its load exceeds both the usable cores and the number of other cores."""
+    """A machine is busy if its load exceeds the number of usable cores, and the number of unusable cores, too."""
     monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
     monkeypatch.setattr(os, "cpu_count", lambda: total)
@@ -102,9 +102,10 @@ def test_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Records:
-    """Replace the self-test's runs by outcomes that a test sets in the returned dictionary, by strategy.
+    """Replace the self-test's runs: the returned dictionary, which a test fills, holds their records by strategy.
 
-    If no outcome is set, the run `auto` is real, and other runs get a copy of its folder.
+    If a strategy has no record there, `auto` really runs. Any other strategy counts as completed, and gets a copy of
+    `auto`'s folder.
     """
     outcomes: Records = {}
 

@@ -113,7 +113,8 @@ def test_precision_on_a_gpu(ampere: SimpleNamespace) -> None:
 def test_fused_by_default_on_a_gpu(cls: str) -> None:
     """On a GPU, the optimizer is fused, and its other settings are kept.
 
-    It is not fused on a CPU, if the user chose otherwise, or if gradients are clipped under float16's loss scaler.
+    It is not fused in three cases: on a CPU; if the user chose another implementation; if gradients are clipped under
+    float16's loss scaler.
     """
     model = nn.Linear(2, 2)
 

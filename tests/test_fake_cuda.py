@@ -68,14 +68,14 @@ CASES = {
 def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
     """Only the last step of a logging window makes the host wait, at most five times.
 
-    Other steps only wait for float16's loss scaler, once per step, if gradients are clipped.
+    In other steps, the host waits only if float16's loss scaler is used with clipping, and then once per step.
     """
     precision, _, placement = case.split()
     flags = [*CASES[case], *options(precision=precision, placement=placement), "--run.name", "x"]
     output_of(*app("fit", *ON_FAKE, *flags))
     record = record_of(tmp_path / "runs" / "x" / "version_0")
     assert (record["peak_memory"][0]["device"], record["placement"]) == ("cuda:0", placement)
-    # two graphs for a single step; with images on the device, two more for all three steps of a window
+    # a single step has two graphs; if images are on the device, a window of three steps has two more
     captures = 4 if placement == "device" else 2
     assert fake_cuda.counts["captures"] == (captures if "--model.cuda_graph" in flags else 0)
     reads_of_scaler = fake_cuda.counts["step"] * (precision == "16-mixed" and CLIPPED[0] in flags)

@@ -47,7 +47,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(StepClock, name, 0)
 
 
-# the 24 replayed steps are four replays of a four-step graph and eight replays of a one-step graph
+# with these flags, a four-step graph is replayed four times, and a one-step graph eight times: 24 steps
 BLOCKS = [*options(log_every_n_steps=4), "--last_checkpoint.every_n_train_steps", "8"]
 
 RUNS = {
@@ -88,7 +88,7 @@ def test_a_graph_computes_the_same(flags: list[str], tapes: list[Graph], app: Ap
 
 
 def test_a_graph_goes_on_from_a_step_without_one(tapes: list[Graph], app: App, tmp_path: Path) -> None:
-    """A run that resumes at the last, smaller batch of an epoch captures graphs later, and has the same weights."""
+    """A run that resumes at an epoch's smaller last batch captures graphs after it. They do not change the weights."""
     flags = ["fit", *SMALL, *STEPS, *EVERY, "--last_checkpoint.every_n_train_steps", "9", *SGD]
     output_of(*app(*flags, "--run.name", "plain"))
     saved = tmp_path / "runs" / "plain" / "version_0" / "checkpoints"

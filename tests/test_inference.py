@@ -60,7 +60,7 @@ def model(trained: Path) -> Classifier:
 
 
 def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) -> None:
-    """A loaded model has the names and probabilities that `predict` wrote for a folder and a file."""
+    """A loaded model predicts the same names and probabilities as the command `predict`, for a folder and a file."""
     rows = list(csv.DictReader((trained / "predict_1" / "predictions.csv").open()))
     assert [Path(row["file"]).name for row in rows] == ["00.jpg", "01.png", "02.jpg", "03.png", "00.jpg"]
     for row, prediction in zip(rows, model.predict([row["file"] for row in rows], k=3, batch_size=2), strict=True):
@@ -73,7 +73,7 @@ def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) 
 
 
 def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
-    """An image that must be resized has the same prediction as file, array, tensor, and part of a list or batch."""
+    """If an image must be resized, its prediction is the same from a file, an array, a tensor, a list and a batch."""
     folder = trained.parents[2] / "images" / "test" / "eel"
     file = folder / "01.png"
     array = np.asarray(Image.open(file))

@@ -30,7 +30,7 @@ def test_somebodys_own_model_and_data(strategy: str, app: App, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_torch_checks_collective_calls(tmp_path: Path) -> None:
-    """A gloo run in mixed precision completes with TORCH_DISTRIBUTED_DEBUG=DETAIL, with which torch's DDP crashes."""
+    """A gloo run in mixed precision completes with TORCH_DISTRIBUTED_DEBUG=DETAIL, although torch's DDP would crash."""
     flags = [*SMALL, *on_cpu("ddp_fork", 2, precision="bf16-mixed", max_epochs=1, root=tmp_path)]
     output_of(*start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}))
 

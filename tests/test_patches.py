@@ -20,12 +20,12 @@ from app.system.patches import EXPECTED
 MODULES = [module.name for module in pkgutil.walk_packages(app.__path__, "app.") if module.name != "app.__main__"]
 for name in MODULES:
     importlib.import_module(name)  # runs its `expects` declarations
-PUBLIC = {"_asdict", "_replace", "_exit", "_abc_impl"}  # public in named tuples and os, or made by ABCMeta
+PUBLIC = {"_asdict", "_replace", "_exit", "_abc_impl"}  # documented in spite of the `_`, or made by ABCMeta
 SMALL = tiny()
 
 
 def missing(patch: str) -> str | None:
-    """Return a patch's missing name with the library's version; None if all exist."""
+    """Return a message about the first name that a patch needs and its library lacks; None if all exist."""
     for name in EXPECTED[patch]:
         module, _, path = name.partition(":")
         try:
@@ -58,7 +58,7 @@ def test_the_installed_version_has_what_a_patch_expects(patch: str) -> None:
 
 
 def test_private_names_of_libraries_are_declared() -> None:
-    """Each private name of a library that a module imports, reads from an object, or overrides is declared."""
+    """A module declares each private name of a library that it imports, reads from an object, or overrides."""
     trees = {name: ast.parse(inspect.getsource(importlib.import_module(name))) for name in MODULES}
     ours = {
         name
@@ -92,7 +92,8 @@ GONE = [
 
 @pytest.mark.parametrize("name", GONE)
 def test_a_name_that_is_gone_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXPECTED, "a patch", ("torch.nn:Module._parameters", name))  # exists as an annotation only
+    # `_parameters` is not gone: it exists, although only as an annotation
+    monkeypatch.setitem(EXPECTED, "a patch", ("torch.nn:Module._parameters", name))
     message = missing("a patch") or ""
     assert message.startswith(f"a patch needs {name}, which {name.partition('.')[0]} ")
     assert message.endswith("does not have: see what took its place")

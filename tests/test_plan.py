@@ -50,7 +50,8 @@ def test_a_ring_all_reduce() -> None:
 def test_communication_overlaps_with_the_backward_pass() -> None:
     """Buckets are reduced one after another, while the backward pass of 10 s goes on.
 
-    In the first case, buckets of 200 bytes are full after 2 s and 10 s. Reducing one takes 2 s + 1 s on two ranks.
+    In the first case, buckets of 200 bytes are full after 2 s and 10 s. On two ranks, the all-reduce of a bucket takes
+    3 s: 2 s for the bytes, and 1 s of latency.
     """
     phases = {"backward": Line(10.0, 0.0), "buckets": (Bucket(200, 0.2), Bucket(200, 1.0))}
     assert step(**phases).ddp(64, 1, SLOW) == 10
@@ -119,7 +120,7 @@ def test_predictions_cost_and_nodes() -> None:
     assert alone["samples_per_s"] == pytest.approx(100 / 3)
     assert alone["cost_per_million_samples"] == pytest.approx(1e6 * 3 / 100 * 0.001)
     assert (ddp["speed_up"], ddp["efficiency"], ddp["waiting_ms"]) == pytest.approx((2, 1, 0))
-    waiting = 1.5 + 6 * 0.5 + SLOW.all_reduce(AGREEMENT, 4)  # because the slowest link of the ring determines the time
+    waiting = 1.5 + 6 * 0.5 + SLOW.all_reduce(AGREEMENT, 4)  # by SLOW, the slowest link of the ring
     assert nodes["step_ms"] == pytest.approx(1000 * (0.75 + waiting))
     assert nodes["waiting_ms"] == pytest.approx(1000 * waiting)
     scaled = predict(one, 100, [4], machines, scale_batch=True).iloc[0]
@@ -288,7 +289,7 @@ MLP += options(accelerator="cpu", like="FashionMNIST", size=4000, batch_size=128
 
 @pytest.mark.cluster
 def test_two_hosts(hosts: Network, tmp_path: Path) -> None:
-    """On two hosts, a step takes about as long as predicted from the link's rate; a warning shows the exact error."""
+    """On two hosts, a step takes about as long as predicted from the link's rate. A warning shows the difference."""
     fit, both = ["fit", *MLP], [hosts.hosts["h1"], hosts.hosts["h2"]]
     backward, gradients = profile_gradients(fit, 128)
     step = fit_step(measure_steps(fit), backward, make_buckets(gradients))

@@ -91,7 +91,8 @@ def test_slow_data(devices: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_busy_core(tmp_path: Path) -> None:
-    # a step must be longer than the scheduler's time slice, because a process that has waited gets a slice at once
+    # A step must be longer than the scheduler's time slice. A shorter step would not be slowed, because a process that
+    # has waited gets a slice at once.
     flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, *options(size=1500, batch_size=100, max_epochs=7)]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
     check_slow(tmp_path, output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path)), 2, "compute")

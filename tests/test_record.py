@@ -119,7 +119,7 @@ def test_set_up_begins_with_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp", marks=SLOW)])
 def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
-    """The phases add up to the step's duration, and no phase is zero, communication of ranks or replicas included."""
+    """The phases add up to the step's duration. No phase is zero, not even the communication of ranks or replicas."""
     flags = on_cpu(strategy, max_steps=60, log_every_n_steps=5, test=False, root=tmp_path, name="x")
     output_of(*fork_app("fit", *SMALL, *flags))
     record = record_of(tmp_path / "x" / "version_0")

@@ -22,10 +22,10 @@ THEIRS += ["--run.name", "poisoned", "--run.threads", "1", "--trainer.log_every_
 
 
 class Poisoned(LightningDataModule):
-    """Data of noise images, and of bad images from index `bad` on.
+    """Data of noise images, with one or three bad images at index `bad`.
 
-    If `value` exceeds 1e38, one bad image overflows. Otherwise, three bad images have the same too large pixels, but
-    different labels.
+    If `value` exceeds 1e38, there is one bad image, whose pixels overflow. Otherwise, there are three. They have the
+    same pixels, which are too large, but different labels.
     """
 
     def __init__(self, bad: int, value: float, count: int = 2000) -> None:
@@ -62,7 +62,7 @@ def test_a_step_of_a_run(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["1e39", "1e4"])
 def test_a_poisoned_image(value: str, app: App, tmp_path: Path) -> None:
-    """`replay` names a bad image: the one whose NaN loss ended the run, or one of three with high but finite losses."""
+    """`replay` names the image whose NaN loss ended the run. If three images have too high losses, it names one."""
     bad = random.randrange(1997)
     flags = [*THEIRS, "--trainer.max_epochs", "1", "--data.bad", str(bad), "--data.value", value]
     flags += ["--model.normalized", str(value == "1e39").lower()]

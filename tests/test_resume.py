@@ -68,7 +68,8 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     """`--ckpt_path last` continues a training for longer, and remembers the best checkpoint so far."""
     flags = [*CNN[:-2], *options(test=False, name="x")]
     runs = tmp_path / "runs" / "x"
-    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):  # the second run's checkpoint
+    # the third run resumes the second one
+    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):
         output_of(*app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume))
     whole, resumed = (runs / version for version in ("version_0", "version_1"))
     assert difference(whole, resumed) == 0
@@ -131,9 +132,10 @@ def test_stopped_by_max_steps(steps: tuple[int, ...], every: int, whole: Path, a
 
 
 def test_stopped_early(app: App, tmp_path: Path) -> None:
-    """Early stopping ends a run at a validation in mid-epoch.
+    """Early stopping ends a run at a validation within an epoch.
 
-    With `min_epochs`, it ends the run at the end of that epoch, and checkpoints are saved only at ends of epochs.
+    If `min_epochs` epochs are not complete, it waits for the end of the last one. Then checkpoints are saved only at
+    ends of epochs.
     """
     early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
     early += ["--trainer.callbacks.min_delta=100", "--trainer.callbacks.patience=1"]

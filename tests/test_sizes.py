@@ -97,7 +97,7 @@ def test_a_worker_without_room(image_root: Path, cache: Path, monkeypatch: pytes
 
 
 def test_jpegs_have_the_pixels_of_pil(tmp_path: Path) -> None:
-    """Full-size images of every kind of JPEG file have PIL's pixels. A truncated file raises PIL's error."""
+    """JPEG files of every kind get the same full-size pixels as from PIL. A truncated file raises PIL's error."""
     path, rng = tmp_path / "x.jpg", np.random.default_rng(0)
     colours = Image.fromarray(rng.integers(256, size=(37, 51, 3), dtype=np.uint8))
     kinds: list[dict[str, Any]] = [{"subsampling": n} for n in range(3)]

@@ -156,7 +156,10 @@ def test_a_job_that_may_not_be_requeued(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preempted", [True, False])
 def test_requeued_if_preempted(preempted: bool, slurm: Slurm, tmp_path: Path) -> None:
-    """The script requeues a preempted job, because SLURM does not do so if the ranks end early; `scancel` ends it."""
+    """The script requeues a preempted job, because SLURM does not do so if the ranks end early.
+
+    A job that `scancel` ends is not requeued.
+    """
     python = tmp_path / "python"
     python.write_text("#!/bin/bash\ntrap 'exit 143' TERM\necho up\nwhile :; do sleep 0.1; done\n")
     python.chmod(0o755)

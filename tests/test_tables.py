@@ -26,7 +26,7 @@ def table(image_root: Path) -> pd.DataFrame:
 
 
 def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, app: App, tmp_path: Path) -> None:
-    """A table gives the folder's classes, splits, pixels and losses; splits and columns may have other names."""
+    """Training on a table has the same splits and losses as on the folder. Splits and columns may have other names."""
     output_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *FLAGS))
     output_of(*app("fit", "--data", "ImageTable", "--data.csv", image_root / "all.csv", *FLAGS))
     folder, ours = (tmp_path / "runs" / f"LeNet-{name}" / "version_0" for name in ("ImageFolder", "ImageTable"))

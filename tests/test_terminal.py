@@ -41,7 +41,7 @@ def test_a_line_for_each_epoch(app: App) -> None:
 
 
 def test_the_bar_takes_note_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar is updated by time, and after an epoch's last step; a user's own bar is not changed."""
+    """The bar is updated a few times a second, and after an epoch's last step. A user's own bar updates as usual."""
     noted: list[tuple[type, int]] = []
     metrics: list[dict[str, Any]] = []
     then = RichProgressBar.on_train_batch_end

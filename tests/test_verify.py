@@ -148,7 +148,7 @@ def test_a_cause_of_the_evaluation_does_not_explain_the_loss() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_runs")
 def test_a_variant_with_a_rank_s_batch_size() -> None:
-    """The variant is not repeated with --run.global_order, which reads batch_size as the global batch."""
+    """Such a variant is not repeated with --run.global_order, because this flag would divide the size again."""
     flags, half = {"trainer.accelerator": "cpu"}, {"trainer.devices": 2, "data.batch_size": 4}
     ways = {"half": {"trainer.strategy": "ddp", **half}}
     outcome = same_training("faulty_code.Model", "faulty_code.Stock", quick=True, steps=4, flags=flags, ways=ways)
@@ -175,7 +175,10 @@ HIDDEN = [
 @pytest.mark.usefixtures("forked_runs")
 @pytest.mark.parametrize(("model", "data", "named", "removed"), HIDDEN)
 def test_causes_behind_other_samples(model: str, data: str, named: list[str], removed: str) -> None:
-    """An ordinary loader hides other mistakes, until `verify` gives both runs the same order of samples."""
+    """An ordinary loader gives both runs different samples, which hides other mistakes.
+
+    `verify` finds these mistakes, because it repeats both runs with the same order of samples.
+    """
     flags = {"trainer.accelerator": "cpu", "data.batch_size": 8}
     outcome = same_training(f"faulty_code.{model}", f"faulty_code.{data}", quick=True, steps=8, flags=flags)
     causes = outcome.results[0].by_effect
@@ -190,7 +193,7 @@ def test_causes_behind_other_samples(model: str, data: str, named: list[str], re
 
 @pytest.mark.slow
 def test_bits(app: App, tmp_path: Path) -> None:
-    """`--bits` names the first operation that differs on one rank, with its module. If none differs, none is named."""
+    """If an operation differs on rank 1 only, `--bits` names it and its module. If none differs, it names none."""
     flags = [*OURS, "--quick", "--steps", "4", "--bits", "true", "--run.virtual_devices", "4", "--run.threads", "1"]
     report, out = verdict(app, tmp_path, *flags, "--model", "faulty_code.Jitters", code=1)
     assert [way["first_operation"] for way in report["ways"]] == ["step 1, shard 3: mul in Jitters.network.noise", None]
@@ -221,7 +224,7 @@ def test_a_wrong_gradient_beside_much_larger_ones() -> None:
 
 @pytest.mark.parametrize("padding", [0, 9])
 def test_a_padded_sample_is_the_same_in_any_batch(padding: int) -> None:
-    """A sample has the same id with any amount of padding, and with none if it is the longest of its batch.
+    """A sample's id does not depend on its padding. It is the same without padding, in the longest sample of a batch.
 
     If the padding is not 0, the batch's mask shows where it is.
     """

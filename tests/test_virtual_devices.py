@@ -225,7 +225,7 @@ class LogsItsOwn(PlainModel):
 
 
 def test_a_value_of_a_rank(tmp_path: Path) -> None:
-    """Lightning's advice to use sync_dist names the value logged in validation, but none logged in training_step."""
+    """Lightning advises sync_dist for the value that validation_step logs, but for none that training_step logs."""
     flags = ["--model", "test_virtual_devices.LogsItsOwn", *THEIRS.split()[2:-1], *QUIET, "--run.root", tmp_path]
     flags += options(accelerator="cpu", strategy="ddp_fork", devices=2, max_epochs=1, virtual_devices=2, test=False)
     assert set(re.findall(r"self.log\('(\w+)'", output_of(*fork_app("fit", *flags)))) == {"val_loss"}

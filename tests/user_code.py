@@ -337,7 +337,7 @@ def speaking_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
 
 
 class SaysWhereImagesLie(Callback):
-    """Callback that writes a file per rank: the file in which the training images are mapped, and checksums."""
+    """Callback that writes one note per rank: the path of the file that backs the training images, and checksums."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory

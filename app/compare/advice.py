@@ -77,7 +77,7 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
 
 
 def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
-    """Return a warning if other programs left less than the share `1 - BUSY` of the usable cores, else None.
+    """Return a warning if other programs left less than 90 % (`1 - BUSY`) of the usable cores free, else None.
 
     Args:
         table: Table of `app.compare.results.tabulate`.

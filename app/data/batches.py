@@ -86,7 +86,7 @@ class Rows(NamedTuple):
         return self
 
     def alone(self, batches: int = 1) -> "Rows":
-        """Return this batch and the next `batches` - 1 as one batch, without the rest of the epoch."""
+        """Return this batch and the next `batches` - 1 as one batch; its `epoch` holds only these samples."""
         start, size = self.place.start, batches * self.size
         return Rows(self.epoch[:, start : start + size], slice(0, size), self.loader)
 
@@ -288,7 +288,8 @@ class GlobalBatches(GlobalOrder):
     def _place(self, step: int) -> tuple[slice, slice | None]:
         """Return the slice of the epoch's order that holds this rank's samples of a step.
 
-        For mixup and cutmix, also return the slice of the sample to mix with the last one; else None.
+        For mixup and cutmix, also return a slice with one more sample, which is mixed with this rank's last sample.
+        Otherwise, return None instead.
         """
         span, first = self.span(step), step * self.batch_size
         if self.empty == "stand_in" and span.start == span.stop:

@@ -50,7 +50,7 @@ class ImageCache:
                 header = json.loads(file.read(HEADER))
                 shape, names = header["shape"], header["names"]
                 pixels, count = math.prod(shape), header["count"]
-                # one size: only the label; different sizes: height, width, end and label
+                # numbers per image: the label if all images have one size, else height, width, end and label
                 columns = 1 if len(shape) == 4 else 4
                 size = HEADER + pixels + 8 * columns * count + names
                 if header["key"] != key or os.fstat(file.fileno()).st_size != size:
@@ -104,7 +104,7 @@ class ImageCache:
                     file.write(block.numpy().data)
             pixels = file.seek(0, os.SEEK_END) - HEADER
             right = [place for place in range(len(images)) if place not in wrong]
-            first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # without the remedy at its end
+            first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # cut the remedy off the message
             if not right:
                 raise UserError(f"none of {len(images):,} images can be read; the first one: {first}")
             if wrong:

@@ -58,7 +58,7 @@ class Geometry:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Height and width that a resized training image covers before its random crop; see `kept_size`."""
+        """Height and width that a training image must at least have after resizing; exceptions: see `kept_size`."""
         side = self.cache_size or round(1.15 * max(self._cover))
         return (side, side) if self.crop == "random_resized" else self._cover
 

@@ -53,12 +53,12 @@ class SeededItems(Dataset[Any]):
 
 
 def collate_parts(collate: Callable[[list[Any]], Any], sharded: bool, shards: Any) -> Any:
-    """Make a batch of each shard, or one batch of the rank's share.
+    """Make a batch of each shard. Without shards, make one batch of the rank's share.
 
     Args:
         collate: The loader's collate function.
-        sharded: Whether to return `Shards`.
-        shards: Items of each shard, or of the rank's share, as `Shards`; changed in place.
+        sharded: Whether to return `Shards`; if false, return the only batch.
+        shards: List of each shard's items, or of one element: the items of the rank's share. Changed in place.
     """
     for place, items in enumerate(shards):
         shards[place] = collate(items)
@@ -70,8 +70,8 @@ class GlobalSampler(GlobalOrder):
 
     Args:
         sampler: The loader's sampler; it draws from the epoch's random stream.
-        train: Whether the loader is for training. In training, an empty part gets a stand-in, the global batch's first
-            sample; in evaluation, the rank skips the batch.
+        train: Whether the loader is for training. If a part is empty, it gets a stand-in in training: the global
+            batch's first sample. In evaluation, the rank skips the batch.
         **order: As for `GlobalOrder`.
     """
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, SplitName, check_memory
 
 Floats = NDArray[Any]  # float32
-BLOCK = 256  # images per block: fits into a core's cache; each block has its own random stream
+BLOCK = 256  # images per block, so that a block fits into a core's cache; each block has its own random stream
 
 # Strokes (from x, y to x, y) of the right half of A, H, M, T, U, V, W, Y. These letters are symmetric, so that flipping
 # does not change the class.

@@ -21,10 +21,10 @@ class Choices(NamedTuple):
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
-        rows: For each vertical crop position and output row, flat index of the row's start in the padded image,
-            (crops, H).
-        columns: Column of the padded image for each output column, by flip (mirrored, plain) and horizontal crop
-            position, (2, crops, W).
+        rows: Flat index at which an output row's source row starts in the padded image, (crops, H). The first
+            dimension is the vertical position of the crop.
+        columns: Column of the padded image from which an output column comes, (2, crops, W). The first dimension is
+            the flip (mirrored, plain), the second is the horizontal position of the crop.
         hole_rows: Mask of the rows that cutout covers, for each centre, bool (H, H).
         hole_columns: Mask of the columns that cutout covers, for each centre, bool (W, W).
     """
@@ -164,7 +164,7 @@ class Transform:
         return self._choices[key]
 
     def _hole(self, size: int) -> Tensor:
-        """Return the mask of the rows or columns that a square covers, for each centre: bool (centres, size)."""
+        """Return a mask for each centre of a square: the rows, or columns, that it covers. Bool (centres, size)."""
         start = torch.arange(size) - self.cutout // 2
         distance = torch.arange(size) - start[:, None]
         return (distance >= 0) & (distance < self.cutout)

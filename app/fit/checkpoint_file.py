@@ -65,7 +65,7 @@ def _keep(file: Path, name: Path) -> None:
 
     One of the two files always exists.
     """
-    if name.exists() and name.samefile(file):  # linked by a run that was killed before it replaced `file`
+    if name.exists() and name.samefile(file):  # a run made this link, and was killed before it replaced `file`
         return
     link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
     try:

@@ -119,7 +119,7 @@ class CLI(Flags):
             if flag.endswith(".class_path") and flag.count(".") > 1:
                 MADE_BY[resolve_name(path)] = f"--{flag.removesuffix('.class_path')}"
         if config.run.virtual_devices and config.run.threads == "auto" and "OMP_NUM_THREADS" not in os.environ:
-            # do not divide the cores by the number of ranks, because the number of threads affects rounding
+            # divide the cores by the virtual devices, not by the ranks, because the number of threads affects rounding
             config.run.threads = max(usable_cores() // config.run.virtual_devices, 1)
         if config.run.threads != "auto":
             os.environ["OMP_NUM_THREADS"] = str(config.run.threads)  # for child processes

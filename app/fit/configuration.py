@@ -47,8 +47,8 @@ SKIPPED = dict.fromkeys(("fit", "validate", "test", "predict"), _ARGUMENTS)
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
-    `--model` and `--data` have a default class only if the user chooses no class. Otherwise, the default's settings
-    would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
+    If the user chooses a class, `--model` or `--data` has no default class, because settings of the default class would
+    remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
 
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
@@ -113,9 +113,9 @@ class Flags(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return each command's arguments that get no flag.
+        """Return the arguments that get no flag, by command.
 
-        List only the requested command, so that Lightning builds no parsers for the others.
+        List only the requested command, because Lightning builds a parser for each command listed here.
         """
         return {self.argv[0]: SKIPPED[self.argv[0]]} if self.argv and self.argv[0] in SKIPPED else SKIPPED
 

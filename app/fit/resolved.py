@@ -200,9 +200,9 @@ class Resolved:
 
     @cached_property
     def checked(self) -> Namespace:
-        """The configuration without the arguments of a model or data module that the rules do not know.
+        """The configuration, without the arguments of a model or data module whose class the rules do not know.
 
-        The rules know only an `ImageClassifier` and an `ImageData`.
+        The rules know only subclasses of `ImageClassifier` and `ImageData`.
         """
         config = self.config.clone()
         for section, base in (("model", ImageClassifier), ("data", ImageData)):

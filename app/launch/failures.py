@@ -20,7 +20,7 @@ GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
 _has_left = False  # whether `leave_nccl` has aborted the process group
-_nodes: dict[str, int] = {}  # number of each other node, by the node's address
+_nodes: dict[str, int] = {}  # node numbers of the other nodes, by address
 
 
 def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
@@ -124,8 +124,8 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
         code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
         was_stopped = code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
         has_lost = message.startswith(RankLostError.__name__)
-        # prefer a message that names the lost node; prefer a timeout to SIGKILL, because the watchdog kills a hung
-        # rank, but only the timeout's message names the hung rank
+        # prefer a message that names the lost node to one that says "another rank". The watchdog kills a hung rank by
+        # SIGKILL, and other ranks time out. Prefer their timeout, because only its message names the hung rank
         return was_stopped, has_lost, has_lost and ANOTHER in message, code == -signal.SIGKILL, rank
 
     cause = min(failures, key=order)

@@ -126,7 +126,7 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout),
-        multi_tenant=True,  # so that the process group can open a store on the same port of this process
+        multi_tenant=True,  # because this process's process group opens another store on the same port
         master_listen_fd=listener.detach(),
     )
 

@@ -38,7 +38,7 @@ IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # SLURM's warning before the jo
 
 @expects(f"{_SignalConnector.__module__}:_SignalConnector.register_signal_handlers")
 class Signals(_SignalConnector):
-    """Signal connector that records SIGINT and SIGTERM during training. Otherwise, these end the process at once.
+    """Signal connector that records SIGINT and SIGTERM during training. Outside training, they end the process at once.
 
     Replaces Lightning's connector, whose handler makes a collective call that other ranks do not join.
 
@@ -90,7 +90,8 @@ class Signals(_SignalConnector):
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
             return
-        has_launcher = is_worker() or multiprocessing.parent_process() is not None  # a launcher forwards signals
+        # a launcher forwards signals, so that one Ctrl-C may arrive twice
+        has_launcher = is_worker() or multiprocessing.parent_process() is not None
         if self.noted:
             # an agent forwards a first Ctrl-C as SIGINT, a second one as SIGTERM
             if number != self.noted if has_launcher else number == signal.SIGINT:
@@ -183,7 +184,7 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
     if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
         return  # run the validation that is due, because a resumed run would skip it
     trainer.limit_val_batches = 0
-    for callback in trainer.early_stopping_callbacks:  # early stopping would miss the skipped validation's metric
+    for callback in trainer.early_stopping_callbacks:  # early stopping would look for the skipped validation's metric
         callback._check_on_train_epoch_end = False
 
 

@@ -24,7 +24,7 @@ from app.recipe import rates_of
 from app.training_sums import log_window
 
 MOST = 16  # maximum number of steps in one graph
-PIXELS = 2**24  # maximum number of channel values in one graph's images, because more would only take memory
+PIXELS = 2**24  # maximum number of values (images · C · H · W) in one graph, because more would only take memory
 WARM_UP = 3  # number of steps before the first graph, so that libraries choose kernels and the optimizer has its state
 # hooks that act between the phases of a step
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -44,7 +44,8 @@ class Graph:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # a recording must not wait for the warm-up's stream, which autograd may remember; torch 2.11 has no override
+        # autograd may remember the warm-up's stream, but a recording must not wait for it. `override` prevents
+        # the wait; in torch 2.11, it does nothing, because torch lacks the function
         override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", lambda enabled: None)
         override(True)
         try:
@@ -240,9 +241,9 @@ class GraphStep(Step):
 
     With `--data.placement device`, a graph holds up to 16 steps. The first of these steps launches the graph; in the
     others, the loop only counts the step and calls the hooks. Only a graph's last step may be followed by an event that
-    reads the weights: the end of a logging window or an epoch, a validation, a checkpoint. If a callback overrides a
-    batch hook, its attribute `looks_every` is the number of steps between two reads, 0 for never. Without this
-    attribute, the callback may read after each step, and a graph holds one step.
+    reads the weights: the end of a logging window or an epoch, a validation, a checkpoint. A callback that overrides a
+    batch hook may read them, too. Its attribute `looks_every` is the number of steps between two reads; 0 means never.
+    If the callback has no such attribute, a graph holds one step, because the callback may read after each step.
 
     Args:
         loop: The loop.

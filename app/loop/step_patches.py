@@ -1,4 +1,6 @@
-"""Lightning's private names that the straight step uses; `straight_step.py` overrides the loop's public methods.
+"""Parts of the straight step that use Lightning's private names. The rest is in `straight_step.py`.
+
+That module overrides public methods of Lightning's loop.
 
 When you upgrade Lightning, compare
 
@@ -64,7 +66,7 @@ def averages_models(strategy: Strategy) -> bool:
     f"{AUTOMATIC}:_AutomaticOptimization._skip_backward",
 )
 class LoggingLoop(_TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch, with the logging before and after a batch as methods."""
+    """Lightning's loop over the batches of an epoch. Separate methods do its logging before and after a batch."""
 
     @property
     def skips_backward(self) -> bool:

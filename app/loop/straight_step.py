@@ -167,7 +167,7 @@ class Step:
         self.steps, self.zero_grads = progress.step, progress.zero_grad
         self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         order = order_of(trainer.train_dataloader)
-        # None for an `ImageClassifier`, because it weights its loss itself; only its loaders have `empty="keep"`
+        # the order weights the loss. An `ImageClassifier` weights its loss itself; only its loaders have `empty="keep"`
         self.order = None if getattr(order, "empty", None) == "keep" else order
         self._window = trainer.accumulate_grad_batches, int(min(self.batches, sys.maxsize))
         self.batch, self.index = None, 0
@@ -369,7 +369,7 @@ class Step:
         self.zero_grads.increment_completed()
 
     def compute_and_clip(self) -> Any:
-        """Compute loss and gradients, and clip the gradients, as the optimizer's closure."""
+        """Compute loss and gradients, and clip the gradients. The optimizer calls this method as its closure."""
         loss = self.compute()
         self.on_before_optimizer_step(self.optimizer)
         self.clip_gradients()

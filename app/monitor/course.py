@@ -2,7 +2,7 @@
 
 MOST = 200  # maximum number of points in a series, because a plot shows no more
 # maximum number of values in a series: points × values per point. A series with many values per point may exceed it,
-# because every series keeps up to 20 points
+# because the limit of points is never below 20
 NUMBERS = 12_800
 
 

@@ -126,7 +126,7 @@ class Tracker(WandbLogger):
             except Exception as error:
                 then = f"{fallback or 'without it'} from here on"
                 rank_zero_info(f"Weights & Biases does not start ({one_line(str(error))}): {then}")
-            # a new id, because wandb considers the failed run's id in use
+            # take a new id, because wandb treats the failed run's id as taken
             self.id, self.mode = trial() or uuid.uuid4().hex[:8], "offline"
             tracker_settings(self).update(mode=self.mode, id=self.id, resume=None)
         self.failed, self.mode = True, "disabled"

@@ -12,8 +12,8 @@ from torch import Tensor
 from app.errors import UserError
 from app.training_sums import log_window
 
-# value that means "all losses are finite". Other values encode the place of a non-finite loss as batch index × number
-# of ranks + rank, and are smaller
+# value that means "all losses are finite". Any other value is the place of a non-finite loss: batch index × number of
+# ranks + rank. NONE is larger than every place, because the ranks take the minimum
 NONE = 2**62
 
 
@@ -58,7 +58,8 @@ class NonFinite(Callback):
         if loss is not None:
             self._losses.append((batch_idx, loss))
         step = trainer.global_step
-        if step % self._window == 0 and step != self._checked_step:  # `app.modules` reads the device at this step, too
+        # check at this step, because `app.modules` reads the device at this step anyway
+        if step % self._window == 0 and step != self._checked_step:
             self._checked_step = step
             self._check(trainer)
 

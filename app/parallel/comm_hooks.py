@@ -150,7 +150,7 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> i
 
 
 def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.ProcessGroup | None) -> int:
-    """Send to the next rank and receive from the previous one, at once to avoid a deadlock. Return the bytes sent."""
+    """Send to the next rank, and at the same time receive from the previous one. Return the number of bytes sent."""
     ends = ((dist.isend, out, (rank + 1) % world), (dist.irecv, into, (rank - 1) % world))
     operations = [dist.P2POp(do, tensor, group=group, group_peer=peer) for do, tensor, peer in ends if len(tensor)]
     for work in dist.batch_isend_irecv(operations) if operations else ():

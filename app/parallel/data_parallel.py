@@ -73,8 +73,9 @@ class SplitForward(Traits, Strategy):
     parallel_devices: Any  # list[torch.device]; Lightning sets it
     replica: Replica | None = None
     _forwards = 0
-    # One thread for each replica, because autograd orders backward work by a counter of each forward thread. With a
-    # shared pool, a replica's thread would vary between steps, and so would the order of additions.
+    # One thread for each replica, because autograd numbers the operations of each forward thread separately, and orders
+    # the backward pass by these numbers. In a shared pool, a replica's thread would vary between steps. Then the order
+    # of the backward pass's additions would vary, too.
     _threads: Sequence[ThreadPoolExecutor] = ()
 
     def setup(self, trainer: Any) -> None:

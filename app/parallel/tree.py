@@ -54,13 +54,16 @@ class Tree:
             sibling = level, index ^ 1
             if sibling in nodes:
                 value = plus(nodes.pop(sibling), value)
-            elif (index ^ 1) << level < self.count:  # wait for the sibling; a node without a sibling moves up
+            elif (index ^ 1) << level < self.count:  # the sibling exists, and is added later
                 break
             level, index = level + 1, index >> 1
         nodes[level, index] = value
 
     def partial_sums(self, shards: Iterable[int]) -> list[Node]:
-        """Return the nodes that add up to the sum of some shards, such as (0, 4) and (2, 0) for shards 0 to 4 of 8."""
+        """Return the nodes that add up to the sum of some shards.
+
+        For shards 0 to 4 of 8, these are (2, 0), the sum of shards 0 to 3, and (0, 4), which is shard 4.
+        """
         nodes: dict[Node, None] = {}
         for shard in shards:
             self.add(nodes, (0, shard), None, lambda *_: None)

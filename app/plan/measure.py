@@ -106,8 +106,8 @@ def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tup
         batch: Number of images of a batch.
 
     Returns:
-        The backward pass's share of forward and backward, 0…1. Then, for each gradient, its bytes and the share of the
-        backward pass after which it is ready, 0…1, in order of readiness.
+        The backward pass's share of the time of both passes, 0…1. Then the gradients, the first ready one first: each
+        one's bytes, and the time at which it is ready, as a share of the backward pass, 0…1.
 
     Raises:
         UserError: When the model or the data are not this application's.

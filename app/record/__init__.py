@@ -13,7 +13,7 @@ from annotated_types import Interval
 
 from app.system.files import read_json, write_json
 
-PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, none within another
+PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
 
 # Larger numbers show that a file is damaged, and are rejected. Losses and learning rates have no limit.
 LIMIT = 1e15

@@ -51,7 +51,7 @@ class _Deferred(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         if isinstance(module, _StandIn):
             vars(module).update(self.stand_ins[module.__name__])
-        elif module.__spec__ is not None and module.__spec__.loader is self:  # no stand-in: give it its own spec
+        elif module.__spec__ is not None and module.__spec__.loader is self:  # a real module gets its real spec
             module.__spec__ = PathFinder.find_spec(module.__name__, sys.modules[self.name].__path__)
 
 
@@ -78,8 +78,9 @@ class _NothingCompiled(type):
 def _disable(function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any) -> Any:
     """Replace `torch._dynamo.disable` until the real module is loaded.
 
-    With `wrapping=False`, return the function itself. `torch._disable_dynamo` caches the result as the function's
-    attribute `__dynamo_disable`. Loading the real module deletes the attribute, so that torch calls the real `disable`.
+    With `wrapping=False`, the result is the function itself. `torch._disable_dynamo` caches this result as the
+    function's attribute `__dynamo_disable`. When the real module is loaded, the attribute is deleted, so that torch
+    calls the real `disable`.
     """
     if not isinstance(function, FunctionType):
         return DYNAMO.load().disable(function, recursive, wrapping=wrapping, **settings)

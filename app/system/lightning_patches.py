@@ -215,7 +215,8 @@ class DDPWithHooks(DDPStrategy):
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = None
-        # a separate group, because gloo aborts if it matches a collective call of DDP with one of the user's code
+        # a separate group, because in a shared group, gloo may pair DDP's collective call on one rank with the user's
+        # collective call on another rank, and abort
         if distributed.is_initialized() and distributed.get_backend() == "gloo":
             level = distributed.get_debug_level()
             # at level DETAIL, torch would wrap the new group, and its DDP logger would crash on the wrapper

@@ -49,7 +49,7 @@ class Case(NamedTuple):
 ORDER, SHARDS = ("run.global_order", "true"), ("run.virtual_devices", "4")  # flags of `fit` that remove many causes
 OURS = "--run.global_order true: ranks share one permutation and every batch of it"
 BITS = "--run.virtual_devices 4 (not for dp)"
-# default cause of different bits
+# cause of different bits if `causes` finds no other cause
 ROUNDING = Cause("each rank sums over its own samples, and another order of summation rounds differently", BITS)
 
 

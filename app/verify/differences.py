@@ -106,13 +106,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a run from the reference: at the first step that differs, or the largest after training.
+    """Difference of a run from the reference.
+
+    For values of each step, it is the difference at the first step that differs. For values after training, it is the
+    largest difference.
 
     Attributes:
         where: Step, parameter or metric.
         figures: Values of run and reference, as text.
-        size: Size of the difference, relative except for small values; infinite for values that have no finite
-            difference, such as samples or NaN.
+        size: Size of the difference: relative, but absolute if the values are small. It is infinite if the values have
+            no finite difference, such as samples or NaN.
         step: Number of the step, or None.
     """
 

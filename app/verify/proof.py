@@ -70,7 +70,7 @@ class Prover:
         self.say: Callable[[str], None] = lambda line: None
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        self.references: dict[str, Result] = {}  # runs on one device, by additional flags
+        self.references: dict[str, Result] = {}  # each run on one device; the key is its additional flags
         self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
             self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
@@ -230,7 +230,8 @@ class Prover:
         """
         before, more, left = result, dict[str, Any](), result.causes
         if "data.batch_size" in (flags or ()) and "trainer.accumulate_grad_batches" not in (flags or ()):
-            return  # `data.batch_size` is the batch size of a rank, which the global order would divide again
+            # the variant sets a rank's batch size, but the global order would divide it among the ranks again
+            return
         for name, value in (ORDER, SHARDS):
             deals = name == ORDER[0] and "samples" in result.differences
             if not deals and not any(name in cause.remedy for cause in left):
@@ -260,8 +261,8 @@ class Prover:
     def _repeat_in_float64(self, result: Result, flags: Mapping[str, Any] | None, more: Mapping[str, Any]) -> None:
         """Repeat a variant in float64, where rounding nearly vanishes, to separate rounding from other differences.
 
-        Return if rounding cannot be the cause, because the numbers are equal or far apart, samples or learning rates
-        differ, or the variant ran in float64 already.
+        Do nothing if rounding cannot be the cause. This is so if the numbers are equal or far apart, if samples or
+        learning rates differ, or if the variant ran in float64 already.
 
         Args:
             result: Result of a variant. This method updates it.
@@ -300,13 +301,13 @@ def _without_figures(cause: Cause) -> str:
 
 
 def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
-    """Return a copy of a cause with its effect on the loss, measured by a repetition with some causes removed.
+    """Set a cause's effect on the loss in a copy of it, after the variant was repeated with flags that remove causes.
 
     Args:
         cause: The cause.
-        remaining: Texts, without digits, of the causes that the repetition did not remove.
-        removed: Change of the loss due to the causes that the repetition removed.
-        change: Change of the loss due to the remaining causes.
+        remaining: Texts, without digits, of the causes that are still there in the repetition.
+        removed: Effect of the causes that are gone in the repetition.
+        change: Effect of the causes that are still there.
     """
     if not cause.changes_loss:
         return cause

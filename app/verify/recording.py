@@ -234,7 +234,7 @@ def unstacked(batch: Any) -> list[Any]:
 
 
 def unpadded(sample: Tensor) -> Tensor:
-    """Remove trailing padding of an integer sequence: first zeros and -100, then repetitions of the last value."""
+    """Remove an integer sequence's trailing zeros and -100. Then remove repetitions of the last remaining value."""
     if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
         return sample
     kept = sample[: int(((sample != 0) & (sample != -100)).nonzero()[-1:].sum()) + 1]

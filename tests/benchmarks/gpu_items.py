@@ -133,7 +133,7 @@ def profile() -> Any:
 class Watch(Callback):
     """Callback that counts synchronizations by line in steps 60 to 90, and profiles steps 100 to 130."""
 
-    looks_every = 10  # so that a CUDA graph may hold ten steps
+    looks_every = 10  # steps between two reads of the batch hook, so that a CUDA graph may hold ten steps
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
@@ -246,9 +246,9 @@ def synchronize() -> None:
 
 
 def lenet() -> None:
-    """Time 50 epochs of LeNet, with 50,000 images at batch 64, by `fit` and by a hand-written loop, as CUDA graphs.
+    """Time LeNet as CUDA graphs, with `fit` and with a hand-written loop: 50 epochs of 50,000 images at batch 64.
 
-    The two take turns. Rates without graphs follow.
+    The two take turns. Then record the rates of `fit` without graphs.
     """
     epochs, images = (1, SIZE) if CPU else (50, 50_000)
     raw = Raw(LeNet(), images, 64)
@@ -371,7 +371,7 @@ def resume() -> None:
 
 
 def dp() -> None:
-    """Record the largest weight difference between training two replicas and one. The last batch has one image."""
+    """Record the largest weight difference between training with `dp` and without. The last batch has one image."""
     for precision in ("32-true", "bf16-mixed"):
         states = []
         for several in (False, True):
@@ -389,7 +389,10 @@ def dp() -> None:
 
 
 def ddp_gloo() -> None:
-    """Record the differences of losses and weights between two "nodes" on one device, over gloo, and one process."""
+    """Compare two "nodes", which share one device and communicate by gloo, with one process.
+
+    Record the largest differences of losses and weights.
+    """
     flags = [*tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, root=PLACE), *ON]
     virtual = options(virtual_devices=2)
     alone = {"": fit("single", *flags), "virtual": fit("single", *flags, *virtual)}

@@ -86,7 +86,10 @@ def _photos(folder: str) -> None:
 
 
 def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 10) -> dict[str, float]:
-    """Measure images/s of the first epoch with set-up, the later epochs' median, and memory growth after the second.
+    """Measure images/s and memory growth.
+
+    The images/s are those of the first epoch, including set-up, and the median of the later epochs. The memory growth
+    is the growth since the end of the second epoch.
 
     Before each reading of memory, `malloc_trim` returns free memory, because the amount that the allocator keeps varies
     by hundreds of MiB.

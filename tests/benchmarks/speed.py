@@ -3,8 +3,9 @@
     python tests/benchmarks/speed.py                     everything, about 20 minutes on two cores
     python tests/benchmarks/speed.py overhead --turns 9  one item, more often
 
-Each contender runs in a separate process, with the item's number of threads. A table lists each figure's median and
-range, and its ratio to the first contender's figure of the same turn, so that load by other programs affects both.
+Each contender runs in a separate process, with the item's number of threads. A table lists the median and
+range of each figure, and of its ratio to the first contender's figure. Both figures of a ratio are from the same turn,
+so that load by other programs affects both.
 """
 
 import argparse
