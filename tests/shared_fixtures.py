@@ -164,5 +164,5 @@ def hosts() -> Iterator[Network]:
 
 @pytest.fixture
 def tally(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
-    """Return a function that adds the name and number of survived faults to the table at the end of the tests."""
+    """Return a function that adds a fault's name, and how often it was survived, to the table after the tests."""
     return record_property

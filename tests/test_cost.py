@@ -219,7 +219,7 @@ class CountsReads(CIFARCNN):
 
 @pytest.mark.slow
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
-    """Only the last step of a logging window reads the device, although the ranks agree on whether to stop."""
+    """Only a logging window's last step reads the device, even though the ranks must agree on stopping."""
     ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--model", "test_cost.CountsReads", *QUIET]
     output_of(*start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path))
     for rank in range(2):

@@ -188,7 +188,7 @@ EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 @on_gpu
 @pytest.mark.parametrize("model", ["CIFARCNN", "FashionMLP"])
 def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> None:
-    """By default, a GPU has the same losses as a CPU, because TF32 is off, in convolutions, too."""
+    """By default, the losses on a GPU equal those on a CPU, because TF32 is off, even in convolutions."""
     like = ["--data.like", "FashionMNIST" if model == "FashionMLP" else "CIFAR10"]
     for name, device in (("cpu", CPU), ("gpu", ON_GPU)):
         output_of(*app("fit", "--model", model, *SGD, *STEPS, *like, *device, "--run.name", name))

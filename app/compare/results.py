@@ -136,7 +136,7 @@ def _field(record: Any, path: str) -> Any:
 
 
 def _peaks(record: Record, first: bool) -> list[tuple[float, float]]:
-    """Return peak memory, in GiB and percent, of the first device if `first`, else of each other device.
+    """Return the first device's peak memory in GiB and percent; if `first` is false, all other devices'.
 
     On a CPU, this is the peak memory of each process.
     """

@@ -134,7 +134,7 @@ def decide(
         place = place.relative_to(root)
     return {
         "checkpoint": newest,
-        "may_be_finished": may_be_finished,  # because a run killed between training and test resumes for its test
+        "may_be_finished": may_be_finished,  # a run killed after training must still run its test
         "folder": place,  # relative to --run.root if inside it, because the root may differ between nodes
         "earlier": earlier,
         "launchers": launchers,

@@ -50,7 +50,7 @@ def in_slurm_job() -> bool:
 
 
 def launch_id() -> str | None:
-    """Return an id of the launcher that survives restarts: SLURM's job, or this node's elastic agent; else None."""
+    """Return an id of SLURM's job or this node's elastic agent, equal after a restart; None without a launcher."""
     launcher = launched()
     if launcher is None:
         return None
