@@ -158,9 +158,8 @@ class ImageClassifier(LightningModule):
             elif isinstance(self.network, WhitenedCNN):
                 self.network.whiten(self._image_data("--model.network whitened", "show its images").sample())
             if self.recipe.class_weights is not None:
-                counts = self._image_data("--model.class_weights balanced", "count its classes").class_counts.to(
-                    self.device
-                )
+                data = self._image_data("--model.class_weights balanced", "count its classes")
+                counts = data.class_counts.to(self.device)
                 self.class_weights = counts.sum() / (len(counts) * counts.clamp(min=1))
             self.sums = Sums(self.trainer.strategy.root_device)
             self.micro_batch = getattr(self.trainer.datamodule, "micro_batch", None)  # type: ignore[attr-defined]

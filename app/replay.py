@@ -204,7 +204,8 @@ def run(arguments: list[str]) -> int:
     words += ["--run.wandb", "off", "--run.on_nonfinite", "warn", f"--trainer.callbacks+={__name__}.Replay"]
     words += [f"--trainer.callbacks.first={first}", f"--trainer.callbacks.last={last}"]
     # resume only with a global order, because another loader would yield other samples after a resume
-    if (checkpoint := before(config.with_name("checkpoints"), first) if record.global_batch_size else None) is not None:
+    checkpoint = before(config.with_name("checkpoints"), first) if record.global_batch_size else None
+    if checkpoint is not None:
         words += ["--ckpt_path", str(checkpoint)]
     print(f"replay  step {first:,}{f' to {last:,}' * (last > first)}, from {checkpoint or 'the beginning'}", flush=True)
     result = run_fit(words, LIMIT, folder)

@@ -89,7 +89,7 @@ def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) 
 def test_lazy_layers(app: App) -> None:
     flags = tiny(32, 8, "user_code.Lazy", max_epochs=1)
     output_of(*app("fit", *flags))
-    assert "no predictions.csv for a model of your own" in output_of(*app("predict", *flags, "--ckpt_path", "last"))
+    assert "no predictions.csv for your own model or data" in output_of(*app("predict", *flags, "--ckpt_path", "last"))
 
 
 def test_dp_splits_a_classifier_with_views() -> None:

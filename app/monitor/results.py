@@ -43,7 +43,7 @@ class PredictionWriter(Callback):
         self._rows = []
         directory = trainer.log_dir
         if not rows:
-            rank_zero_info("no predictions.csv for a model of your own: add a callback, such as a BasePredictionWriter")
+            rank_zero_info("no predictions.csv for your own model or data: give a BasePredictionWriter as callback")
         if not trainer.is_global_zero or not rows or directory is None:
             return
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
