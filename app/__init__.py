@@ -30,8 +30,8 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                         failures, watchdog and process (they end)
     parallel            strategies: data_parallel (dp), ddp, comm_hooks, traits, tree (sums over shards); importing the
                         package registers the strategies' names
-    loop                straight_step (a fast training step), step_patches (Lightning's private names), graph_step (the
-                        step as CUDA graphs), shards (the step over virtual devices), buffers (of the module)
+    loop                straight_step (a fast training step), step_patches (Lightning's private names), shards (the
+                        step over virtual devices), buffers (of the module)
     modules             LightningModules: loss, metrics, optimizer, predictions
     data                sources (data sets), image_files (the user's own), hugging_face, synthetic (drawn), geometry
                         (sizes and crops), cache (decoded once, mapped), shares (a rank's share of the global order),

@@ -87,8 +87,8 @@ def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
     )
 
 
-def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, captured: bool = False) -> Optimizer:
-    """Return the optimizer with its fastest update: fused for SGD, Adam and AdamW on a GPU or in a CUDA graph.
+def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> Optimizer:
+    """Return the optimizer with its fastest update: fused for SGD, Adam and AdamW on a GPU.
 
     Keep an implementation that the user chose. A fused update does not work with gradient clipping under float16's
     loss scaler. With any other update, this scaler synchronizes with the device once per step.
@@ -97,27 +97,15 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool, capt
         optimizer: An optimizer that has not stepped.
         device: Device of the weights.
         clips_scaled: Whether gradients are clipped under float16's loss scaler.
-        captured: Whether a CUDA graph captures the update.
-
-    Raises:
-        UserError: When a CUDA graph cannot capture the update.
     """
     cls, options = type(optimizer), inspect.signature(type(optimizer)).parameters
     chosen = any(group.get(name) for group in optimizer.param_groups for name in {*IMPLEMENTATION, "differentiable"})
     refused = any(group.get("fused") is False for group in optimizer.param_groups)
-    changes: dict[str, Any] = {}
-    if (device.type == "cuda" or captured) and cls in (SGD, Adam, AdamW) and not (chosen or refused or clips_scaled):
-        changes = {"foreach": None, "fused": True}  # Adagrad is excluded, because its fused update is for CPUs only
-    if captured and "capturable" not in options and cls is not SGD:
-        raise UserError(f"--model.cuda_graph true: {cls.__name__} cannot be captured: use SGD, Adam or AdamW")
-    if captured and cls is SGD and not changes and not all(group["fused"] for group in optimizer.param_groups):
-        raise UserError("--model.cuda_graph true captures only SGD's fused update: leave foreach and fused out")
-    if captured and device.type == "cuda" and "capturable" in options:
-        changes["capturable"] = True
-    if changes:
+    if device.type == "cuda" and cls in (SGD, Adam, AdamW) and not (chosen or refused or clips_scaled):
         groups = [{k: v for k, v in group.items() if k not in IMPLEMENTATION} for group in optimizer.param_groups]
         defaults = {name: value for name, value in optimizer.defaults.items() if name in options}
-        optimizer = cls(groups, **{**defaults, **changes})
+        # Adagrad is excluded, because its fused update is for CPUs only
+        optimizer = cls(groups, **{**defaults, "foreach": None, "fused": True})
     optimizer.register_load_state_dict_pre_hook(_implemented_as_here)
     optimizer.register_load_state_dict_post_hook(_laid_out_as_here)
     return optimizer

@@ -45,8 +45,6 @@ class ImageClassifier(LightningModule):
         channels_last: Store images and convolution weights as (N, H, W, C). `auto`: on a CPU, if the
             network has convolutions; on a GPU in 16 bits, if some of them have 32 channels or more.
         compile: Compile the network with `torch.compile`: `default`, or `reduce-overhead`, with CUDA graphs.
-        cuda_graph: Replay training steps as CUDA graphs; only on a single GPU. With the images on the GPU
-            (`--data.placement device`), a graph holds up to 16 steps.
         matmul_precision: Float32 products on a GPU: `highest` in float32, `high` in TF32, `medium` in bfloat16 or TF32.
         views: Test-time augmentation: evaluate an image by the mean logits of several views. `mirror` adds the mirror
             image. `shift` adds two copies moved by one pixel, up left and down right, and mirrors all three: 6 views.
@@ -65,9 +63,6 @@ class ImageClassifier(LightningModule):
 
     convolutional = True
     accepts_empty = True  # a batch may be empty, because `training_step` weights batches by their samples
-    # If true, `training_step` returns the scaled sum of the samples' losses. If false, it returns the losses (B,),
-    # because a CUDA graph may start its backward pass from them.
-    sums_losses = True
     sums: Sums  # set in setup
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -82,7 +77,6 @@ class ImageClassifier(LightningModule):
         weights: str | None = None,
         channels_last: bool | Literal["auto"] = "auto",
         compile: Compile | bool = "off",
-        cuda_graph: bool = False,
         matmul_precision: MatmulPrecision = "highest",
         views: Literal["mirror", "shift"] | None = None,
         **recipe: Any,
@@ -98,7 +92,6 @@ class ImageClassifier(LightningModule):
         if self._frozen:
             warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode")
         self.execution = Execution(channels_last, compile, matmul_precision)
-        self.cuda_graph = cuda_graph
         self.micro_batch: int | None = None  # set in setup
         self._has_gradients = False  # whether backward passes of micro-batches have set gradients
         self.executed: dict[str, Any] = {}
@@ -220,8 +213,7 @@ class ImageClassifier(LightningModule):
         if self.micro_batch is not None:
             share = math.ceil(loader.global_count(batch_idx) / trainer.world_size)
             return self._in_parts(images, labels, batch_idx, scale, math.ceil(share / self.micro_batch))
-        losses = self._training_losses(images, labels, batch_idx)
-        return losses.sum() * scale if self.sums_losses else losses
+        return self._training_losses(images, labels, batch_idx).sum() * scale
 
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
         """Return the losses (B,) of images (B, C, H, W), and add them to the sums."""
@@ -307,7 +299,7 @@ class ImageClassifier(LightningModule):
         """Create the optimizer and the scheduler."""
         trainer, recipe = self.trainer, self.recipe
         clips_scaled = trainer.precision == "16-mixed" and bool(trainer.gradient_clip_val)
-        optimizer = fastest(self.make_optimizer(), trainer.strategy.root_device, clips_scaled, self.cuda_graph)
+        optimizer = fastest(self.make_optimizer(), trainer.strategy.root_device, clips_scaled)
         if recipe.scheduler is not None:
             scheduler: Any = recipe.scheduler(optimizer)
         elif recipe.schedule is not None:
@@ -323,13 +315,7 @@ class ImageClassifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
     def on_train_start(self) -> None:
-        """Set the learning rate from this run's schedule, because a checkpoint may come from a run of another length.
-
-        Raises:
-            UserError: When `cuda_graph` is true, but the Trainer's loop does not support CUDA graphs.
-        """
-        if self.cuda_graph and not hasattr(self.trainer.fit_loop.epoch_loop, "graphs"):
-            raise UserError("cuda_graph=True needs another loop: app.loop.graph_step.GraphLoop.put_into(trainer)")
+        """Set the learning rate from this run's schedule: a checkpoint may come from a run of another length."""
         for config in self.trainer.lr_scheduler_configs:
             if self.recipe.schedule and isinstance(config.scheduler, LambdaLR):
                 scheduler = config.scheduler

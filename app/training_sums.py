@@ -1,8 +1,5 @@
 """Sums over a logging window and an epoch of training: losses, correct predictions, samples."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -30,21 +27,9 @@ class Sums:
         self.losses, self.correct, self.samples = self.window.unbind()
         self.count = 0
         self.epoch = [0.0] * 3
-        self._held: list[tuple[Tensor, Tensor, Tensor]] | None = None
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Collect the batches added in this context, and add them at its end as one batch."""
-        self._held = held = list[tuple[Tensor, Tensor, Tensor]]()
-        yield
-        self._held = None
-        self.add(*map(torch.cat, zip(*held, strict=True)))
 
     def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch: losses (B,), logits (B, classes), labels (B,) or probabilities (B, classes)."""
-        if self._held is not None:
-            self._held.append((losses, logits.detach(), labels))
-            return
         self.losses.add_(losses.sum(dtype=self.window.dtype))
         labels = labels if labels.ndim == 1 else labels.argmax(1)
         self.correct.add_(torch.eq(logits.argmax(1), labels).sum())

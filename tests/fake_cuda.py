@@ -3,7 +3,6 @@
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ class FakeCUDA:
     Attributes:
         notes: Number of operations that make the host wait. Each key has three parts: the place in the training,
             `file:line`, and the kind of operation.
-        counts: Number of steps in each place, and number of `captures`.
+        counts: Number of steps in each place.
         place: Current place: `step`, `window` (the last step of a logging window), `profiled` (a step that the step
             clock times), `between` (after a step), or `set-up`.
     """
@@ -53,14 +52,6 @@ class FakeCUDA:
         frames = [f for f in traceback.extract_stack() if "/app/" in f.filename or "/lightning/" in f.filename]
         relevant = [f for f in frames if "site-packages" not in f.filename] or frames
         self.notes[self.place, f"{Path(relevant[-1].filename).name}:{relevant[-1].lineno}", kind] += 1
-
-    @contextmanager
-    def capture(self, graph: "Graph", **_: Any) -> Iterator[None]:
-        """Count a capture. If an operation makes the host wait during the capture, count it under `step`."""
-        before, self.place = self.place, "step"
-        self.counts["captures"] += 1
-        yield
-        self.place = before
 
     def at(self, place: str) -> dict[tuple[str, str], int]:
         """Return the counts of one place in the training, by line and kind."""
@@ -80,15 +71,6 @@ class Event:
 
     def elapsed_time(self, _: "Event") -> float:
         return 1.0
-
-
-class Graph:
-    """CUDA graph whose replay does nothing, because fake values do not change."""
-
-    def replay(self) -> None:
-        pass
-
-    reset = replay
 
 
 def fake_device(args: Any) -> torch.device:
@@ -205,8 +187,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     fake, patch = FakeCUDA(), monkeypatch.setattr
     torch._C._ensureCUDADeviceGuardSet()  # if there is no GPU, install a device guard that does nothing
     library = torch.library.Library("aten", "IMPL", "Meta")
-    for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adamw_.tensor_lr"):
-        library.impl(name, lambda *_, **__: None)
+    library.impl("_fused_sgd_", lambda *_, **__: None)
     monkeypatch.setitem(fake_tensor._DISPATCH_META_HANDLERS, torch.ops.prim.device.default, fake_device)
     patch(FakeTensorMode, "avoid_device_init", True)
     patch(fake_tensor, "init_gpu_context", lambda device: None)
@@ -244,8 +225,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
         patch(torch.cuda, name, lambda *_, value=value, **__: value)
     patch(torch.cuda, "synchronize", lambda *_: fake.note("synchronize"))
     patch(torch.cuda, "Event", Event)
-    patch(torch.cuda, "CUDAGraph", Graph)
-    patch(torch.cuda, "graph", fake.capture)
 
     train, take_step = call._call_and_handle_interrupt, Step.__call__
 

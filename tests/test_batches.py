@@ -11,7 +11,7 @@ from cluster.hosts import awaited
 from harness import App, error_of, fork_app, on_cpu, options, output_of, tiny
 from torch import Tensor, nn
 
-from app.data.batches import GlobalBatches, RawBatch, Rows
+from app.data.batches import GlobalBatches
 from app.data.shares import stream
 from app.data.sources import Split
 from app.data.transforms import DRAW_RANGE, FLIP
@@ -23,11 +23,6 @@ def split(count: int) -> Split:
     """A split whose images differ in the first pixel."""
     images = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 1, 4, 4).contiguous()
     return Split(images, torch.arange(count))
-
-
-def gathered(batch: RawBatch | Rows) -> RawBatch:
-    """Return a batch with its images. `Rows` are gathered first, as on a device."""
-    return batch.gather() if isinstance(batch, Rows) else batch
 
 
 @pytest.mark.parametrize("placement", ["disk", "memory", "device"])
@@ -42,7 +37,7 @@ def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle
     for epoch in (0, 1):
         for loader in (*loaders, reference):
             loader.set_epoch(epoch)
-        steps = list(zip(*([gathered(batch) for batch in loader] for loader in loaders), strict=True))
+        steps = list(zip(*loaders, strict=True))
         assert len(steps) == len(reference) == 5
         for step, (shares, whole) in enumerate(zip(steps, reference, strict=True)):
             for ours, expected in zip(zip(*(share[:3] for share in shares), strict=True), whole[:3], strict=True):

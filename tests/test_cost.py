@@ -17,13 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_tape import Graph, tapes
 from harness import QUIET, RECIPE, ROOT, App, options, output_of, start_app
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
-from app.fit import rules
-from app.loop.graph_step import Graphs
 from app.modules import CIFARCNN, ImageClassifier
 from app.networks import LeNet
 
@@ -34,7 +31,6 @@ LENET = ["--model", "CIFARCNN", "--data", "Synthetic", *options(size=1280, batch
 AUGMENTED = options(crop_padding=4, flip=True, cutout=8, size=640)
 TWO_EPOCHS = options(max_epochs=2, accelerator="cpu", test=False)
 STEP = ImageClassifier.training_step.__code__
-__all__ = ["tapes"]
 
 
 class Counting(TorchDispatchMode):
@@ -234,19 +230,3 @@ def test_a_recipe_costs_half_a_step_at_most(app: App, monkeypatch: pytest.Monkey
     assert median(rich) <= 1.5 * median(plain)
     reads = [step["_local_scalar_dense"] for step in operations_per_step(app, monkeypatch, *LENET, *AUGMENTED, *RECIPE)]
     assert median(reads) == 0
-
-
-def test_a_captured_step(tapes: list[Graph], app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of sixteen steps are in two graphs, so that a GPU does not wait for their launches.
-
-    A step takes at most 140 Python calls. It has 34 kernels.
-    """
-    monkeypatch.setattr(rules, "needs_cuda", lambda resolved: ())
-    monkeypatch.setattr(Graph, "replay", lambda self: None)
-    flags = [*LENET, *options(placement="device", log_every_n_steps=16), "--model.cuda_graph", "true"]
-    flags += ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.01", "--model.channels_last", "false"]
-    assert median(calls_per_step(app, monkeypatch, *flags, step=Graphs.train.__code__)) <= 140
-    preparation, training = (Counter(tape.operations) for tape in tapes[2:])
-    # do not count copies of gradients: a tape makes them because it keeps the gradients alive, a GPU's graph makes none
-    del training["copy_"]
-    assert (preparation.total(), training.total()) == (4, 541)

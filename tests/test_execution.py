@@ -29,7 +29,7 @@ SLOW = pytest.mark.slow
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    names = ("channels_last", "compile", "cuda_graph", "matmul_precision", "benchmark", "fused")
+    names = ("channels_last", "compile", "matmul_precision", "benchmark", "fused")
     return {name: value for name, value in record_of(run).items() if name in names}
 
 
@@ -164,10 +164,6 @@ REFUSED = [
     (f"{FUSED} --trainer.precision 16-mixed --trainer.gradient_clip_val 1", "with --trainer.gradient_clip_val does"),
     (f"{FUSED} --model.optimizer.foreach true", "SGD: `fused` and `foreach` cannot be `True` together."),
     ("--model.compile fast", "--model.compile fast"),
-    ("--model.cuda_graph true", "--model.cuda_graph has no effect on the cpu accelerator: leave it out"),
-    ("--model.cuda_graph true --trainer.strategy ddp --trainer.devices 2", "is for one GPU, not for --trainer.stra"),
-    ("--model.cuda_graph true --trainer.accumulate_grad_batches 2", "with --trainer.accumulate_grad_batches: the"),
-    ("--model.cuda_graph true --trainer.precision 16-mixed", "with --trainer.precision 16-mixed: the scale of the"),
 ]
 
 

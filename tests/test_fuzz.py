@@ -51,7 +51,7 @@ SETTINGS = {
     """,
     "model": """
         network loss optimizer optimizer.lr optimizer.momentum scheduler scheduler.step_size scheduler_interval hidden
-        repeats channels_last compile cuda_graph matmul_precision nope
+        repeats channels_last compile matmul_precision nope
     """,
     "data": """
         like size data_seed batch_size val_size placement cache num_workers crop_padding flip cutout augment seed

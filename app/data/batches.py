@@ -62,39 +62,6 @@ class RawBatch(NamedTuple):
         return RawBatch(images, labels, draws, self.mix)
 
 
-class Rows(NamedTuple):
-    """One rank's share of a global batch, before its images are gathered on the device.
-
-    Attributes:
-        epoch: Table of the epoch's samples, one per column and in the epoch's order, int64 (2 + draws, N). Its rows are
-            the index in the loader's images, the label, and the draws.
-        place: Columns of `epoch` that belong to this batch.
-        loader: Loader that keeps the images on the device.
-    """
-
-    epoch: Tensor
-    place: slice
-    loader: "GlobalBatches"
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return self.place.stop - self.place.start
-
-    def to(self, device: torch.device) -> "Rows":
-        """Return the batch, which is on the device already."""
-        return self
-
-    def alone(self, batches: int = 1) -> "Rows":
-        """Return this batch and the next `batches` - 1 as one batch; its `epoch` holds only these samples."""
-        start, size = self.place.start, batches * self.size
-        return Rows(self.epoch[:, start : start + size], slice(0, size), self.loader)
-
-    def gather(self) -> RawBatch:
-        """Gather the images."""
-        return self.loader.gather(self.epoch[:, self.place])
-
-
 class Reader:
     """Image reader of a worker process, with crop and augmentation seeded for each sample.
 
@@ -156,7 +123,6 @@ class GlobalBatches(GlobalOrder):
         world_size: Number of processes.
         placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds all images.
             `device`: one tensor on `device` holds all images if `shuffle` is true, else only this rank's images.
-            Batches are then `Rows`, except for shards and mixed batches.
         device: Device that trains or evaluates on the batches.
         num_workers: Number of worker processes for `disk`.
         seed: Seed of the permutation and the draws.
@@ -259,10 +225,10 @@ class GlobalBatches(GlobalOrder):
             return torch.multinomial(self.weights, len(self.rows), replacement=True, generator=generator)
         return torch.randperm(len(self.rows), generator=generator)
 
-    def __iter__(self) -> Iterator[RawBatch | Rows | Shards]:
+    def __iter__(self) -> Iterator[RawBatch | Shards]:
         steps = range(self.position(), len(self) // (self._turns or 1))
         for step, batch in zip(steps, self._shares_of(steps), strict=True):
-            if not isinstance(batch, RawBatch) or self.virtual_devices is None:
+            if self.virtual_devices is None:
                 yield batch
                 continue
             shards = self._cut(batch, step)
@@ -306,7 +272,7 @@ class GlobalBatches(GlobalOrder):
         share = torch.cat((values[..., span], values[..., after]), -1)
         return share.pin_memory() if self._pin else share
 
-    def _shares_of(self, steps: range) -> Iterator[RawBatch | Rows]:
+    def _shares_of(self, steps: range) -> Iterator[RawBatch]:
         epoch = self.epoch
         order = self._order(epoch)
         drawn = self._draw(epoch, order)
@@ -314,7 +280,12 @@ class GlobalBatches(GlobalOrder):
             table = torch.stack((self._where[order], self._labels[order], *([] if drawn is None else drawn)))
             if self._device.type == "cuda":  # a GPU copies pinned memory while the host continues
                 table = table.pin_memory()
-            yield from self._rows(table.to(self._device, non_blocking=True), epoch, steps)
+            table = table.to(self._device, non_blocking=True)
+            for step in steps:
+                share = self._share(table, self._place(step))  # (2 + draws, n): index in `images`, label, draws
+                images = self.images.index_select(0, share[0])
+                draws = share[2:].T if self.draws else None
+                yield RawBatch(images, share[1], draws, self._mix(epoch, step, images.shape[0]))
             return
 
         read: Iterator[Tensor] | None = None
@@ -334,24 +305,6 @@ class GlobalBatches(GlobalOrder):
                 yield RawBatch(images, self._share(labels, place), draws, self._mix(epoch, step, images.shape[0]))
 
         yield from one_ahead(batches()) if self._pin and read is None else batches()
-
-    def _rows(self, table: Tensor, epoch: int, steps: range) -> Iterator[RawBatch | Rows]:
-        for step in steps:
-            place = self._place(step)
-            if self.mixing is None and self.virtual_devices is None:
-                yield Rows(table, place[0], self)
-            else:
-                batch = self.gather(self._share(table, place))
-                yield batch._replace(mix=self._mix(epoch, step, len(batch.labels)))
-
-    def gather(self, table: Tensor) -> RawBatch:
-        """Gather a batch's images on the device.
-
-        Args:
-            table: The batch's columns of `Rows.epoch`, int64 (2 + draws, n).
-        """
-        images = self.images.index_select(0, table[0])
-        return RawBatch(images, table[1], table[2:].T if len(table) > 2 else None)
 
     def _mix(self, epoch: int, step: int, size: int) -> Mix | None:
         return draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step)) if self.mixing and size else None

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from app.data.batches import GlobalBatches, Placement, RawBatch, Rows
+from app.data.batches import GlobalBatches, Placement, RawBatch
 from app.data.cache import ImageCache
 from app.data.shares import shards_beyond, stream, unequal_shares
 from app.data.sources import Source, Split, SplitName
@@ -340,7 +340,6 @@ class ImageData(LightningDataModule):
         Returns:
             Images (n, C, H, W), and labels (n,); for a mixed batch, class probabilities (n, classes) instead of labels.
         """
-        batch = batch.gather() if isinstance(batch, Rows) else batch
         assert isinstance(batch, RawBatch)
         images, labels = self.transform(batch.images, batch.draws), batch.labels
         if batch.mix is not None:

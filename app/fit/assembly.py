@@ -16,7 +16,6 @@ from app.fit.resolved import Resolved
 from app.fit.run_options import Run
 from app.launch.cluster_environment import environment_of
 from app.launch.signals import Signals, StopTogether
-from app.loop.graph_step import GraphLoop
 from app.loop.shards import ShardedLoop
 from app.loop.straight_step import StraightLoop
 from app.monitor.balance import Balance
@@ -89,7 +88,7 @@ def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
         parser.callback_keys = []
 
 
-def patch(trainer: Trainer, run: Run, cuda_graph: bool, is_recorded: bool) -> Trainer:
+def patch(trainer: Trainer, run: Run, is_recorded: bool) -> Trainer:
     """Replace the Trainer's loop and, for a recorded run, its signal handlers and checkpoint connector."""
     if is_recorded:
         lightning_patches.replace_signal_connector(trainer, Signals(trainer))
@@ -101,5 +100,5 @@ def patch(trainer: Trainer, run: Run, cuda_graph: bool, is_recorded: bool) -> Tr
         if isinstance(trainer.strategy, DDP):
             trainer.strategy.keep_buffers()
     elif run.loop == "straight":
-        (GraphLoop if cuda_graph else StraightLoop).put_into(trainer)
+        StraightLoop.put_into(trainer)
     return trainer

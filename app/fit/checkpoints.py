@@ -45,14 +45,6 @@ class RunCheckpoint(ModelCheckpoint):
         """Key of this callback's state in a checkpoint. Cached, because the monitored metric in the key may change."""
         return super().state_key
 
-    @property
-    def looks_every(self) -> int:
-        """Number of steps between two possible saves within an epoch; 0 means never. See `GraphStep`.
-
-        A time interval may end after any step, so the number is then 1.
-        """
-        return self._every_n_train_steps if self._train_time_interval is None else 1
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the scores, which Lightning would drop in a new directory."""
         if (self.monitor, state_dict["monitor"]) == ("val_acc", "val_loss"):

@@ -257,8 +257,7 @@ class CLI(Flags):
         saved.cluster.max_restarts = 0
         drop_callbacks(self._parser(self.subcommand), config.trainer)
         kwargs |= callbacks(config, self.command) if self.is_recorded else {}
-        trainer, graph = super().instantiate_trainer(**kwargs), bool(resolved.given("model.cuda_graph"))
-        return patch(trainer, config.run, graph, self.is_recorded)
+        return patch(super().instantiate_trainer(**kwargs), config.run, self.is_recorded)
 
     def after_fit(self) -> None:
         """Test the best checkpoint, if model and data define a test."""

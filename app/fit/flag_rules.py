@@ -52,7 +52,7 @@ def flag_problems(s: Resolved) -> Iterator[str]:
     name, known = s.config.trainer.strategy, ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(name, str) and name not in known:
         yield f"--trainer.strategy {name}: unknown{nearest(name, known)}"
-    for rule in (_values, _strategy_options, _cuda_graph, _execution, _order):
+    for rule in (_values, _strategy_options, _execution, _order):
         yield from rule(s)
 
 
@@ -108,25 +108,6 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
         yield "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: leave it out"
 
 
-def _cuda_graph(s: Resolved) -> Iterator[str]:
-    """Reject settings that do not work with `--model.cuda_graph`, which runs a whole step as one CUDA graph."""
-    if not s.given("model.cuda_graph"):
-        return
-    if s.world_size > 1 or s.strategy is not SingleDeviceStrategy:
-        yield f"--model.cuda_graph true is for one GPU, not for --trainer.strategy {s.name}: leave it out"
-    for flag, is_set, why in (
-        ("trainer.accumulate_grad_batches", s.trainer.accumulate_grad_batches > 1, "the graph updates on each batch"),
-        ("data.micro_batch", s.given("data.micro_batch"), "the graph holds a single pass"),
-        ("trainer.precision 16-mixed", s.trainer.precision in ("16-mixed", "16", 16), "the scale of the loss changes"),
-        ("model.compile reduce-overhead", s.reduces_overhead, "the compiler makes CUDA graphs, too"),
-        ("run.on_nonfinite skip", s.config.run.on_nonfinite == "skip", "the graph cannot skip its update"),
-        ("run.loop lightning", s.config.run.loop == "lightning", "only the straight loop has graphs"),
-        ("trainer.detect_anomaly", s.trainer.detect_anomaly, "it reads each gradient on the host"),
-    ):
-        if is_set:
-            yield f"--model.cuda_graph true with --{flag}: {why}: leave one of them out"
-
-
 def _execution(s: Resolved) -> Iterator[str]:
     """Reject execution settings that do not work with the strategy, the model, or each other."""
     module, *inner = str(s.given("model.network") or "").split(".")
@@ -157,7 +138,6 @@ def _order(s: Resolved) -> Iterator[str]:
             (f"trainer.strategy {s.name}", s.strategy not in SHARDED or s.hook, "use --trainer.strategy ddp"),
             ("trainer.sync_batchnorm", s.sync_batchnorm, "each shard is normalised by itself: leave it out"),
             ("data.micro_batch", s.given("data.micro_batch"), "a shard is a micro-batch already: leave it out"),
-            ("model.cuda_graph", s.given("model.cuda_graph"), "the graph holds a whole batch: leave it out"),
             ("model.compile reduce-overhead", s.reduces_overhead, "use default"),
             ("run.loop lightning", run.loop == "lightning", "only the straight loop has shards: leave it out"),
         ):

@@ -96,7 +96,6 @@ def needs_cuda(s: Resolved) -> Iterator[str]:
     """If the accelerator is not CUDA, yield messages about flags that have an effect on CUDA only."""
     for flag, is_set in {
         "trainer.benchmark": s.trainer.benchmark,
-        "model.cuda_graph": s.given("model.cuda_graph"),
         "model.compile reduce-overhead": s.reduces_overhead,
         "model.matmul_precision": s.given("model.matmul_precision") not in (None, "highest"),
     }.items():

@@ -91,7 +91,7 @@ TRAINING = (  # prefixes of flags that define a training
 )
 EXECUTION = (  # exceptions to TRAINING, by suffix: paths and settings of execution, which a resumed run may change
     *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
-    *("model.channels_last", "model.compile", "model.cuda_graph", "model.matmul_precision"),
+    *("model.channels_last", "model.compile", "model.matmul_precision"),
 )
 
 

@@ -114,8 +114,6 @@ class StopTogether(Callback):
         timeout: Seconds to wait for another rank's answer.
     """
 
-    looks_every = 0
-
     def __init__(self, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
         self._group: Any = None
@@ -136,7 +134,7 @@ class StopTogether(Callback):
     ) -> None:
         """After an optimizer step, stop training if any rank received a signal."""
         has_stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if has_stepped and not getattr(trainer.fit_loop.epoch_loop, "ahead", 0) and self._agree(trainer):
+        if has_stepped and self._agree(trainer):
             stop_training(trainer, batch_idx)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

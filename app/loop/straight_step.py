@@ -254,8 +254,7 @@ class Step:
             module.backward(loss)
             self.on_after_backward()
 
-        self.plain_backward = self._can_bypass("pre_backward", "backward", "post_backward")
-        if self.plain_backward:
+        if self._can_bypass("pre_backward", "backward", "post_backward"):
             self.backward = self._part("backward", backward)
         else:
             self.backward = self._part("backward", lambda loss: strategy.backward(loss, self.optimizer))

@@ -273,8 +273,6 @@ class MetricsFile(CSVLogger):
 class RateMonitor(LearningRateMonitor):
     """Monitor that logs the learning rate per epoch, or per logging window if a scheduler changes it on each step."""
 
-    looks_every = 0
-
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Decide whether to log once per logging window, or only once per epoch."""
         super().on_train_start(trainer, *args, **kwargs)

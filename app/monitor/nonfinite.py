@@ -34,8 +34,6 @@ class NonFinite(Callback):
         skipped: Number of skipped updates; 0 in float16, where the gradient scaler skips them.
     """
 
-    looks_every = 0
-
     def __init__(self, action: Literal["stop", "warn", "skip"]) -> None:
         self.action = action
         self.since: int | None = None

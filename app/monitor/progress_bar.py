@@ -20,8 +20,6 @@ class ProgressBar(RichProgressBar):
     The bar is drawn only in a terminal or a notebook.
     """
 
-    looks_every = 0
-
     def __init__(self) -> None:
         super().__init__(refresh_rate=PER_SECOND)
         self._due = 0.0

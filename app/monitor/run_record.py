@@ -24,7 +24,6 @@ from app.launch.agree import gather_objects
 from app.launch.failures import explained
 from app.launch.process import BEGAN
 from app.launch.signals import cause
-from app.loop.graph_step import GraphLoop
 from app.loop.shards import ShardedLoop
 from app.loop.straight_step import StraightLoop
 from app.modules import ImageClassifier
@@ -94,7 +93,6 @@ class RunRecord(Callback):
         rate: Samples/s of the last window; None before the first window's end.
     """
 
-    looks_every = 0
     rate: float | None = None
 
     def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:
@@ -332,7 +330,6 @@ class RunRecord(Callback):
         """Update the record's loop, times, throughput, losses and checkpoints."""
         record, loop = self.record, trainer.fit_loop.epoch_loop
         record.loop_reason = loop.reason if isinstance(loop, StraightLoop) else "--run.loop lightning"
-        record.cuda_graph = isinstance(loop, GraphLoop) and loop.captured
         record.loop = "straight" if record.loop_reason is None else "lightning"
         if isinstance(loop, ShardedLoop) and loop.sums is not None:
             record.shards = loop.sums.tree.shares

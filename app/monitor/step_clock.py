@@ -189,14 +189,9 @@ class StepClock(Callback):
     # -- phases of a few steps ------------------------------------------------------------------------------
 
     @property
-    def looks_every(self) -> int:
-        """Number of steps between two reads of the device: 1 until profiling ends, then 0 (never). See `GraphStep`."""
-        return int(self._seen <= self.skipped + self.window)
-
-    @property
     def timing(self) -> bool:
         """Whether the clock synchronises a GPU between the current step's phases, which slows the step."""
-        return self._cuda and self.looks_every == 1
+        return self._cuda and self._seen <= self.skipped + self.window
 
     @property
     def time_per_step(self) -> Phases | None:
@@ -309,8 +304,7 @@ class _PhaseProfiler(PassThroughProfiler):
         del self._begun[name]
 
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        captured = self.cuda and torch.cuda.is_current_stream_capturing()  # synchronising is illegal during capture
-        if "optimizer" in self._begun and not captured:
+        if "optimizer" in self._begun:
             self._spent["optimizer"] += time_when_done(self.device) - self._begun.pop("optimizer")
 
     def _on_scatter(self, *_: Any) -> None:

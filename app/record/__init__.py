@@ -215,7 +215,6 @@ class Record(Part):
     loop_reason: str | None = None
     channels_last: bool | None = None
     compile: str | bool | None = None
-    cuda_graph: bool | None = None
     matmul_precision: str | None = None
     benchmark: bool | None = None
     fused: bool | None = None

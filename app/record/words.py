@@ -14,7 +14,7 @@ BOTTLENECKS = {  # name and remedy of each phase
     "data": ("Data loading", "`--data.placement device`, or less augmentation"),
     "communication": ("Communication", "a larger `--data.batch_size`, or fewer devices"),
     "optimizer": ("The optimizer", "a larger `--data.batch_size`"),
-    "rest": ("Launch overhead", "a larger `--data.batch_size`, or `--model.cuda_graph true` on a GPU"),
+    "rest": ("Launch overhead", "a larger `--data.batch_size`, or `--model.compile reduce-overhead` on a GPU"),
 }
 
 

@@ -13,7 +13,6 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torchvision
 from harness import QUIET, ROOT, difference, free_port, losses, options, record_of, tiny
 from lightning.pytorch import Callback, LightningModule, Trainer
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import nn
 
 from app.cli import main
 from app.data import Synthetic
@@ -43,7 +42,6 @@ ON = options(accelerator=DEVICE.type, wandb=False)
 DATA = tiny(SIZE, 64, val_size=128)
 SPEED = options(test=False, max_epochs=3, log_every_n_steps=20, limit_val_batches=1, warmup_epochs=1)
 SGD = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.001", "--model.optimizer.momentum", "0.9"]
-GRAPH = [] if CPU else ["--model.cuda_graph", "true"]
 BF16, TF32 = ["--trainer.precision", "bf16-mixed"], ["--model.matmul_precision", "high"]
 _figures: dict[str, Any] = {}
 
@@ -105,8 +103,7 @@ def smoke() -> None:
     The log has full tracebacks.
     """
     compiled = ["--model.compile", "default"]
-    ways = {"default": [], "bf16": BF16, "16-mixed": ["--trainer.precision", "16-mixed"], "cuda_graph": GRAPH}
-    ways |= {"compile": compiled, "cuda_graph and compile": [*GRAPH, *compiled]}
+    ways = {"default": [], "bf16": BF16, "16-mixed": ["--trainer.precision", "16-mixed"], "compile": compiled}
     if CPU:
         ways = {name: ways[name] for name in ("default", "bf16")}
 
@@ -132,8 +129,6 @@ def profile() -> Any:
 
 class Watch(Callback):
     """Callback that counts synchronizations by line in steps 60 to 90, and profiles steps 100 to 130."""
-
-    looks_every = 10  # steps between two reads of the batch hook, so that a CUDA graph may hold ten steps
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
@@ -187,7 +182,7 @@ def watched(*flags: str) -> Watch:
 
 def synchronisations() -> None:
     """Record synchronizations by source line in 30 steps, and the numbers of launches and copies per step."""
-    cases = [[], BF16, ["--trainer.precision", "16-mixed"], ["--data.placement", "memory"], *([GRAPH] if GRAPH else [])]
+    cases = [[], BF16, ["--trainer.precision", "16-mixed"], ["--data.placement", "memory"]]
     for flags in cases[:1] if CPU else cases:
         watch = watched(*flags)
         name = " ".join(flags) or "default"
@@ -196,7 +191,7 @@ def synchronisations() -> None:
 
 
 class Raw:
-    """Hand-written training loop over images on the device; a step, gathering included, is one CUDA graph."""
+    """Hand-written training loop over images on the device."""
 
     def __init__(self, network: nn.Module, images: int, batch: int) -> None:
         torch.manual_seed(0)
@@ -207,25 +202,13 @@ class Raw:
         self.images, self.batch = images, batch
         self.rows = rows = torch.arange(batch, device=DEVICE)
 
-        def step() -> Tensor:
+        def step() -> None:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(network((table[rows].float() - 127.5) / 127.5), labels[rows])
             loss.backward()
             optimizer.step()
-            return loss
 
-        self.step: Callable[[], Any] = step
-        if not CPU:
-            side = torch.cuda.Stream()
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    step()
-            side.synchronize()
-            optimizer.zero_grad()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            self.step = graph.replay
+        self.step = step
 
     def train(self, epochs: int) -> float:
         """Train without each epoch's incomplete batch, and return the seconds."""
@@ -246,27 +229,28 @@ def synchronize() -> None:
 
 
 def lenet() -> None:
-    """Time LeNet as CUDA graphs, with `fit` and with a hand-written loop: 50 epochs of 50,000 images at batch 64.
+    """Time LeNet with `fit` and with a hand-written loop: 50 epochs of 50,000 images at batch 64.
 
-    The two take turns. Then record the rates of `fit` without graphs.
+    The two take turns. Then record the rates of `fit`.
     """
     epochs, images = (1, SIZE) if CPU else (50, 50_000)
     raw = Raw(LeNet(), images, 64)
-    flags = [*SGD, *GRAPH, "--data.drop_last", "true", *options(test=False, limit_val_batches=0, log_every_n_steps=50)]
+    flags = [*SGD, "--data.drop_last", "true", *options(test=False, limit_val_batches=0, log_every_n_steps=50)]
     for turn in (1,) if CPU else (1, 2):
         seconds = record_of(fit("fifty", *tiny(images + 8, 64, val_size=8, max_epochs=epochs), *flags))["train_s"]
         by_hand = raw.train(epochs)
         note(f"turn {turn}", {"ours_s": round(seconds, 3), "raw_s": round(by_hand, 3), "ratio": seconds / by_hand})
-    watched(*SGD, *GRAPH).profiler.export_chrome_trace(str(FIGURES.with_name("ours.trace.json")))
+    watched(*SGD).profiler.export_chrome_trace(str(FIGURES.with_name("ours.trace.json")))
     with profile() as profiler:
         raw.train(1) if CPU else [raw.step() for _ in range(30)]
         synchronize()
     profiler.export_chrome_trace(str(FIGURES.with_name("raw.trace.json")))
     if CPU:
         return
-    rate("without a graph", *DATA, *SPEED, *SGD)
-    rate("without a graph, channels_last", *DATA, *SPEED, *SGD, "--model.channels_last", "true")
-    rate("without a graph, compile", *DATA, *SPEED, *SGD, "--model.compile", "default")
+    rate("plain", *DATA, *SPEED, *SGD)
+    rate("channels_last", *DATA, *SPEED, *SGD, "--model.channels_last", "true")
+    rate("compile", *DATA, *SPEED, *SGD, "--model.compile", "default")
+    rate("reduce-overhead", *DATA, *SPEED, *SGD, "--model.compile", "reduce-overhead")
 
 
 def resnet() -> None:
@@ -282,7 +266,6 @@ def resnet() -> None:
     note("bf16: GiB", record_of(newest("bf16"))["peak_memory"][0])
     rate("bf16, channels_last off", *flags, *BF16, "--model.channels_last", "false")
     rate("bf16, benchmark", *flags, *BF16, "--trainer.benchmark", "true")
-    rate("bf16, cuda_graph", *flags, *BF16, *GRAPH)
     rate("bf16, compile", *flags, *BF16, "--model.compile", "default")
 
 
@@ -362,7 +345,7 @@ def resume() -> None:
     flags = [*tiny(503, 32, flip=True, test=False, max_epochs=2), *SGD]
     flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
     flags += ["--last_checkpoint.every_n_train_steps", "7"]
-    for name, more in (("32-true", []), ("16-mixed", ["--trainer.precision", "16-mixed"]), ("cuda_graph", GRAPH)):
+    for name, more in (("32-true", []), ("16-mixed", ["--trainer.precision", "16-mixed"])):
         if CPU and more:
             continue
         whole = fit("whole", *flags, *more) / "checkpoints"
