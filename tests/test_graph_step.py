@@ -141,7 +141,7 @@ def test_a_trainer_without_graphs() -> None:
     """With a plain Trainer, the error names the required loop."""
     trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, barebones=True)
     with pytest.raises(UserError, match=r"GraphLoop\.put_into\(trainer\)"):
-        trainer.fit(CIFARCNN(cuda_graph=True), datamodule=Synthetic(size=32, val_size=0, batch_size=16))
+        trainer.fit(CIFARCNN(cuda_graph=True), datamodule=Synthetic(images=32, val_size=0, batch_size=16))
 
 
 def test_the_cause_of_a_failed_capture_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
