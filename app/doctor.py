@@ -37,7 +37,7 @@ Level = Literal["green", "yellow", "red"]
 LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
 LONGEST = 300.0  # timeout of a one-step run in seconds; a quiet machine with two cores needs 4 s
 ONE_STEP = (
-    *("--data=Synthetic", "--data.size=80", "--data.batch_size=8", "--trainer.max_steps=1"),
+    *("--data=Synthetic", "--data.images=80", "--data.batch_size=8", "--trainer.max_steps=1"),
     *("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1", "--run.wandb=false"),
 )
 

@@ -64,12 +64,12 @@ def options(**settings: object) -> list[str]:
     return words
 
 
-def tiny(size: int = 64, batch_size: int = 16, model: str | None = None, **settings: object) -> list[str]:
+def tiny(images: int = 64, batch_size: int = 16, model: str | None = None, **settings: object) -> list[str]:
     """Return flags of `fit` for a few synthetic images, without bar and model summary.
 
     Further settings become flags as in `options`.
     """
-    words = ["--data", "Synthetic", *options(size=size, batch_size=batch_size, **settings)]
+    words = ["--data", "Synthetic", *options(images=images, batch_size=batch_size, **settings)]
     return [*words, *(["--model", model] if model else []), *QUIET]
 
 
@@ -198,7 +198,7 @@ def remember_signatures() -> None:
 SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 
 
-SIZES = {"data": "Synthetic", "data.size": 240, "data.batch_size": 24}
+SIZES = {"data": "Synthetic", "data.images": 240, "data.batch_size": 24}
 TINY: dict[str, Any] = {"flags": {"trainer.accelerator": "cpu", **SIZES, "trainer.log_every_n_steps": 2}}
 TINY |= {"max_epochs": 2, "repeats": 1, "time_limit": 60}
 

@@ -46,7 +46,7 @@ FLAGS = [
     (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
     (["--cluster.node_rank", "-1"], "--cluster.node_rank -1: give 0 or more"),
     (["--data.data_seed", "-1"], "--data.data_seed -1: give 0 or more"),
-    (["--data.size", "1000000000000"], "GiB of free memory: give less than --data.size"),
+    (["--data.images", "1000000000000"], "GiB of free memory: give less than --data.images"),
     (["--trainer.devices", "99999999999999999999"], "a global batch of 64 cannot be shared equally by 9999999999"),
     (["--last_checkpoint.dirpath", "/proc/x"], "/proc/x/last.ckpt: the checkpoint cannot be written"),
     (["--trainer.precision", "transformer-engine"], "Requirement 'transformer_engine>=0.11.0' not met"),

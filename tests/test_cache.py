@@ -297,7 +297,7 @@ def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_pa
 
 @SLOW
 def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
-    flags = ["--data", "user_code.FillsUpOnRank1", *options(size=200, batch_size=8, root=tmp_path), *UNTESTED]
+    flags = ["--data", "user_code.FillsUpOnRank1", *options(images=200, batch_size=8, root=tmp_path), *UNTESTED]
     output_of(*fork_app("fit", *flags, *on_cpu("ddp_fork"), *STEPS, "--data.num_workers", "0"))
     assert record_of(next(tmp_path.glob("*/version_0")))["placement"] == "disk"
 
@@ -305,7 +305,7 @@ def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
 @SLOW
 def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path) -> None:
     """`test` works with a batch size that is a fraction of the training images, although it must count them first."""
-    flags = ["--data", "Synthetic", "--data.size", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
+    flags = ["--data", "Synthetic", "--data.images", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
     output_of(*fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED))
     output_of(*fork_app("test", *flags, *on_cpu("ddp_fork"), "--data.val_size", "20", "--ckpt_path", "last"))
 

@@ -72,12 +72,12 @@ def test_print_config_is_a_config(app: App, tmp_path: Path) -> None:
 def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
     """Configs and classes are read first, wherever they are in the command line."""
     (tmp_path / "c.yaml").write_text("model: {class_path: FashionMLP, init_args: {repeats: 2}}\n")
-    late = ["--data.like", "FashionMNIST", "--data.size=64", "--model.optimizer.lr", "0.5", "--model.repeats=1"]
+    late = ["--data.like", "FashionMNIST", "--data.images=64", "--model.optimizer.lr", "0.5", "--model.repeats=1"]
     late += ["--trainer.strategy.bucket_cap_mb", "5", "--trainer.strategy", "ddp"]
     late += ["--model.optimizer", "SGD", "--config", str(tmp_path / "c.yaml"), "--data", "Synthetic"]
     config = yaml.safe_load(output_of(*app("fit", *late, "--print_config")))
     model, data = config["model"]["init_args"], config["data"]["init_args"]
-    assert (model["repeats"], data["size"], data["like"]) == (1, 64, "FashionMNIST")
+    assert (model["repeats"], data["images"], data["like"]) == (1, 64, "FashionMNIST")
     assert (model["optimizer"]["class_path"], model["optimizer"]["init_args"]["lr"]) == ("torch.optim.SGD", 0.5)
     assert config["trainer"]["strategy"]["init_args"]["bucket_cap_mb"] == 5
 
@@ -110,7 +110,7 @@ WRONG = [
     ("--model.scheduler OneCycleLR", "--model.scheduler: its max_lr is required"),
     ("--model FashionMLP --model.repeats 0", "--model.repeats 0"),
     ("--data.val_size 64", "--data.val_size 64 leaves nothing of 64 training images"),
-    ("--data.size -5", "--data.size -5"),
+    ("--data.images -5", "--data.images -5"),
     ("--data.num_workers -1", "--data.num_workers -1"),
     ("--data.crop_padding -1", "--data.crop_padding -1"),
     ("--data ImageFolder --data.mean '[0.5, 0.5]'", "--data.mean [0.5, 0.5]: give one value for each"),
@@ -174,7 +174,7 @@ BAD_CONFIGS = [
     (b"trainr: {max_epochs: 3}", "trainr.max_epochs in the config: fit has no such setting"),
     (b"trainer: {max_epoch: 3}", "in the config: fit has no such setting: did you mean --trainer.max_epochs?"),
     (b"trainer: {max_epochs: x}", "--trainer.max_epochs x: expected int"),
-    (b"data: {class_path: Synthetic, init_args: {size: x}}", "--data.size x: expected a number"),
+    (b"data: {class_path: Synthetic, init_args: {images: x}}", "--data.images x: expected a number"),
     (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
     (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
     (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),

@@ -171,7 +171,7 @@ def test_sweep(tmp_path: Path) -> None:
     trials = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
     assert len(trials) == 3
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    small = ["--data.size=60", "--data.batch_size=12", "--trainer.max_epochs=1", "--run.test=false"]
+    small = ["--data.images=60", "--data.batch_size=12", "--trainer.max_epochs=1", "--run.test=false"]
     with ForkServer(tmp_path, limit=None) as server:
         for number, trial in enumerate(trials):
             parameters = {name: {"value": value} for name, value in sorted(trial.items())}  # sorted, as the server does

@@ -100,6 +100,16 @@ def test_switches_stand_alone(flag: str) -> None:
         assert (typed, text) == (f"--{flag}", str(value).lower())
 
 
+def test_the_number_of_synthetic_images_had_another_name(tmp_path: Path) -> None:
+    """A config of an earlier version is read; the old flag, which is other data's size in pixels, is not."""
+    old = tmp_path / "config.yaml"
+    old.write_text("data: {class_path: app.data.Synthetic, init_args: {size: 64, like: CIFAR10}}\n")
+    assert resolve(["fit", "--config", str(old)]).data.init_args.images == 64
+    for words in (["--data", "Synthetic"], ["--config", str(old)]):
+        with pytest.raises(UserError, match=r"--data.size 100: .*: for their number, give --data.images 100$"):
+            resolve(["fit", *words, "--data.size", "100"])
+
+
 @pytest.mark.parametrize("command", ["compare", "verify"])
 def test_quick_stands_alone(command: str, app: App) -> None:
     assert "--nope: there is no such flag" in error_of(*app(command, "--quick", "--data.flip", "--nope"))

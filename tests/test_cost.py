@@ -26,9 +26,9 @@ from app.networks import LeNet
 
 # 1,800 training images: 113 steps and two logging windows per epoch
 MLP = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[4]", "--data", "Synthetic"]
-MLP += options(like="FashionMNIST", size=2000, batch_size=16)
-LENET = ["--model", "CIFARCNN", "--data", "Synthetic", *options(size=1280, batch_size=16)]
-AUGMENTED = options(crop_padding=4, flip=True, cutout=8, size=640)
+MLP += options(like="FashionMNIST", images=2000, batch_size=16)
+LENET = ["--model", "CIFARCNN", "--data", "Synthetic", *options(images=1280, batch_size=16)]
+AUGMENTED = options(crop_padding=4, flip=True, cutout=8, images=640)
 TWO_EPOCHS = options(max_epochs=2, accelerator="cpu", test=False)
 STEP = ImageClassifier.training_step.__code__
 

@@ -229,7 +229,7 @@ def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch
         raise torch.OutOfMemoryError(message)
 
     monkeypatch.setattr(CIFARCNN, "training_step", training_step)
-    error = error_of(*app("fit", "--data", "Synthetic", "--data.size", "100", *QUIET))
+    error = error_of(*app("fit", "--data", "Synthetic", "--data.images", "100", *QUIET))
     assert error.startswith("error: out of memory on the CUDA: 20.00 MiB were requested, and 5.56 MiB are free: give ")
     assert "give --data.micro_batch 32, for the same batch in parts" in error, "half of what was taken at once"
     assert "--data.batch_size" in error

@@ -170,7 +170,7 @@ def test_workers_follow_the_cores(
     ranks: int, slurm: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 6)
-    data = Synthetic(size=10)
+    data = Synthetic(images=10)
     environment = LightningEnvironment() if slurm is None else Slurm()
     data.trainer = SimpleNamespace(  # type: ignore[assignment]
         world_size=2 * ranks, num_nodes=2, strategy=SimpleNamespace(cluster_environment=environment)
@@ -182,7 +182,7 @@ def test_workers_follow_the_cores(
 
 
 def test_overfitting_repeats_the_same_batches() -> None:
-    loader = attach(Synthetic(size=100, batch_size=10), overfit=2).train_dataloader()
+    loader = attach(Synthetic(images=100, batch_size=10), overfit=2).train_dataloader()
     assert torch.equal(next(iter(loader)).labels, next(iter(loader)).labels)
     assert not loader.shuffle
 

@@ -12,7 +12,7 @@ from harness import error_of, fork_app, options, output_of, record, start_app, s
 from app.fit.checkpoint_file import read
 
 FIT = ["--model", "FashionMLP", "--model.repeats", "1", "--data", "Synthetic", "--trainer.enable_model_summary=false"]
-FIT += options(like="FashionMNIST", size=600, max_epochs=2, log_every_n_steps=2)
+FIT += options(like="FashionMNIST", images=600, max_epochs=2, log_every_n_steps=2)
 FIT += ["--last_checkpoint.every_n_train_steps", "2"]
 BIG = ["--model.hidden", "[500]"]  # a checkpoint has 4.6 MiB, with Adam's state
 
@@ -57,7 +57,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
 @pytest.mark.cluster
 def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: Path) -> None:
     """On a disk that becomes full, training continues, and no line of metrics.csv is cut."""
-    flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "40", "--data.size", "2000"]
+    flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "40", "--data.images", "2000"]
     flags += ["--last_checkpoint.every_n_train_steps", "null", "--last_checkpoint.dirpath", tmp_path / "last"]
     flags += ["--best_checkpoint.dirpath", tmp_path / "best"]
     with started(disk, *flags) as run:

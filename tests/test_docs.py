@@ -312,7 +312,7 @@ def small(command: str) -> list[str] | None:
                 del flags[flags.index(flag) : flags.index(flag) + 2]
         flags += ["--data", "Synthetic", "--data.like", name]
     if name in ("CIFAR10", "FashionMNIST", "Synthetic") and kind == "fit":
-        flags += ["--data.size", "24"]
+        flags += ["--data.images", "24"]
     if name != "MyData" or settings.data.init_args.get("batch_size"):
         flags += ["--data.batch_size", "12"] * (kind == "fit")
     strategy = settings.trainer.strategy

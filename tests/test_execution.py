@@ -24,7 +24,11 @@ STEPS = options(max_epochs=3, log_every_n_steps=1, test=False)
 CNN = ["--model", "CIFARCNN"]
 MLP_FLAGS = ["--model", "FashionMLP", "--model.repeats", "2", "--data.like", "FashionMNIST"]
 # in float64, because BatchNorm over few images amplifies rounding
-RESNET = [*CNN, "--model.network=resnet18_cifar", *options(size=14, batch_size=4, drop_last=True, precision="64-true")]
+RESNET = [
+    *CNN,
+    "--model.network=resnet18_cifar",
+    *options(images=14, batch_size=4, drop_last=True, precision="64-true"),
+]
 SLOW = pytest.mark.slow
 
 
@@ -195,7 +199,7 @@ PLACES = [("cuda", ROOM + 1, "device"), ("cuda", ROOM - 1, "memory"), ("cpu", 0,
 def test_where_images_are_kept(device: str, free: int, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     strategy = SimpleNamespace(root_device=torch.device(device), reduce_boolean_decision=lambda fits, all: fits)
-    data = Synthetic(size=1000, val_size=0)
+    data = Synthetic(images=1000, val_size=0)
     data.trainer = SimpleNamespace(strategy=strategy, world_size=1, num_nodes=1)  # type: ignore[assignment]
     data._load_training()
     assert data._place() == placement

@@ -56,7 +56,7 @@ def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Wri
 def test_another_class_leaves_the_experiments_settings_of_its_section(
     app: App, experiment: Write, image_root: Path
 ) -> None:
-    flags = {"data": "Synthetic", "data.size": 240, "model.optimizer": "SGD", "model.optimizer.lr": 0.01}
+    flags = {"data": "Synthetic", "data.images": 240, "model.optimizer": "SGD", "model.optimizer.lr": 0.01}
     path = experiment(variants={"one": {}}, flags=flags)
     images = ["--data", "ImageFolder", "--data.root", image_root]
     config = image_root / "own.yaml"
@@ -64,7 +64,7 @@ def test_another_class_leaves_the_experiments_settings_of_its_section(
     for words in (images, ["--config", config]):
         _, out = app("compare", "--experiment", path, "--dry_run", *words)
         assert commands(out)
-        assert all("--data.size" not in line and "--model.optimizer.lr 0.01" in line for line in commands(out))
+        assert all("--data.images" not in line and "--model.optimizer.lr 0.01" in line for line in commands(out))
 
 
 def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment: Write) -> None:
@@ -122,11 +122,11 @@ def test_an_experiment_that_is_not_there(app: App, tmp_path: Path) -> None:
 
 
 def test_the_small_form_and_what_is_typed(app: App, experiment: Write) -> None:
-    path = experiment(variants={"a": {}}, quick_form={"repeats": 3, "max_epochs": 4, "flags": {"data.size": 120}})
+    path = experiment(variants={"a": {}}, quick_form={"repeats": 3, "max_epochs": 4, "flags": {"data.images": 120}})
     out = output_of(*app("compare", "--repeats", "5", "--dry_run", "--experiment", path, "--quick", "true"))
     (command,) = commands(out)
     assert "5 runs to do" in out, "what is typed wins, wherever it stands"
-    for flag in ("--data.size 120", "--data.batch_size 24", "--trainer.max_epochs 4"):
+    for flag in ("--data.images 120", "--data.batch_size 24", "--trainer.max_epochs 4"):
         assert flag in command
     message = "has no quick_form: remove --quick"
     assert message in error_of(*app("compare", "--experiment", experiment(variants={"a": {}}), "--quick", "true"))

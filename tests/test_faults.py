@@ -222,7 +222,7 @@ def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
 def test_a_long_run(tmp_path: Path, tally: Tally) -> None:
     """Memory, threads and open files of each rank do not grow, with all default features."""
     flags = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[8]", "--data", "Synthetic"]
-    flags += ["--data.like", "FashionMNIST", "--data.size", "2000", "--data.batch_size", "8", "--data.flip", "true"]
+    flags += ["--data.like", "FashionMNIST", "--data.images", "2000", "--data.batch_size", "8", "--data.flip", "true"]
     flags += ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--last_checkpoint.every_n_train_steps", "50"]
     steps = 1000 * TIMES
     env = {"WANDB_MODE": "offline"}

@@ -148,11 +148,11 @@ def test_export_of_nothing(app: App, trained: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("forked_runs")
 def test_fit_is_a_function(tmp_path: Path) -> None:
-    """`app.fit` takes flags by the last part of their names, such as `size` for `--data.size`.
+    """`app.fit` takes flags by the last part of their names, such as `images` for `--data.images`.
 
     It returns the new run's record, even if an earlier run has the same name.
     """
-    fit, flags = package.fit, {"data": "Synthetic", "size": 60, "batch_size": 20, "root": str(tmp_path), "name": "x"}
+    fit, flags = package.fit, {"data": "Synthetic", "images": 60, "batch_size": 20, "root": str(tmp_path), "name": "x"}
     assert fit is importlib.import_module("app.fit")
     with pytest.raises(UserError, match=r"'run.balance': true"):
         fit(**flags, balance=True)

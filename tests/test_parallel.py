@@ -172,7 +172,7 @@ def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
 
 
 def test_batchnorm_on_a_single_image_is_refused(app: App) -> None:
-    flags = ["--model.network", "resnet18", *options(size=30, batch_size=21, max_epochs=1, test=False)]
+    flags = ["--model.network", "resnet18", *options(images=30, batch_size=21, max_epochs=1, test=False)]
     assert "--data.drop_last true" in error_of(*app("fit", *SMALL, *flags))
     output_of(*app("fit", *SMALL, *flags, "--data.drop_last", "true"))
 

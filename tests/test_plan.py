@@ -168,7 +168,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 NETWORK = ["--bandwidth", "25GB/s", "--latency", "20us"]
 CPU = ["--trainer.accelerator", "cpu"]
-TINY_DATA = ["--data", "Synthetic", *options(size=240, batch_size=24)]
+TINY_DATA = ["--data", "Synthetic", *options(images=240, batch_size=24)]
 
 
 @pytest.mark.usefixtures("drawn")
@@ -284,7 +284,7 @@ def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
 
 
 MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]", "--data", "Synthetic"]
-MLP += options(accelerator="cpu", like="FashionMNIST", size=4000, batch_size=128)
+MLP += options(accelerator="cpu", like="FashionMNIST", images=4000, batch_size=128)
 
 
 @pytest.mark.cluster

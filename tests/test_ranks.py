@@ -14,7 +14,7 @@ from harness import QUIET, fork_app, on_two_nodes, options, output_of, record
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
 
-DATA = [*options(size=600, batch_size=20, test=False, name="x"), *QUIET]
+DATA = [*options(images=600, batch_size=20, test=False, name="x"), *QUIET]
 CPU = options(accelerator="cpu", log_every_n_steps=4)
 DDP = options(strategy="ddp_fork", devices=2)
 
@@ -93,7 +93,7 @@ def test_slow_data(devices: int, tmp_path: Path) -> None:
 def test_a_busy_core(tmp_path: Path) -> None:
     # A step must be longer than the scheduler's time slice. A shorter step would not be slowed, because a process that
     # has waited gets a slice at once.
-    flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, *options(size=1500, batch_size=100, max_epochs=7)]
+    flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, *options(images=1500, batch_size=100, max_epochs=7)]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
     check_slow(tmp_path, output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path)), 2, "compute")
 

@@ -9,7 +9,7 @@ import pytest
 from app.record import Record
 from app.runs import run_fit, starter
 
-FLAGS = ["--data", "Synthetic", "--data.size", "200", "--data.batch_size", "20", "--run.wandb", "off"]
+FLAGS = ["--data", "Synthetic", "--data.images", "200", "--data.batch_size", "20", "--run.wandb", "off"]
 
 
 DAMAGED = [('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"), ("{", "line 1")]

@@ -314,7 +314,7 @@ def test_every_config(
 ) -> None:
     data = yaml.safe_load(config.read_text()).get("data", {}).get("class_path")
     root = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}.get(data)
-    flags = ["--data.root", str(root)] if root else ["--data.size", "80"] if data else tiny(80)
+    flags = ["--data.root", str(root)] if root else ["--data.images", "80"] if data else tiny(80)
     if "batch_size: 0.25" not in config.read_text():
         flags += ["--data.batch_size", "8"]
     if "weights: DEFAULT" in config.read_text():  # needs a download

@@ -203,7 +203,7 @@ def test_bits(app: App, tmp_path: Path) -> None:
 
 # -- the command ----------------------------------------------------------------------------------------------------
 
-OURS = ["--data", "Synthetic", "--data.size", "203", "--data.batch_size", "20", "--data.flip", "true"]
+OURS = ["--data", "Synthetic", "--data.images", "203", "--data.batch_size", "20", "--data.flip", "true"]
 
 
 def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[str, Any], str]:
@@ -280,7 +280,7 @@ def test_the_mlp(app: App, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rounding_is_proven(app: App, tmp_path: Path) -> None:
     """A difference by rounding, which a high learning rate amplifies, is accepted, because it vanishes in float64."""
-    flags = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.01", "--data.size", "403"]
+    flags = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.01", "--data.images", "403"]
     flags += ["--quick", "true", "--steps", "60"]
     report, out = verdict(app, tmp_path, *OURS, *flags)
     way = report["ways"][0]

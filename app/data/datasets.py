@@ -153,7 +153,7 @@ class Synthetic(ImageData):
 
     Args:
         like: Data set that defines the image shape and the normalisation.
-        size: Number of training images; FashionMNIST has 60,000. The test split has a fifth as many.
+        images: Number of training images; FashionMNIST has 60,000. The test split has a fifth as many.
         data_seed: Seed of the images, independent of the seed of split and order.
         **kwargs: As for `ImageData`.
     """
@@ -161,8 +161,8 @@ class Synthetic(ImageData):
     def __init__(
         self,
         like: Literal["CIFAR10", "FashionMNIST"] = "CIFAR10",
-        size: PositiveInt = 10_000,
+        images: PositiveInt = 10_000,
         data_seed: NonNegativeInt = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(SyntheticSource(like, size, data_seed), **kwargs)
+        super().__init__(SyntheticSource(like, images, data_seed), **kwargs)

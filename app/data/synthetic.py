@@ -125,22 +125,22 @@ class SyntheticSource(Source):
 
     Args:
         like: Data set that defines the image shape and the normalisation.
-        size: Number of training images; the test split has a fifth as many.
+        count: Number of training images; the test split has a fifth as many.
         seed: Seed of the images.
     """
 
-    def __init__(self, like: Literal["CIFAR10", "FashionMNIST"], size: int, seed: int) -> None:
-        self.like, self.size, self.seed = like, size, seed
+    def __init__(self, like: Literal["CIFAR10", "FashionMNIST"], count: int, seed: int) -> None:
+        self.like, self.count, self.seed = like, count, seed
         model = CIFAR10Source if like == "CIFAR10" else FashionMNISTSource
         self.image_shape, self.mean, self.std = model.image_shape, model.mean, model.std
         self.class_names = [shape.__name__ for shape in SHAPES]
 
     def prepare(self) -> None:
         """Check that the images fit into memory."""
-        check_memory(self.size, self.image_shape, f"give less than --data.size {self.size}")
+        check_memory(self.count, self.image_shape, f"give less than --data.images {self.count}")
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
-        count = self.size if split == "train" else max(self.size // 5, 1)
+        count = self.count if split == "train" else max(self.count // 5, 1)
         images, labels = np.empty((count, *self.image_shape), np.uint8), np.empty(count, np.int64)
         for block, start in enumerate(range(0, count, BLOCK)):
             rng = np.random.default_rng((self.seed, split != "train", block))

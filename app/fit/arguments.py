@@ -210,7 +210,17 @@ def load_yaml(text: str) -> Any:
             yaml.load(text, Loader=_Loader)
         except UserError as error:
             raise UserError(f"{one_line(text)[:100]}: {error}") from error
-    return _load_plainly(text)
+    return _current(_load_plainly(text))
+
+
+def _current(content: Any) -> Any:
+    """Rename a setting in the config of an earlier version: Synthetic's number of images was its `size`."""
+    data = content.get("data") if isinstance(content, dict) else None
+    settings = data.get("init_args") if isinstance(data, dict) else None
+    name = str(data.get("class_path")).rpartition(".")[2] if isinstance(data, dict) else None
+    if isinstance(settings, dict) and "size" in settings and name == "Synthetic":
+        settings["images"] = settings.pop("size")
+    return content
 
 
 def shipped(path: str) -> str:
@@ -243,4 +253,4 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
         raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))[:300]}") from error
     if not isinstance(content, dict):
         raise UserError(f"{flag} {name}: not a config: expected `key: value` lines")
-    return content
+    return _current(content)

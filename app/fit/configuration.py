@@ -183,6 +183,9 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
     arguments.tokens = with_switches(arguments.tokens, classes)
     if any(token.flag == "--model.num_classes" for token in arguments.tokens) and takes_classes_of_data(classes):
         raise UserError("--model.num_classes comes from the data: leave it out")
+    known, size = parameters(find_class("data", classes["data"])), arguments.chosen("data.size")
+    if size is not None and "images" in known and "size" not in known:
+        raise UserError(f"--data.size {size}: the images have one size: for their number, give --data.images {size}")
     try:
         arguments.check()
         arguments.spell_out_strategy()

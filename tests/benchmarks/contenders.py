@@ -112,7 +112,7 @@ def loop(
 
 
 TINY = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[4]", "--data", "Synthetic"]
-TINY += ["--data.like", "FashionMNIST", "--data.size", "8100", "--data.val_size", "100", "--data.batch_size", "16"]
+TINY += ["--data.like", "FashionMNIST", "--data.images", "8100", "--data.val_size", "100", "--data.batch_size", "16"]
 TINY += ["--trainer.max_epochs", "4"]
 
 
@@ -176,7 +176,7 @@ overhead_ours = ours(*TINY)
 overhead_ours_fast = ours("--config", "configs/fast.yaml", *TINY)
 
 
-LENET = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.size", "50000", "--data.val_size", "0"]
+LENET = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.images", "50000", "--data.val_size", "0"]
 LENET += ["--data.batch_size", "64", "--trainer.max_epochs", "3", *UNTOUCHED]
 
 
@@ -226,7 +226,7 @@ def start_import() -> dict[str, float]:
     return cost_of([sys.executable, "-c", "import lightning"])
 
 
-start_ours = ours("--data", "Synthetic", "--data.size", "640", "--trainer.max_steps", "1", clock=False)
+start_ours = ours("--data", "Synthetic", "--data.images", "640", "--trainer.max_steps", "1", clock=False)
 start_quickstart = ours("--config", "configs/quickstart.yaml", "--run.test", "true", clock=False)
 
 
@@ -237,7 +237,7 @@ def start_verify() -> dict[str, float]:
         return cost_of(verify, env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"})
 
 
-DDP = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.size", "12800", "--data.val_size", "0"]
+DDP = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.images", "12800", "--data.val_size", "0"]
 DDP += ["--data.batch_size", "64", "--trainer.max_epochs", "3", *UNTOUCHED]
 
 
@@ -268,7 +268,7 @@ def ddp_raw() -> dict[str, float]:
 ddp_ours = ours(*DDP, *QUIET, "--trainer.strategy", "ddp", "--trainer.devices", "2")
 
 
-SHARDED = ["--model", "CIFARCNN", "--model.network", "resnet18_cifar", "--data", "Synthetic", "--data.size", "512"]
+SHARDED = ["--model", "CIFARCNN", "--model.network", "resnet18_cifar", "--data", "Synthetic", "--data.images", "512"]
 SHARDED += ["--data.val_size", "0", "--data.batch_size", "128", "--trainer.max_epochs", "2", *UNTOUCHED, *QUIET]
 TWO = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
 
@@ -304,7 +304,7 @@ balance_equal = ours(*UNEQUAL)
 balance_ours = ours(*UNEQUAL, "--run.balance", "true")
 
 WIDE = ["--model", "FashionMLP", "--model.hidden", "[256]", "--data", "Synthetic", "--data.like", "FashionMNIST"]
-WIDE += ["--data.size", "60000", "--data.val_size", "0", "--data.batch_size=0.25", "--trainer.max_epochs", "3"]
+WIDE += ["--data.images", "60000", "--data.val_size", "0", "--data.batch_size=0.25", "--trainer.max_epochs", "3"]
 WIDE += [*UNTOUCHED, *QUIET, "--model.repeats"]
 mlp24_ours = ours(*WIDE, "24")
 mlp64_ours = ours(*WIDE, "64")

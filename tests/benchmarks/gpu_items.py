@@ -292,7 +292,7 @@ def mlp() -> None:
     torch.set_float32_matmul_precision("highest")
     for repeats in (1,) if CPU else (24, 64):
         flags = ["--model", "FashionMLP", "--model.repeats", str(repeats), "--data", "Synthetic", *SPEED]
-        flags += options(like="FashionMNIST", size=SIZE if CPU else 60_000, batch_size=0.25)
+        flags += options(like="FashionMNIST", images=SIZE if CPU else 60_000, batch_size=0.25)
         flags += options(log_every_n_steps=1, max_epochs=6)
         for name, more in (("float32", []), ("TF32", TF32), ("bf16", BF16))[: 1 if CPU else 3]:
             if (speed := rate(f"{repeats}, {name}", *flags, *more)) is not None:
@@ -366,7 +366,7 @@ def dp() -> None:
                 precision=precision, logger=False, enable_checkpointing=False, enable_progress_bar=False,
                 enable_model_summary=False,
             )  # fmt: skip
-            trainer.fit(model, datamodule=Synthetic(size=32 * 8 + 1 + 10, val_size=10, batch_size=32, seed=0))
+            trainer.fit(model, datamodule=Synthetic(images=32 * 8 + 1 + 10, val_size=10, batch_size=32, seed=0))
             states.append({k: v.cpu().float() for k, v in model.state_dict().items()})
         note(precision, difference(*states))
 
@@ -421,7 +421,7 @@ def commands() -> None:
     checks = json.loads(out[out.index("{") :])["checks"] if "{" in out else []
     note("doctor", [f"{check['name']}: {check['found']}" for check in checks if check["level"] == "red"] or code)
     plan = ["plan", "--per_node", "8", "--bandwidth", "25GB/s", "--latency", "20us", "--root", PLACE]
-    plan += ["--run", newest("memory")] if CPU else [*ON, "--data", "Synthetic", "--data.size", "640"]
+    plan += ["--run", newest("memory")] if CPU else [*ON, "--data", "Synthetic", "--data.images", "640"]
     compare, verify = ["compare", "--quick", "true", "--root", PLACE], ["verify", *tiny(64, 16), *ON]
     for command in [plan] if CPU else [plan, compare, verify]:
         code, out = start(*command, timeout=80)
