@@ -10,6 +10,7 @@ import pytest
 from harness import App, error_of, output_of, tiny
 
 from app.cli import main
+from app.system.files import open_file
 
 TINY = tiny(64, 64, max_epochs=1, test=False)
 RUNS = '{"class_path": "os.system", "init_args": {"command": "touch ran"}}'
@@ -113,6 +114,16 @@ def test_a_pipe_in_place_of_a_file(argv: list[str], message: str, app: App) -> N
         os.mkfifo(name)
     where = [] if argv[0] in ("plan", "compare") else [*TINY[:4], "--run.root", "runs", "--run.name", "x"]
     assert message in error_of(*app(*(word.format(Path.cwd()) for word in argv), *where))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [*((name, "not a file") for name in ("pipe", "/dev/zero", ".")), ("a\0b", "its name has a NUL character")],
+)
+def test_only_regular_files_are_opened(name: str, reason: str) -> None:
+    os.mkfifo("pipe")
+    with pytest.raises(OSError, match=reason):
+        open_file(name)
 
 
 VARIABLES = [

@@ -21,10 +21,16 @@ PART = ".part"  # suffix of an unfinished file
 def open_file(path: str | Path) -> BinaryIO:
     """Open a regular file for reading; reject pipes, because they block, and devices, because they may be endless.
 
+    Every file that a user names is opened here. For a library that needs a path, open it around the library's call:
+    `with open_file(path): torch.load(path, mmap=True)`.
+
     Raises:
         OSError: When the file cannot be opened, or is not a regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "its name has a NUL character", str(path)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a file", str(path))
