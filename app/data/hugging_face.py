@@ -1,13 +1,15 @@
 """Source of a data set that Hugging Face's library `datasets` reads."""
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import fsspec
 from PIL import Image
 
 from app.data.geometry import Geometry
-from app.data.image_files import EncodedSource, FileSplit, sorted_names
+from app.data.image_files import EncodedSource, FileSplit, open_image, sorted_names
 from app.data.sources import Split, SplitName, splits_in
 from app.errors import UserError, one_line
 
@@ -31,7 +33,11 @@ class RowSplit(FileSplit):
 
     def _open(self, index: int) -> Image.Image:
         (image,) = self._rows[index].values()
-        return image
+        content = image["bytes"]
+        if content is None:
+            with fsspec.open(image["path"]) as file:
+                content = file.read()
+        return open_image(BytesIO(content))
 
     def _name(self, index: int) -> str:
         return f"row {index} of {self._place}"
@@ -86,7 +92,7 @@ class HuggingFaceSource(EncodedSource):
             is_unlabelled = min(labels, default=-1) < 0
             if is_unlabelled and split != "test":
                 raise UserError(f"--data.path {path}: {split} has an image without a label that training images have")
-            images = table.select_columns([self._image]).cast_column(self._image, datasets.Image())
+            images = table.select_columns([self._image]).cast_column(self._image, datasets.Image(decode=False))
             self._tables[split] = images, labels
             self.splits = [*self.splits, "predict" if is_unlabelled else split]
 

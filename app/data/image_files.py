@@ -5,11 +5,11 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from rich import get_console
 from rich.progress import Progress
@@ -35,14 +35,57 @@ from app.data.sources import (
 from app.errors import UserError, one_line
 from app.system.files import open_file
 
+# the only formats to open: PIL has riskier ones, such as EPS, for which it starts Ghostscript
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000")
+# EXIF orientations: whether rows and columns are exchanged, and the dimensions of (C, h, w) to flip afterwards
+TURNS = {
+    2: (False, (2,)),
+    3: (False, (1, 2)),
+    4: (False, (1,)),
+    5: (True, ()),
+    6: (True, (2,)),
+    7: (True, (1, 2)),
+    8: (True, (1,)),
+}
+
+
+def open_image(file: str | BinaryIO) -> Image.Image:
+    """Open an image with PIL, in one of `FORMATS` whatever its name is."""
+    return Image.open(file, formats=FORMATS)
+
+
+def turn(picture: Image.Image) -> tuple[bool, Sequence[int]]:
+    """Return the value of `TURNS` that turns a picture upright. For formats other than JPEG, load the picture first."""
+    try:
+        return TURNS.get(picture.getexif().get(ExifTags.Base.Orientation), (False, ()))
+    except Exception:  # PIL raises exceptions of any type for broken EXIF data
+        return False, ()
+
 
 def pixels(picture: Image.Image, channels: int) -> Tensor:
-    """Return a picture's pixels, uint8 (C, h, w).
+    """Return a picture's pixels, turned upright as by PIL's `exif_transpose`: uint8 (C, h, w).
 
     Args:
         picture: The picture.
         channels: 1 (grey) or 3 (RGB).
     """
+    image = _stored(picture, channels)
+    exchanged, flipped = turn(picture)
+    if exchanged:
+        image = image.transpose(1, 2)
+    return image.flip(flipped) if flipped else image
+
+
+def reduce(picture: JpegImageFile, channels: int, geometry: Geometry) -> None:
+    """Let PIL decode a JPEG picture at a smaller size, which is at least the size that a training image keeps."""
+    exchanged, _ = turn(picture)
+    width, height = reversed(picture.size) if exchanged else picture.size
+    kept = geometry.kept_size(height, width)
+    picture.draft("L" if channels == 1 else None, kept if exchanged else kept[::-1])
+
+
+def _stored(picture: Image.Image, channels: int) -> Tensor:
+    """Return a picture's pixels as they are stored, without its EXIF orientation: uint8 (C, h, w)."""
     match picture:
         case JpegImageFile(format="JPEG", mode="RGB", decoderconfig=() | (1, 0), fp=file) if file and channels == 3:
             # at full size, torchvision decodes the same pixels as PIL, but faster; if it fails, PIL reports the error
@@ -80,7 +123,7 @@ class FileSplit(Split):
         self.mapped, self._images = False, None
 
     def _open(self, index: int) -> Image.Image:
-        return Image.open(self._name(index))
+        return open_image(self._name(index))
 
     def _name(self, index: int) -> str:
         assert self.names is not None
@@ -90,8 +133,8 @@ class FileSplit(Split):
         channels = self.image_shape[0]
         try:
             with self._open(index) as file:
-                if self.ragged is not None:  # let PIL decode a JPEG file at reduced size
-                    file.draft("L" if channels == 1 else None, self.ragged.kept_size(*file.size[::-1])[::-1])
+                if self.ragged is not None and isinstance(file, JpegImageFile):
+                    reduce(file, channels, self.ragged)
                 image = pixels(file, channels)
         except Exception as error:  # PIL's decoders raise exceptions of any type for a damaged file
             reason = one_line(str(error)) or type(error).__name__
