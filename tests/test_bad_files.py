@@ -221,6 +221,14 @@ def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None
     assert b"/\xfe.jpg" in (run / "predict_1" / "predictions.csv").read_bytes()
 
 
+def test_no_image_starts_ghostscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", Mock(side_effect=AssertionError("Ghostscript was started")))
+    path = tmp_path / "x.png"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(UserError, match=r"x.png cannot be read \(not an image\)"):
+        FileSplit([str(path)], [0], (3, 8, 8), Geometry((8, 8)))[0]
+
+
 def test_labels_that_there_are_not(app: App, fashion_root: Path) -> None:
     labels = fashion_root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
     whole = bytearray(labels.read_bytes())

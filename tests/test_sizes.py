@@ -9,14 +9,14 @@ import pytest
 import torch
 import yaml
 from harness import QUIET, App, assert_same, draw_images, error_of, fork_app, on_cpu, options, output_of
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from test_cache import cache, decoded  # noqa: F401
 from test_data import attach
 from torchvision.transforms import v2
 
 from app.data import ImageFolder
 from app.data.geometry import Geometry
-from app.data.image_files import FileSplit, pixels
+from app.data.image_files import FileSplit, open_image, pixels
 
 RESIZED: dict[str, Any] = {"size": 16, "resize": 20, "crop": "random_resized", "num_workers": 0}
 
@@ -110,6 +110,41 @@ def test_jpegs_have_the_pixels_of_pil(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-60])
     with pytest.raises(OSError, match="image file is truncated"):
         pixels(Image.open(path), 3)
+
+
+def corners(image: torch.Tensor) -> list[float]:
+    """Return the brightness near the four corners, row by row."""
+    return [float(image[:, row, column].float().mean()) for row in (2, -3) for column in (2, -3)]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tif"])
+def test_images_are_turned_upright(orientation: int, kind: str, tmp_path: Path) -> None:
+    """Pixels are those of PIL's exif_transpose, for each EXIF orientation.
+
+    A JPEG image that is decoded at a reduced size keeps each corner at its place.
+    """
+    grey = np.zeros((160, 320), np.uint8)
+    grey[:80, 160:], grey[80:, :160], grey[80:, 160:] = 80, 160, 240
+    path, exif = tmp_path / f"x.{kind}", Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(grey).convert("RGB").save(path, exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(path))
+    expected = v2.functional.pil_to_tensor(upright.convert("RGB"))
+    assert torch.equal(pixels(open_image(str(path)), 3), expected)
+    height, width = expected.shape[1:]
+    for scale in (1, 4):
+        sizes = Geometry((height // scale, width // scale), crop="random")
+        image = FileSplit([str(path)], [0], (3, *sizes.size), sizes, sizes)[0]
+        assert image.shape[1:] == sizes.size
+        assert corners(image) == pytest.approx(corners(expected), abs=3)
+
+
+def test_broken_exif_is_ignored(tmp_path: Path) -> None:
+    picture, path = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)), tmp_path / "x.png"
+    for exif in (b"MM\0*\xff\xff\xff\xff", b"nonsense", b"II*\0\x08\0\0\0\xff\xff"):
+        picture.save(path, exif=exif)
+        assert torch.equal(pixels(open_image(str(path)), 3), sample(path))
 
 
 def test_a_damaged_cache_is_made_again(image_root: Path, cache: Path, decoded: Any) -> None:  # noqa: F811

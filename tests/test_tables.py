@@ -135,8 +135,18 @@ def test_columns_of_hugging_face(saved: Path, image_root: Path) -> None:
             HuggingFace(str(path))
 
 
+def test_rows_of_paths(image_root: Path) -> None:
+    """A row's image may be a path, too. Only image formats are opened, whatever the path's suffix is."""
+    paths = [str(image_root / "train" / name / "01.png") for name in ("cat", "dog")]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    datasets.Dataset.from_dict({"image": paths, "label": [0, 1]}, features).save_to_disk(str(image_root / "paths"))
+    split = HuggingFace(str(image_root / "paths"), size=16).source.load("train")
+    expected = ImageFolder(str(image_root), size=16).source.load("train")
+    assert torch.equal(split[1], expected[expected.names.index(paths[1])])
+
+
 def test_a_row_that_is_no_image(saved: Path, image_root: Path) -> None:
-    bad = {"image": [{"bytes": b"text", "path": None}] * 3, "label": [0, 1, 0]}
+    bad = {"image": [{"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": None}] * 3, "label": [0, 1, 0]}
     features = datasets.load_from_disk(str(saved))["train"].features
     datasets.Dataset.from_dict(bad, features).save_to_disk(str(image_root / "bad"))
     with pytest.raises(UserError, match=r"row 0 of train in .*bad cannot be read \(not an image\)"):

@@ -22,6 +22,7 @@ from app.data.sources import Errors, RaggedSplit, Source, Split, SplitName, mapp
 from app.errors import UserError
 from app.system.files import open_file, remove_parts, whole
 
+DECODING = 2  # raise this number when images are decoded to other pixels
 HEADER = 4096  # bytes; a page on most machines, so that the memory-mapped pixels begin at a page
 
 
@@ -127,7 +128,7 @@ class ImageCache:
         made_from = [type(source).__name__, split, place, *source.settings(split)]
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
         targets = [os.path.realpath(folder) for folder in sorted(folders)]
-        key = hashlib.sha256(json.dumps([list(source.class_names), targets]).encode())
+        key = hashlib.sha256(json.dumps([DECODING, list(source.class_names), targets]).encode())
         for file in files:
             try:
                 state = os.stat(file)

@@ -1,14 +1,16 @@
 """Source of a data set that Hugging Face's library `datasets` reads."""
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import fsspec
 from PIL import Image
 
 from app.data.geometry import Geometry
-from app.data.image_files import SYNONYMS, EncodedSource, FileSplit, sorted_names
-from app.data.sources import Split, SplitName
+from app.data.image_files import EncodedSource, FileSplit, open_image, sorted_names
+from app.data.sources import Split, SplitName, splits_in
 from app.errors import UserError, one_line
 
 
@@ -31,7 +33,11 @@ class RowSplit(FileSplit):
 
     def _open(self, index: int) -> Image.Image:
         (image,) = self._rows[index].values()
-        return image
+        content = image["bytes"]
+        if content is None:
+            with fsspec.open(image["path"]) as file:
+                content = file.read()
+        return open_image(BytesIO(content))
 
     def _name(self, index: int) -> str:
         return f"row {index} of {self._place}"
@@ -66,9 +72,10 @@ class HuggingFaceSource(EncodedSource):
                 made = (datasets.load_from_disk if is_saved or "://" in path else datasets.load_dataset)(path)
         except Exception as error:  # `datasets` raises many types of exceptions
             raise UserError(f"--data.path {path} cannot be read ({one_line(str(error))[:200]})") from error
-        tables = made if isinstance(made, dict) else {"train": made}
+        made = made if isinstance(made, dict) else {"train": made}
+        tables = {split: made[name] for split, name in splits_in(f"--data.path {path}", made).items()}
         if "train" not in tables:
-            raise UserError(f"--data.path {path} has no split train, but {', '.join(tables)}")
+            raise UserError(f"--data.path {path} has no split train, but {', '.join(made)}")
         features = tables["train"].features
         self._image = self._column(features, datasets.Image, "image", image_column)
         self._label = column = self._column(features, datasets.ClassLabel, "label", label_column)
@@ -77,8 +84,7 @@ class HuggingFaceSource(EncodedSource):
         known = {name: label for label, name in enumerate(self.class_names)}
         self._tables: dict[SplitName, tuple[Any, list[int]]] = {}
         self.splits = ()
-        for name, split in SYNONYMS.items():
-            table = tables.get(name, ())
+        for split, table in tables.items():
             if not len(table):
                 continue
             values = table[column] if column in table.column_names else [None] * len(table)
@@ -86,7 +92,7 @@ class HuggingFaceSource(EncodedSource):
             is_unlabelled = min(labels, default=-1) < 0
             if is_unlabelled and split != "test":
                 raise UserError(f"--data.path {path}: {split} has an image without a label that training images have")
-            images = table.select_columns([self._image]).cast_column(self._image, datasets.Image())
+            images = table.select_columns([self._image]).cast_column(self._image, datasets.Image(decode=False))
             self._tables[split] = images, labels
             self.splits = [*self.splits, "predict" if is_unlabelled else split]
 

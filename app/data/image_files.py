@@ -5,11 +5,11 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from rich import get_console
 from rich.progress import Progress
@@ -19,21 +19,73 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor
 
 from app.data.geometry import Geometry
-from app.data.sources import EMBEDDED, Errors, Images, Source, Split, SplitName, Workers, check_memory
+from app.data.sources import (
+    EMBEDDED,
+    SPLIT_NAMES,
+    Errors,
+    Images,
+    Source,
+    Split,
+    SplitName,
+    Workers,
+    check_memory,
+    split_of,
+    splits_in,
+)
 from app.errors import UserError, one_line
 from app.system.files import open_file
 
-SPLITS: Sequence[SplitName] = ("train", "val", "test")
-SYNONYMS: dict[str, SplitName] = {name: name for name in SPLITS} | {"validation": "val", "valid": "val", "dev": "val"}
+# the only formats to open: PIL has riskier ones, such as EPS, for which it starts Ghostscript
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000")
+# EXIF orientations: whether rows and columns are exchanged, and the dimensions of (C, h, w) to flip afterwards
+TURNS = {
+    2: (False, (2,)),
+    3: (False, (1, 2)),
+    4: (False, (1,)),
+    5: (True, ()),
+    6: (True, (2,)),
+    7: (True, (1, 2)),
+    8: (True, (1,)),
+}
+
+
+def open_image(file: str | BinaryIO) -> Image.Image:
+    """Open an image with PIL, in one of `FORMATS` whatever its name is."""
+    return Image.open(file, formats=FORMATS)
+
+
+def turn(picture: Image.Image) -> tuple[bool, Sequence[int]]:
+    """Return the value of `TURNS` that turns a picture upright. For formats other than JPEG, load the picture first."""
+    try:
+        return TURNS.get(picture.getexif().get(ExifTags.Base.Orientation), (False, ()))
+    except Exception:  # PIL raises exceptions of any type for broken EXIF data
+        return False, ()
 
 
 def pixels(picture: Image.Image, channels: int) -> Tensor:
-    """Return a picture's pixels, uint8 (C, h, w).
+    """Return a picture's pixels, turned upright as by PIL's `exif_transpose`: uint8 (C, h, w).
 
     Args:
         picture: The picture.
         channels: 1 (grey) or 3 (RGB).
     """
+    image = _stored(picture, channels)
+    exchanged, flipped = turn(picture)
+    if exchanged:
+        image = image.transpose(1, 2)
+    return image.flip(flipped) if flipped else image
+
+
+def reduce(picture: JpegImageFile, channels: int, geometry: Geometry) -> None:
+    """Let PIL decode a JPEG picture at a smaller size, which is at least the size that a training image keeps."""
+    exchanged, _ = turn(picture)
+    width, height = reversed(picture.size) if exchanged else picture.size
+    kept = geometry.kept_size(height, width)
+    picture.draft("L" if channels == 1 else None, kept if exchanged else kept[::-1])
+
+
+def _stored(picture: Image.Image, channels: int) -> Tensor:
+    """Return a picture's pixels as they are stored, without its EXIF orientation: uint8 (C, h, w)."""
     match picture:
         case JpegImageFile(format="JPEG", mode="RGB", decoderconfig=() | (1, 0), fp=file) if file and channels == 3:
             # at full size, torchvision decodes the same pixels as PIL, but faster; if it fails, PIL reports the error
@@ -71,7 +123,7 @@ class FileSplit(Split):
         self.mapped, self._images = False, None
 
     def _open(self, index: int) -> Image.Image:
-        return Image.open(self._name(index))
+        return open_image(self._name(index))
 
     def _name(self, index: int) -> str:
         assert self.names is not None
@@ -81,8 +133,8 @@ class FileSplit(Split):
         channels = self.image_shape[0]
         try:
             with self._open(index) as file:
-                if self.ragged is not None:  # let PIL decode a JPEG file at reduced size
-                    file.draft("L" if channels == 1 else None, self.ragged.kept_size(*file.size[::-1])[::-1])
+                if self.ragged is not None and isinstance(file, JpegImageFile):
+                    reduce(file, channels, self.ragged)
                 image = pixels(file, channels)
         except Exception as error:  # PIL's decoders raise exceptions of any type for a damaged file
             reason = one_line(str(error)) or type(error).__name__
@@ -174,7 +226,7 @@ class FolderSource(EncodedSource):
         self.root = root
         place = Path(root)
         names = _folders(place) if place.exists() else []
-        self._places: dict[SplitName, Path] = {name: place / name for name in SPLITS if name in names}
+        self._places = {split: place / name for split, name in splits_in(place, names).items()}
         if not self._places and place.name != "train":
             self._places["train"] = place
         self.splits = [*self._places]
@@ -230,14 +282,14 @@ class TableSource(EncodedSource):
                 listed = ", ".join(table.columns)
                 raise UserError(f"{csv} has no column {column}, but {listed}: give one to --data.{name}_column")
         rows = pd.DataFrame({name: table.get(column, "train") for name, column in columns.items()})
-        rows["split"] = rows["split"].replace(SYNONYMS)
+        rows["split"] = rows["split"].map(lambda name: split_of(name) or name)
         self.class_names = sorted_names(rows["label"][rows["split"] == "train"])
         labels = {name: label for label, name in enumerate(self.class_names)}
         self._rows: dict[SplitName, list[tuple[str, int]]] = {}
         for line, (name, label, split) in enumerate(rows.itertuples(index=False), 2):
-            if not name or split not in SPLITS or label not in labels:
+            if not name or split not in SPLIT_NAMES or label not in labels:
                 wrong = f"split {split!r}, not train, val or test"
-                wrong = wrong if split not in SPLITS else f"label {label!r}, which no training image has"
+                wrong = wrong if split not in SPLIT_NAMES else f"label {label!r}, which no training image has"
                 raise UserError(f"{csv}, line {line} has {wrong if name else 'no file'}: correct this line")
             self._rows.setdefault(split, []).append((str(Path(csv).parent / name), labels[label]))
         if not self._rows:

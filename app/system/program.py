@@ -7,6 +7,7 @@ from app.system.deferred_imports import defer_imports
 
 IGNORED = (  # patterns of the first words of ignored warnings
     ".*LeafSpec",  # Lightning 2.6 uses a class that newer torch deprecates
+    "Corrupt EXIF data",  # such images are read without their EXIF data
     "The number of training batches",  # warns of fewer batches than log_every_n_steps; epochs are logged anyway
     "Experiment logs directory",  # the tracker creates the folder first
     "The `srun` command is available",  # the rules of `fit` check this
