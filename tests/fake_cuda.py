@@ -1,24 +1,32 @@
-"""Fake `cuda:0` for a machine without a GPU. It computes on FakeTensors, and counts what makes the host wait."""
+"""Fake `cuda:0` for a machine without a GPU. It computes on FakeTensors, and counts what makes the host wait.
+
+Streams that race fail the test: see `Streams`.
+"""
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # FakeTensors need the real module; app.cli would defer its import
 from lightning.pytorch.trainer import call
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from app.data import batches
 from app.data.module import ImageData
 from app.fit.checkpoint_file import CheckpointFiles
+from app.loop import shards
 from app.loop.straight_step import Step
 from app.monitor.step_clock import StepClock
 from app.training_sums import log_window
@@ -31,6 +39,124 @@ SIZES: dict[Any, Callable[..., list[int]]] = {  # fake output sizes of operation
 }
 
 
+class Stream:
+    """Queue of a device's operations; also the host's operations.
+
+    Attributes:
+        done: For each stream, the number of its operations that end before this stream's next operation begins.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.done: Counter[Stream] = Counter()
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.done |= other.done
+
+
+@dataclass
+class Memory:
+    """Memory of a tensor and its views.
+
+    Attributes:
+        owner: Stream that allocated the memory. Its next operations may reuse the memory once the tensor is freed.
+        writes: Number of each stream's last write.
+        uses: Number of each stream's last read or write.
+        kept_for: Streams that `record_stream` has named.
+    """
+
+    owner: Stream
+    writes: Counter[Stream] = field(default_factory=Counter)
+    uses: Counter[Stream] = field(default_factory=Counter)
+    kept_for: set[Stream] = field(default_factory=set)
+
+
+class Streams:
+    """Check of the order of operations on different streams.
+
+    A stream must wait for other streams before it reads what they write, or writes what they use. A tensor that another
+    stream still uses may be freed only after `record_stream`.
+
+    Attributes:
+        host: The host, which uses pinned memory while a stream copies it.
+        current: The current stream.
+    """
+
+    def __init__(self) -> None:
+        self.host, self.current = Stream(), Stream()
+        self._memory: dict[StorageWeakRef, Memory] = {}
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        """Make a stream the current one."""
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def memory(self, tensor: Tensor, owner: Stream) -> Memory:
+        return self._memory.setdefault(StorageWeakRef(tensor.untyped_storage()), Memory(owner))
+
+    def use(self, stream: Stream, read: Any, written: Any) -> None:
+        """Count an operation of a stream, and check its order."""
+        stream.wait_stream(self.host)  # which issues it
+        stream.done[stream] += 1
+        self._check_freed()
+        for tensors, is_write in ((read, False), (written, True)):
+            for tensor in tree_leaves(tensors):
+                if not (is_on_cuda(tensor) or getattr(tensor, "pinned", False)):
+                    continue
+                memory = self.memory(tensor, stream)
+                before = memory.uses if is_write else memory.writes
+                assert before <= stream.done, "a stream uses a tensor without waiting for another stream"
+                memory.uses[stream] = stream.done[stream]
+                if is_write:
+                    memory.writes[stream] = stream.done[stream]
+
+    def _check_freed(self) -> None:
+        for storage, memory in list(self._memory.items()):
+            if storage.expired():
+                del self._memory[storage]
+                pending = {stream for stream in memory.uses if memory.uses[stream] > memory.owner.done[stream]}
+                is_kept = memory.owner is self.host  # torch keeps pinned memory until its copies have ended
+                assert is_kept or pending <= memory.kept_for, "a tensor is freed while another stream uses it"
+
+    def record(self, tensor: Tensor, stream: Stream) -> None:
+        """Replacement for `Tensor.record_stream`."""
+        self.memory(tensor, self.current).kept_for.add(stream)
+
+    def exchange(self, operations: Sequence[distributed.P2POp]) -> list[Any]:
+        """Replacement for `batch_isend_irecv`. NCCL communicates on a stream of its own, gloo only from the host."""
+        link = Stream()
+        link.wait_stream(self.current)
+        for operation in operations:
+            is_read = operation.op is distributed.isend
+            assert is_on_cuda(operation.tensor) == (distributed.get_backend() == "nccl")
+            self.use(link, operation.tensor if is_read else (), () if is_read else operation.tensor)
+        return [SimpleNamespace(wait=lambda: self.current.wait_stream(link))]
+
+    def future(self, devices: Any = None) -> "Future":
+        """Replacement for `torch.futures.Future`."""
+        return Future(self)
+
+
+class Future:
+    """Future whose result is on a device: the stream that waits for it continues after the stream that set it."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.ready = streams, Stream()
+
+    def set_result(self, result: Any) -> None:
+        self.result = result
+        self.ready.wait_stream(self.streams.current)
+
+    def set_exception(self, error: Exception) -> None:
+        raise error
+
+    def wait(self) -> Any:
+        self.streams.current.wait_stream(self.ready)
+        self.streams.record(self.result, self.streams.current)
+        return self.result
+
+
 class FakeCUDA:
     """Record of the operations that make the host wait for the device.
 
@@ -38,6 +164,7 @@ class FakeCUDA:
         notes: Number of operations that make the host wait. Each key has three parts: the place in the training,
             `file:line`, and the kind of operation.
         counts: Number of steps in each place.
+        streams: The streams.
         place: Current place: `step`, `window` (the last step of a logging window), `profiled` (a step that the step
             clock times), `between` (after a step), or `set-up`.
     """
@@ -46,9 +173,11 @@ class FakeCUDA:
         self.notes: Counter[tuple[str, str, str]] = Counter()
         self.counts: Counter[str] = Counter()
         self.place = "set-up"
+        self.streams = Streams()
 
     def note(self, kind: str) -> None:
         """Count an operation that makes the host wait, under the line of code that started it."""
+        self.streams.host.wait_stream(self.streams.current)
         frames = [f for f in traceback.extract_stack() if "/app/" in f.filename or "/lightning/" in f.filename]
         relevant = [f for f in frames if "site-packages" not in f.filename] or frames
         self.notes[self.place, f"{Path(relevant[-1].filename).name}:{relevant[-1].lineno}", kind] += 1
@@ -122,6 +251,7 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         on_cuda = any(map(is_on_cuda, tree_leaves(args)))
         if func in (aten._local_scalar_dense.default, aten.equal.default):
             if on_cuda:
+                fake.streams.use(fake.streams.current, args, ())
                 fake.note("read")
             return answer(args[0]).item()
         if func in SIZES:
@@ -130,16 +260,18 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
             func, args, kwargs = aten.new_zeros.default, (args[0], size), {"dtype": torch.int64}
         if func is aten._pin_memory.default:
             func, pins = aten.clone.default, True
+        blocks = False
         source = args[1] if func is aten.copy_.default else args[0] if func is aten._to_copy.default else None
         if isinstance(source, Tensor) and source.numel():
             target = (
                 args[0].device.type if func is aten.copy_.default else torch.device(kwargs.get("device") or "cpu").type
             )
-            waits = not (kwargs.get("non_blocking") or args[2:])
+            at_once = not (kwargs.get("non_blocking") or args[2:])
             if is_on_cuda(source) and target == "cpu" and (func is aten.copy_.default or kwargs.get("device")):
                 fake.note("copy to the host")
-            elif not is_on_cuda(source) and target == "cuda" and (waits or not getattr(source, "pinned", False)):
-                fake.note("blocking copy to the device" if waits else "copy of pageable memory")
+            elif not is_on_cuda(source) and target == "cuda" and (at_once or not getattr(source, "pinned", False)):
+                fake.note("blocking copy to the device" if at_once else "copy of pageable memory")
+                blocks = at_once
         value = known(args[0]) if func in (aten._to_copy.default, aten.lift_fresh.default) else None
         if isinstance(source, FakeTensor):
             source.constant = None  # because torch would copy the constant to a real device
@@ -152,6 +284,16 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         if pins or (func.is_view and getattr(args[0], "pinned", False)):
             for leaf in tree_leaves(result):
                 leaf.pinned = True
+        if not func.is_view:
+            names = [argument.name for argument in func._schema.arguments]
+            values = dict(zip(names, args, strict=False)) | kwargs
+            changed = [values.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+            runs_on_cuda = on_cuda or any(map(is_on_cuda, tree_leaves(result)))
+            fake.streams.use(
+                fake.streams.current if runs_on_cuda else fake.streams.host, read=values, written=(changed, result)
+            )
+        if blocks:
+            fake.streams.host.wait_stream(fake.streams.current)
         return result
 
     return dispatch if of_mode else classmethod(dispatch)  # type: ignore[return-value]
@@ -200,6 +342,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
 
     def tolist(tensor: Tensor) -> Any:
         if is_on_cuda(tensor):
+            fake.streams.use(fake.streams.current, tensor, ())
             fake.note("read")
         return plain_list(answer(tensor))
 
@@ -225,6 +368,13 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
         patch(torch.cuda, name, lambda *_, value=value, **__: value)
     patch(torch.cuda, "synchronize", lambda *_: fake.note("synchronize"))
     patch(torch.cuda, "Event", Event)
+    patch(torch.cuda, "Stream", Stream)
+    patch(torch.cuda, "current_stream", lambda *_: fake.streams.current)
+    patch(torch.cuda, "stream", fake.streams.using)
+    patch(Tensor, "record_stream", lambda *arguments: fake.streams.record(*arguments))
+    patch(torch.futures, "Future", fake.streams.future)
+    patch(shards, "Future", fake.streams.future)
+    patch(distributed, "batch_isend_irecv", fake.streams.exchange)
 
     train, take_step = call._call_and_handle_interrupt, Step.__call__
 

@@ -2,23 +2,30 @@
 
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_cuda import FakeCUDA, fake_cuda
+from fake_cuda import CUDA, FakeCUDA, fake_cuda
 from harness import RECIPE, App, last_of, options, output_of, record_of, tiny
 from test_cost import Counting
-from torch import distributed
+from torch import distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.data.batches import GlobalBatches
 from app.data.sources import Split
+from app.loop import shards
 from app.networks import LeNet
+from app.parallel.comm_hooks import ring_hook
 
 __all__ = ["fake_cuda"]
 
@@ -76,6 +83,76 @@ def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> N
     assert len(predictions.read_text().splitlines()) > 1
 
 
+@contextmanager
+def rank_of(size: int, rank: int) -> Iterator[None]:
+    """Be one rank of a process group whose other ranks do not exist."""
+    distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def bucket_of(layer: nn.Module) -> Any:
+    """Return a layer's gradients as a bucket of DDP."""
+    parameters = list(layer.parameters())
+    buffer = torch.cat([torch.zeros_like(parameter).flatten() for parameter in parameters])
+    return SimpleNamespace(buffer=lambda: buffer, parameters=lambda: parameters, is_last=lambda: False)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize(("count", "size"), [(8, 3), (8, 5), (6, 2), (6, 4), (7, 6), (None, 3)])
+def test_streams_wait_for_each_other(
+    count: int | None, size: int, backend: str, fake_cuda: FakeCUDA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Averages of gradients over `count` virtual devices, or in a ring, race on no rank; gloo gets host memory only."""
+    monkeypatch.setattr(distributed, "get_backend", lambda *_: backend)
+    monkeypatch.setattr(shards, "DistributedDataParallel", SimpleNamespace)
+    for rank in range(size):
+        with rank_of(size, rank), FakeTensorMode():
+            network = nn.Sequential(nn.Linear(4, 3, device=CUDA), nn.Linear(3, 2, device=CUDA))
+            model = SimpleNamespace(process_group=None, register_comm_hook=lambda *_: None)
+            strategy = SimpleNamespace(model=model, root_device=CUDA, global_rank=rank, world_size=size)
+            hook = partial(ring_hook, Counter())
+            if count is not None:
+                sums = shards.ShardSums(network, strategy, count)  # type: ignore[arg-type]
+                hook = partial(sums._add_bucket, None)
+                for shard in sums.tree.shards[:-1]:
+                    network(torch.ones(2, 4, device=CUDA)).sum().backward()
+                    sums.add_shard(shard)
+            buckets = [bucket_of(layer) for layer in reversed(network)]
+            averages = [hook(bucket) for bucket in buckets]
+            for average in averages:
+                average.wait().mul_(2)
+
+
+def read_too_early(side: torch.cuda.Stream) -> None:
+    values = torch.zeros(2, device=CUDA)
+    with torch.cuda.stream(side):
+        values + 1
+
+
+def freed_too_early(side: torch.cuda.Stream) -> None:
+    values = torch.zeros(2, device=CUDA)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        values + 1
+    del values
+    torch.zeros(2, device=CUDA)
+
+
+def overwritten_too_early(side: torch.cuda.Stream) -> None:
+    pinned = torch.zeros(2).pin_memory()
+    pinned.to(CUDA, non_blocking=True)
+    pinned.zero_()
+
+
+@pytest.mark.parametrize("race", [read_too_early, freed_too_early, overwritten_too_early])
+def test_races_are_found(race: Callable[[torch.cuda.Stream], None], fake_cuda: FakeCUDA) -> None:
+    with FakeTensorMode(), pytest.raises(AssertionError, match="another stream"):
+        race(torch.cuda.Stream())
+
+
 BATCH, SAMPLES = 2048, 2 * 2048 + 100
 
 
@@ -112,10 +189,9 @@ def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
         future.set_result(bucket.buffer())
         return future
 
-    distributed.init_process_group("fake", rank=size - 2, world_size=size, store=FakeStore())
     torch.manual_seed(0)
     try:
-        with counting:
+        with rank_of(size, size - 2), counting:
             sys.setprofile(profile)
             loader = loader_of(size - 2, size)
             batch = next(iter(loader))
@@ -125,7 +201,6 @@ def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
             (loss * (size / loader.global_count(0))).backward()
     finally:
         sys.setprofile(None)
-        distributed.destroy_process_group()
     return calls, sum(sent), counting.counts
 
 

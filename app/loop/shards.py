@@ -108,6 +108,8 @@ class ShardSums:
             self.side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self.side):
                 work()
+            for vector in nodes.values():
+                vector.record_stream(self.side)  # reuse the vector's memory only after the side stream has read it
         else:
             work()
         return future

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from app.parallel.ddp import DDP
+from app.parallel.tree import exchange
 
 
 class FixedHook(DDP):
@@ -136,26 +137,22 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> i
         Number of bytes that this rank sent; all ranks together send 2(N−1) times the buffer.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
+    following, previous = (rank + 1) % world, (rank - 1) % world
     chunks = buffer.tensor_split(world)
     received = torch.empty_like(chunks[0])  # no chunk is longer than the first
     sent = 0
     for step in range(world - 1):
+        out = chunks[(rank - step) % world]
         mine = chunks[(rank - step - 1) % world]
         other = received[: len(mine)]
-        sent += _hand_on(chunks[(rank - step) % world], other, rank, world, group)
+        exchange({following: out}, {previous: other}, group)
         mine += other
+        sent += out.nbytes
     for step in range(world - 1):
-        sent += _hand_on(chunks[(rank - step + 1) % world], chunks[(rank - step) % world], rank, world, group)
+        out = chunks[(rank - step + 1) % world]
+        exchange({following: out}, {previous: chunks[(rank - step) % world]}, group)
+        sent += out.nbytes
     return sent
-
-
-def _hand_on(out: Tensor, into: Tensor, rank: int, world: int, group: dist.ProcessGroup | None) -> int:
-    """Send to the next rank, and at the same time receive from the previous one. Return the number of bytes sent."""
-    ends = ((dist.isend, out, (rank + 1) % world), (dist.irecv, into, (rank - 1) % world))
-    operations = [dist.P2POp(do, tensor, group=group, group_peer=peer) for do, tensor, peer in ends if len(tensor)]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-    return out.nbytes
 
 
 def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -85,30 +85,41 @@ class Tree:
         split = [nodes[node].tensor_split(self.world_size) for node in self._held[rank]]
         chunk = split[0][rank]
         received = {other: chunk.new_empty(len(self._held[other]), len(chunk)) for other in others}
+        exchange({other: torch.cat([chunks[other] for chunks in split]) for other in others}, received, self.group)
         received[rank] = torch.stack([chunks[rank] for chunks in split])
-        self._exchange({other: torch.cat([chunks[other] for chunks in split]) for other in others}, received)
         sums: dict[Node, Tensor] = {}
         for sender, held in enumerate(self._held):
             for node, value in zip(held, received[sender], strict=True):
                 self.add(sums, node, value, torch.add)
         whole = torch.empty_like(nodes[self._held[rank][0]])
         places = dict(enumerate(whole.tensor_split(self.world_size)))
-        places[rank].copy_(sums[self.root])
-        self._exchange(dict.fromkeys(others, places[rank]), places)
+        summed = places.pop(rank).copy_(sums[self.root])
+        exchange(dict.fromkeys(others, summed), places, self.group)
         return whole
 
-    def _exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> None:
-        """Send a tensor to each other rank, and receive one from each, in place.
 
-        Args:
-            sent: Tensor for each other rank, by rank.
-            received: Buffer for each other rank's tensor, by rank.
-        """
-        operations = [
-            distributed.P2POp(operation, tensors[other], other, self.group)
-            for other in sent
-            for operation, tensors in ((distributed.isend, sent), (distributed.irecv, received))
-            if tensors[other].numel()
-        ]
-        for work in distributed.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+def exchange(sent: dict[int, Tensor], received: dict[int, Tensor], group: distributed.ProcessGroup | None) -> None:
+    """Send a tensor to some ranks, and receive one from some ranks, in place.
+
+    A GPU's tensors pass through host memory under gloo, because gloo sends and receives only from there.
+
+    Args:
+        sent: Tensor for each receiving rank, by its rank in the group.
+        received: Buffer for each sending rank's tensor, by its rank in the group.
+        group: Process group; None for all ranks.
+    """
+    buffers = received
+    if distributed.get_backend(group) == "gloo":
+        sent = {rank: tensor.cpu() for rank, tensor in sent.items()}
+        buffers = {rank: tensor.cpu() for rank, tensor in received.items()}
+    operations = [
+        distributed.P2POp(operation, tensor, group=group, group_peer=rank)
+        for operation, tensors in ((distributed.isend, sent), (distributed.irecv, buffers))
+        for rank, tensor in tensors.items()
+        if tensor.numel()
+    ]
+    for work in distributed.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    for rank, tensor in received.items():
+        if buffers[rank] is not tensor:
+            tensor.copy_(buffers[rank])

@@ -1,6 +1,7 @@
 """Set-up of this program's processes; programs that import `app` as a library do not need it."""
 
 import logging
+import os
 import warnings
 
 from app.system.deferred_imports import defer_imports
@@ -15,7 +16,11 @@ IGNORED = (  # patterns of the first words of ignored warnings
 
 
 def set_up() -> None:
-    """Defer imports that most runs never use, and hide warnings that users cannot fix. Safe to call again."""
+    """Defer imports that most runs never use, and hide warnings that users cannot fix. Safe to call again.
+
+    Prepare deterministic training on a GPU, because torch reads the variable only once, at the first matrix product.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     defer_imports()
     for message in IGNORED:
         warnings.filterwarnings("ignore", message)
