@@ -12,6 +12,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from app.data import FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
+from app.data.sources import split_of
 from app.data.synthetic import SyntheticSource
 from app.data.transforms import DRAW_RANGE, Transform
 from app.errors import UserError
@@ -100,6 +101,13 @@ def test_image_folder(placement: str, folder: str | None, image_root: Path, app:
     assert head == "file,predicted,name,probability" + ("" if folder else ",label")
     assert rows[0].startswith(str(image_root / "test" / (folder or "cat") / "00.jpg"))
     assert len(rows) == (4 if folder else 12)
+
+
+def test_names_of_splits() -> None:
+    assert {split_of(name) for name in ("train", "Training", "TRAIN ")} == {"train"}
+    assert {split_of(name) for name in ("val", "valid", "Validation", "eval", "dev")} == {"val"}
+    assert {split_of(name) for name in ("test", "Testing")} == {"test"}
+    assert {split_of(name) for name in ("trains", "cat", "", "unsupervised")} == {None}
 
 
 def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path: Path) -> None:

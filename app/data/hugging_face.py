@@ -7,8 +7,8 @@ from typing import Any
 from PIL import Image
 
 from app.data.geometry import Geometry
-from app.data.image_files import SYNONYMS, EncodedSource, FileSplit, sorted_names
-from app.data.sources import Split, SplitName
+from app.data.image_files import EncodedSource, FileSplit, sorted_names
+from app.data.sources import Split, SplitName, splits_in
 from app.errors import UserError, one_line
 
 
@@ -66,9 +66,10 @@ class HuggingFaceSource(EncodedSource):
                 made = (datasets.load_from_disk if is_saved or "://" in path else datasets.load_dataset)(path)
         except Exception as error:  # `datasets` raises many types of exceptions
             raise UserError(f"--data.path {path} cannot be read ({one_line(str(error))[:200]})") from error
-        tables = made if isinstance(made, dict) else {"train": made}
+        made = made if isinstance(made, dict) else {"train": made}
+        tables = {split: made[name] for split, name in splits_in(f"--data.path {path}", made).items()}
         if "train" not in tables:
-            raise UserError(f"--data.path {path} has no split train, but {', '.join(tables)}")
+            raise UserError(f"--data.path {path} has no split train, but {', '.join(made)}")
         features = tables["train"].features
         self._image = self._column(features, datasets.Image, "image", image_column)
         self._label = column = self._column(features, datasets.ClassLabel, "label", label_column)
@@ -77,8 +78,7 @@ class HuggingFaceSource(EncodedSource):
         known = {name: label for label, name in enumerate(self.class_names)}
         self._tables: dict[SplitName, tuple[Any, list[int]]] = {}
         self.splits = ()
-        for name, split in SYNONYMS.items():
-            table = tables.get(name, ())
+        for split, table in tables.items():
             if not len(table):
                 continue
             values = table[column] if column in table.column_names else [None] * len(table)

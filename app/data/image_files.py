@@ -19,12 +19,21 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor
 
 from app.data.geometry import Geometry
-from app.data.sources import EMBEDDED, Errors, Images, Source, Split, SplitName, Workers, check_memory
+from app.data.sources import (
+    EMBEDDED,
+    SPLIT_NAMES,
+    Errors,
+    Images,
+    Source,
+    Split,
+    SplitName,
+    Workers,
+    check_memory,
+    split_of,
+    splits_in,
+)
 from app.errors import UserError, one_line
 from app.system.files import open_file
-
-SPLITS: Sequence[SplitName] = ("train", "val", "test")
-SYNONYMS: dict[str, SplitName] = {name: name for name in SPLITS} | {"validation": "val", "valid": "val", "dev": "val"}
 
 
 def pixels(picture: Image.Image, channels: int) -> Tensor:
@@ -174,7 +183,7 @@ class FolderSource(EncodedSource):
         self.root = root
         place = Path(root)
         names = _folders(place) if place.exists() else []
-        self._places: dict[SplitName, Path] = {name: place / name for name in SPLITS if name in names}
+        self._places = {split: place / name for split, name in splits_in(place, names).items()}
         if not self._places and place.name != "train":
             self._places["train"] = place
         self.splits = [*self._places]
@@ -230,14 +239,14 @@ class TableSource(EncodedSource):
                 listed = ", ".join(table.columns)
                 raise UserError(f"{csv} has no column {column}, but {listed}: give one to --data.{name}_column")
         rows = pd.DataFrame({name: table.get(column, "train") for name, column in columns.items()})
-        rows["split"] = rows["split"].replace(SYNONYMS)
+        rows["split"] = rows["split"].map(lambda name: split_of(name) or name)
         self.class_names = sorted_names(rows["label"][rows["split"] == "train"])
         labels = {name: label for label, name in enumerate(self.class_names)}
         self._rows: dict[SplitName, list[tuple[str, int]]] = {}
         for line, (name, label, split) in enumerate(rows.itertuples(index=False), 2):
-            if not name or split not in SPLITS or label not in labels:
+            if not name or split not in SPLIT_NAMES or label not in labels:
                 wrong = f"split {split!r}, not train, val or test"
-                wrong = wrong if split not in SPLITS else f"label {label!r}, which no training image has"
+                wrong = wrong if split not in SPLIT_NAMES else f"label {label!r}, which no training image has"
                 raise UserError(f"{csv}, line {line} has {wrong if name else 'no file'}: correct this line")
             self._rows.setdefault(split, []).append((str(Path(csv).parent / name), labels[label]))
         if not self._rows:

@@ -27,6 +27,12 @@ from app.system.files import downloading
 from app.system.tracebacks import MADE_BY, blamed
 
 SplitName = Literal["train", "val", "test", "predict"]
+# names of splits in any case: of folders, of a table's rows, and of Hugging Face
+SPLIT_NAMES: dict[SplitName, Collection[str]] = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "eval", "evaluation", "dev"),
+    "test": ("test", "testing"),
+}
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 
@@ -214,6 +220,32 @@ def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)
+
+
+def split_of(name: str) -> SplitName | None:
+    """Return the split that a name means, or None for a name that means no split."""
+    name = name.strip().lower()
+    return next((split for split, names in SPLIT_NAMES.items() if name in names), None)
+
+
+def splits_in(place: object, names: Collection[str]) -> dict[SplitName, str]:
+    """Return the name of each split, in the order of `SPLIT_NAMES`; names that mean no split are ignored.
+
+    Args:
+        place: Place of the names, for messages.
+        names: Names of folders or tables.
+
+    Raises:
+        UserError: When several names mean the same split.
+    """
+    splits: dict[SplitName, str] = {}
+    for split in SPLIT_NAMES:
+        matches = [name for name in names if split_of(name) == split]
+        if len(matches) > 1:
+            raise UserError(f"{place} has {' and '.join(matches)}, which mean the same split {split}: keep one of them")
+        if matches:
+            splits[split] = matches[0]
+    return splits
 
 
 class Source(ABC):
