@@ -33,10 +33,10 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     loop                straight_step (a fast training step), step_patches (Lightning's private names), shards (the
                         step over virtual devices), buffers (of the module)
     modules             LightningModules: loss, metrics, optimizer, predictions
-    data                sources (data sets), image_files (the user's own), hugging_face, synthetic (drawn), geometry
-                        (sizes and crops), cache (decoded once, mapped), shares (a rank's share of the global order),
-                        batches (a share's loader), global_order (for a user's DataLoader), transforms (pixels), module
-                        (ImageData), datasets (--data)
+    data                sources (data sets), image_files (the user's own), tables (CSV files, classes by name),
+                        hugging_face, synthetic (drawn), geometry (sizes and crops), cache (decoded once, mapped),
+                        shares (a rank's share of the global order), batches (a share's loader), global_order (for a
+                        user's DataLoader), transforms (pixels), module (ImageData), datasets (--data)
     training_sums       loss, accuracy and samples of a logging window and of an epoch
     recipe              loss, parameter groups, learning-rate schedule, frozen blocks
     execution           how a network is executed: layout, precision, compilation, fused updates

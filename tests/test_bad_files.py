@@ -2,6 +2,8 @@
 
 import errno
 import gc
+import gzip
+import hashlib
 import io
 import json
 import multiprocessing
@@ -18,11 +20,12 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
+import torchvision
 from harness import QUIET, ROOT, App, difference, draw_images, error_of, options, output_of, record_of, tiny, weights
 from PIL import Image
 from test_data import attach
 
-from app.data import ImageFolder
+from app.data import FashionMNIST, ImageFolder
 from app.data.geometry import Geometry
 from app.data.image_files import FileSplit
 from app.data.sources import Workers
@@ -31,6 +34,7 @@ from app.record import Record
 
 REPLACE = "replace it, or --data.on_bad_image skip"
 SMALL = tiny()
+DATASET = torchvision.datasets.FashionMNIST
 
 
 def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +244,24 @@ def test_labels_that_there_are_not(app: App, fashion_root: Path) -> None:
     labels.unlink()
     labels.mkdir()
     assert f"{labels.parent} cannot be read" in error_of(*app("fit", *flags))
+
+
+def test_a_changed_bit_of_fashion_mnist(fashion_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extracted files are compared with the archives that torchvision downloads."""
+    files = [fashion_root / "FashionMNIST" / "raw" / name.removesuffix(".gz") for name, _ in DATASET.resources]
+    archives = [file.with_name(f"{file.name}.gz") for file in files]
+    for file, archive in zip(files, archives, strict=True):
+        archive.write_bytes(gzip.compress(file.read_bytes()))
+    checksums = [(archive.name, hashlib.md5(archive.read_bytes()).hexdigest()) for archive in archives]
+    monkeypatch.setattr(DATASET, "resources", checksums)
+    attach(FashionMNIST(str(fashion_root)))
+    for broken in (files[0], archives[1]):
+        whole = broken.read_bytes()
+        broken.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        os.utime(files[0], (1, 1))  # so that the cached images are outdated
+        with pytest.raises(UserError, match="ubyte differs from the archive beside it: delete both"):
+            attach(FashionMNIST(str(fashion_root)))
+        broken.write_bytes(whole)
 
 
 def by_workers(split: FileSplit) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from harness import QUIET, App, error_of, fork_app, losses, on_cpu, options, out
 from test_data import attach
 
 from app.data import CIFAR10, ImageFolder
-from app.data.cache import ImageCache
+from app.data.cache import HEADER, ImageCache
 from app.data.datasets import EncodedImages
 from app.data.image_files import FileSplit, FolderSource
 from app.errors import UserError
@@ -169,10 +170,64 @@ def test_what_is_broken_or_foreign_is_made_anew(image_root: Path, cache: Path, d
         decoded()
         assert torch.equal(images_of(image_root, cache), expected)
         assert decoded() == 36
-        assert path.read_bytes() == whole
+        assert path.read_bytes()[HEADER:] == whole[HEADER:], "the header has the time of writing"
     path.unlink()
     path.mkdir()
     assert torch.equal(images_of(image_root, cache), expected)
+
+
+@pytest.mark.parametrize("crop", ["none", "random_resized"])
+def test_a_changed_bit_is_noticed(
+    crop: str, image_root: Path, cache: Path, decoded: Callable[[], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A changed bit in any part of the file is noticed, also if the file keeps its date."""
+
+    def content() -> list[Any]:
+        split = attach(ImageFolder(str(image_root), cache=str(cache), num_workers=0, crop=crop))._splits["train"][0]
+        images = zip(split.names, split.labels.tolist(), map(torch.Tensor.tolist, split), strict=True)
+        return sorted(images, key=lambda image: image[0])
+
+    expected = content()
+    path = next(cache.glob("train-*"))
+    size = path.stat().st_size
+    names = path.read_bytes().rindex(b"[")
+    for place in (0, 20, HEADER - 1, HEADER, names - 300, names - 100, names - 5, names - 1, names + 10, size - 3):
+        before = path.stat()
+        with path.open("r+b") as file:
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        decoded()
+        capfd.readouterr()
+        assert content() == expected
+        assert decoded() == 36
+        assert capfd.readouterr().err.count(f"{path} is damaged, or of another version\n") == 1
+
+
+def test_a_start_checks_a_large_file_in_part(
+    image_root: Path, cache: Path, decoded: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large file, random blocks are checked; if it has been modified since it was written, all blocks."""
+    monkeypatch.setattr("app.data.cache.BLOCK", 3072)
+    monkeypatch.setattr("app.data.cache.SAMPLE", 2)
+    images_of(image_root, cache)
+    sizes: list[int] = []
+    monkeypatch.setattr("app.data.cache.crc32", lambda content: sizes.append(len(content)) or zlib.crc32(content))
+    images_of(image_root, cache)
+    assert sizes.count(3072) == 2 + 2, "blocks of train and test"
+    path = next(cache.glob("train-*"))
+    path.touch()
+    sizes.clear()
+    decoded()
+    images_of(image_root, cache)
+    assert sizes.count(3072) == 36 + 2
+    with path.open("r+b") as file:
+        file.seek(HEADER + 35 * 3072)
+        file.write(b"x")
+    images_of(image_root, cache)
+    assert decoded() == 36
 
 
 def test_a_half_file_goes(image_root: Path, cache: Path) -> None:

@@ -1,11 +1,13 @@
 """Images that a CSV file lists, and data sets of Hugging Face."""
 
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pandas as pd
 import pytest
 import torch
+from datasets import ClassLabel, Image, List, Value
 from harness import QUIET, App, error_of, losses, options, output_of, record_of
 from test_data import attach
 
@@ -70,7 +72,7 @@ def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App) 
     assert f"{csv} has no column fold, {columns}split_column" in error_of(*app("fit", *fold, *FLAGS))
     for row, column, value, problem in (
         (2, "file", "", "line 4 has no file"),
-        (3, "label", "", "line 5 has label '', which no training image has"),
+        (3, "label", "", "line 5 has no label"),
         (40, "label", "cow", "line 42 has label 'cow', which no training image has"),
         (5, "split", "trian", "line 7 has split 'trian', not train, val or test"),
         (1, "file", "train/cat/gone.jpg", f"{image_root / 'train/cat/gone.jpg'} cannot be read"),
@@ -85,6 +87,77 @@ def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App) 
     assert f"--data.csv {csv} cannot be read" in message_of()
     csv.unlink()
     assert f"--data.csv {csv} cannot be read (No such file or directory)" in message_of()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "file,label,split\na.png,cat,train\nb.png,dog,train\nc.png,cat,val\n",
+        "file;label;split\na.png;cat;train\nb.png;dog;train\nc.png;cat;val\n",
+        "file\tlabel\tsplit\na.png\tcat\ttrain\nb.png\tdog\ttrain\nc.png\tcat\tval",
+        "\ufefffile,label,split\r\na.png,cat,train\r\n\r\nb.png,dog,train\r\nc.png,cat,val\r\n,,\r\n",
+        "Split, File, Label \rtrain, a.png, cat\rTRAIN, b.png, dog \rVal , c.png, cat\r",
+        '"file","label",note,"split"\n"a.png","cat ",";;","train"\nb.png,"dog","one, two",train,\nc.png,cat,,valid\n',
+        "file,label,split\n.\\a.png,cat,train\n./b.png,dog,train\n{folder}/c.png,cat,val\n",
+    ],
+    ids=["comma", "semicolon", "tab", "byte order mark", "spaces", "quotes", "paths"],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path) -> None:
+    for name in ("a.png", "b.png", "c.png"):
+        (tmp_path / name).touch()
+    (tmp_path / "t.csv").write_bytes(text.replace("{folder}", str(tmp_path)).encode(encoding))
+    source = ImageTable(str(tmp_path / "t.csv")).source
+    assert list(source.class_names) == ["cat", "dog"]
+    assert [[(Path(file).name, label) for file, label in source._files(split)] for split in source.splits] == [
+        [("a.png", 0), ("b.png", 1)],
+        [("c.png", 0)],
+    ]
+    assert all(Path(file).exists() for split in source.splits for file, _ in source._files(split))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("file,label\na.png,cat, small\n", 'line 2 has 3 cells, not 2 as the header: write a cell that contains ","'),
+        ("file,label\na.png,cat\nb.png\n", "line 3 has 1 cells, not 2 as the header"),
+        ("file,label\na.png,cat\n./a.png,cat\n", "lines 2 and 3 have the same file ./a.png: keep one of them"),
+        ("file,label,split\na.png,cat,train\n\na.png,cat,val\n", "lines 2 and 4 have the same file a.png"),
+        ("a.png,cat\nb.png,dog\n", "begins with an image: insert a first line, such as file,label"),
+        ("file,label,label\na.png,cat,dog\n", "has 2 columns label: rename all but one"),
+        ("file,label\na.png,cat\nb.png,Cat\n", "line 3 has label 'Cat', others have 'cat': spell one class alike"),
+        ("file,label\na.png,caf\u00e9\nb.png,cafe\u0301\n", "line 3 has label 'cafe\u0301', others have 'caf\u00e9'"),
+        ("file,label\na.png,cat\nb.png,c\u200bat\n", r"line 3 has label 'c\u200bat', others have 'cat'"),
+        ("file,label\na.png,1\nb.png,01\n", "line 3 has label '01', others have '1'"),
+        ("file,label\na.png,1\nb.png,1.0\n", "line 3 has label '1.0', others have '1'"),
+        ("file,label,split\na.png,cat,train\nb.png,,test\nc.png,cat,test\n", "line 3 has no label"),
+        ('file,label\na.png,"cat"s\n', "line 2 cannot be read"),
+        ('file,label\na.png,"cat\nb.png,dog\n', "cannot be read (unexpected end of data): correct its quotes"),
+        ("file,label\na.png,c\0at\n", "contains null characters: save it as UTF-8"),
+        ("file,label\na.png,c\udce4t\n", "save it as UTF-8"),
+        ("\n\n", "has no rows"),
+    ],
+)
+def test_tables_that_are_ambiguous(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    (tmp_path / "t.csv").write_bytes(text.encode(errors="surrogateescape"))
+    columns = ["a.png", "cat"] if text.startswith("a.png") else ["file", "label"]
+    with pytest.raises(UserError) as error:
+        ImageTable(str(tmp_path / "t.csv"), *columns)
+    assert problem in str(error.value)
+
+
+def test_odd_names_of_classes(tmp_path: Path) -> None:
+    """NA is a class, letters of both cases are two, and numbers of any length are sorted by value."""
+    (tmp_path / "t.csv").write_text("file,label\n1,NA\n2,null\n3,a\n4,A\n5,nan\n")
+    assert list(ImageTable(str(tmp_path / "t.csv")).class_names) == ["A", "NA", "a", "nan", "null"]
+    (tmp_path / "t.csv").write_text(f"file,label\n1,{'9' * 5000}\n2,10\n3,9\n4,08\n")
+    assert list(ImageTable(str(tmp_path / "t.csv")).class_names) == ["08", "9", "10", "9" * 5000]
+
+
+def test_a_table_with_a_test_split_without_labels(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("file,label,split\n1,cat,train\n2,dog,train\n3,,test\n4,,test\n")
+    assert list(ImageTable(str(tmp_path / "t.csv")).source.splits) == ["train", "predict"]
 
 
 @pytest.fixture
@@ -143,6 +216,66 @@ def test_rows_of_paths(image_root: Path) -> None:
     split = HuggingFace(str(image_root / "paths"), size=16).source.load("train")
     expected = ImageFolder(str(image_root), size=16).source.load("train")
     assert torch.equal(split[1], expected[expected.names.index(paths[1])])
+
+
+def save(folder: Path, **splits: tuple[Any, list[Any]]) -> str:
+    """Save a data set of Hugging Face; each split has a type of labels, and labels."""
+    tables = {}
+    for name, (feature, labels) in splits.items():
+        features = datasets.Features({"image": Image(), "label": feature})
+        tables[name] = datasets.Dataset.from_dict({"image": [None] * len(labels), "label": labels}, features=features)
+    datasets.DatasetDict(tables).save_to_disk(str(folder))
+    return str(folder)
+
+
+DOG = ClassLabel(names=["dog"])
+BOTH = ClassLabel(names=["cat", "dog"])
+TEXT = Value("string")
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "names", "numbers"),
+    [
+        ((BOTH, [1, 0]), (DOG, [0, 0]), "cat dog", [[1, 0], [1, 1]]),
+        ((ClassLabel(names=["b", "a", "a "]), [0, 1, 2]), (TEXT, ["a", " b"]), "b a", [[0, 1, 1], [1, 0]]),
+        ((TEXT, ["b", "a"]), (ClassLabel(names=["b", "a"]), [0, 1]), "a b", [[1, 0], [1, 0]]),
+        ((Value("int64"), [10, 9]), (Value("int8"), [9, 10]), "9 10", [[1, 0], [0, 1]]),
+        ((Value("int64"), [-1, 1]), (Value("int64"), [1, -1]), "-1 1", [[0, 1], [1, 0]]),
+        ((Value("bool"), [True, False]), (Value("bool"), [True]), "False True", [[1, 0], [1]]),
+    ],
+    ids=["classes", "spaces", "strings", "numbers", "signs", "truths"],
+)  # fmt: skip
+def test_labels_go_by_name(train: Any, test: Any, names: str, numbers: list[list[int]], tmp_path: Path) -> None:
+    """Each split of a data set of Hugging Face may number its classes differently."""
+    source = HuggingFace(save(tmp_path, test=test, train=train), label_column="label").source
+    assert list(source.class_names) == names.split()
+    assert [source.load(split).labels.tolist() for split in ("train", "test")] == numbers
+
+
+@pytest.mark.parametrize("missing", [None, -1])
+def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_path: Path) -> None:
+    path = save(tmp_path, train=(BOTH, [0, 1]), test=(BOTH, [missing, missing]))
+    assert list(HuggingFace(path).source.splits) == ["train", "predict"]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "problem"),
+    [
+        ((List(BOTH), [[0, 1], [1]]), None, "column label has several labels per image: give a column"),
+        (({"cat": Value("bool")}, [{"cat": True}]), None, "column label has several labels per image"),
+        ((Value("float32"), [0.0, 1.0]), None, "column label has float32 values: give a column with one name"),
+        ((TEXT, ["cat", "dog"]), (TEXT, ["dog", "cow"]), "row 1 of test has label 'cow', which no training image has"),
+        ((BOTH, [0, 1]), (ClassLabel(names=["cow"]), [0]), "row 0 of test has label 'cow'"),
+        ((BOTH, [0, 1]), (ClassLabel(names=["Dog"]), [0]), "row 0 of test has label 'Dog', others have 'dog'"),
+        ((TEXT, ["cat", "dog"]), (TEXT, ["dog", None]), "row 1 of test has no label"),
+        ((BOTH, [0, -1]), None, "row 1 of train has no label"),
+    ],
+)  # fmt: skip
+def test_labels_that_are_no_classes(train: Any, test: Any, problem: str, tmp_path: Path) -> None:
+    path = save(tmp_path, train=train, **({"test": test} if test else {}))
+    with pytest.raises(UserError) as error:
+        HuggingFace(path, label_column="label")
+    assert f"--data.path {path}: {problem}" in str(error.value)
 
 
 def test_a_row_that_is_no_image(saved: Path, image_root: Path) -> None:

@@ -7,10 +7,11 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from app.data.geometry import RATIO, SCALE, Geometry
 from app.data.hugging_face import HuggingFaceSource
-from app.data.image_files import EncodedSource, FolderSource, TableSource
+from app.data.image_files import EncodedSource, FolderSource
 from app.data.module import ImageData
 from app.data.sources import CIFAR10Source, FashionMNISTSource
 from app.data.synthetic import SyntheticSource
+from app.data.tables import TableSource
 from app.errors import UserError
 
 

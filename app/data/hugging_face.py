@@ -1,5 +1,6 @@
 """Source of a data set that Hugging Face's library `datasets` reads."""
 
+import re
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -9,8 +10,9 @@ import fsspec
 from PIL import Image
 
 from app.data.geometry import Geometry
-from app.data.image_files import EncodedSource, FileSplit, open_image, sorted_names
+from app.data.image_files import EncodedSource, FileSplit, open_image
 from app.data.sources import Split, SplitName, splits_in
+from app.data.tables import number_classes, splits_of
 from app.errors import UserError, one_line
 
 
@@ -78,23 +80,32 @@ class HuggingFaceSource(EncodedSource):
             raise UserError(f"--data.path {path} has no split train, but {', '.join(made)}")
         features = tables["train"].features
         self._image = self._column(features, datasets.Image, "image", image_column)
-        self._label = column = self._column(features, datasets.ClassLabel, "label", label_column)
-        names = getattr(features[column], "names", None)
-        self.class_names = names or sorted_names(map(str, tables["train"][column]))
-        known = {name: label for label, name in enumerate(self.class_names)}
-        self._tables: dict[SplitName, tuple[Any, list[int]]] = {}
-        self.splits = ()
-        for split, table in tables.items():
-            if not len(table):
-                continue
-            values = table[column] if column in table.column_names else [None] * len(table)
-            labels = [-1 if value is None else value if names else known.get(str(value), -1) for value in values]
-            is_unlabelled = min(labels, default=-1) < 0
-            if is_unlabelled and split != "test":
-                raise UserError(f"--data.path {path}: {split} has an image without a label that training images have")
-            images = table.select_columns([self._image]).cast_column(self._image, datasets.Image(decode=False))
-            self._tables[split] = images, labels
-            self.splits = [*self.splits, "predict" if is_unlabelled else split]
+        self._label = self._column(features, datasets.ClassLabel, "label", label_column)
+        tables = {split: table for split, table in tables.items() if len(table)}
+        names = {split: self._names(table) for split, table in tables.items()}
+        declared = getattr(features[self._label], "names", None) or ()
+        self.class_names, self._labels = number_classes(names, self._place, declared)
+        self.splits = splits_of(self._labels)
+        self._tables = {
+            split: table.select_columns([self._image]).cast_column(self._image, datasets.Image(decode=False))
+            for split, table in tables.items()
+        }
+
+    def _names(self, table: Any) -> list[str]:
+        """Return each row's class name, by the table's own names of its numbers; empty without a label."""
+        feature = table.features.get(self._label)
+        if feature is None:
+            return [""] * len(table)
+        has_one = type(feature).__name__ in ("ClassLabel", "Value")
+        if not has_one or not re.fullmatch(r"u?int\d+|bool|.*string.*", feature.dtype):
+            kind = f"{feature.dtype} values" if has_one else "several labels per image"
+            remedy = "give a column with one name or whole number per image to --data.label_column"
+            raise UserError(f"--data.path {self.root}: column {self._label} has {kind}: {remedy}")
+        names = dict(enumerate(getattr(feature, "names", None) or ()))
+        return ["" if value is None else names.get(value, str(value)) for value in table[self._label]]
+
+    def _place(self, split: SplitName, row: int) -> str:
+        return f"--data.path {self.root}: row {row} of {split}"
 
     def _column(self, features: Any, kind: type, name: str, choice: str | None) -> str:
         columns = [choice] if choice else [column for column, feature in features.items() if isinstance(feature, kind)]
@@ -109,9 +120,10 @@ class HuggingFaceSource(EncodedSource):
     def load(self, split: SplitName) -> Split:  # noqa: D102
         if split == "predict" and self.predict_dir is not None:
             return super().load(split)
-        rows, labels = self._tables["test" if split == "predict" else split]
-        return RowSplit(rows, labels, f"{split} in {self.root}", self, self.ragged(split))
+        name: SplitName = "test" if split == "predict" else split
+        place = f"{split} in {self.root}"
+        return RowSplit(self._tables[name], self._labels[name], place, self, self.ragged(split))
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         """Return the Arrow files that hold a split's images."""
-        return [(file["filename"], -1) for file in self._tables[split][0].cache_files]
+        return [(file["filename"], -1) for file in self._tables[split].cache_files]

@@ -1,4 +1,4 @@
-"""Sources of a user's image files: class folders, or a table."""
+"""Sources of a user's image files, and class folders."""
 
 import os
 from abc import abstractmethod
@@ -19,21 +19,8 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor
 
 from app.data.geometry import Geometry
-from app.data.sources import (
-    EMBEDDED,
-    SPLIT_NAMES,
-    Errors,
-    Images,
-    Source,
-    Split,
-    SplitName,
-    Workers,
-    check_memory,
-    split_of,
-    splits_in,
-)
+from app.data.sources import EMBEDDED, Errors, Images, Source, Split, SplitName, Workers, check_memory, splits_in
 from app.errors import UserError, one_line
-from app.system.files import open_file
 
 # the only formats to open: PIL has riskier ones, such as EPS, for which it starts Ghostscript
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000")
@@ -254,64 +241,6 @@ class FolderSource(EncodedSource):
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         classes = [(label, self._places[split] / name) for label, name in enumerate(self._classes)]
         return [(file, label) for label, folder in classes if folder.is_dir() for file in _images(str(folder), {})]
-
-
-class TableSource(EncodedSource):
-    """Source of the image files that a CSV file lists.
-
-    Args:
-        csv: Path of the CSV file.
-        file_column: Column of the images' paths, relative to the CSV file's folder.
-        label_column: Column of the labels.
-        split_column: Column of the splits.
-    """
-
-    def __init__(self, csv: str, file_column: str, label_column: str, split_column: str) -> None:
-        import pandas as pd
-
-        self.root, self._label = csv, label_column
-        try:
-            with open_file(csv) as file:
-                table = pd.read_csv(file, dtype=str, keep_default_na=False)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or one_line(str(error))[:200]
-            raise UserError(f"--data.csv {csv} cannot be read ({reason})") from error
-        columns = {"file": file_column, "label": label_column, "split": split_column}
-        for name, column in columns.items():
-            if column not in table and column != "split":
-                listed = ", ".join(table.columns)
-                raise UserError(f"{csv} has no column {column}, but {listed}: give one to --data.{name}_column")
-        rows = pd.DataFrame({name: table.get(column, "train") for name, column in columns.items()})
-        rows["split"] = rows["split"].map(lambda name: split_of(name) or name)
-        self.class_names = sorted_names(rows["label"][rows["split"] == "train"])
-        labels = {name: label for label, name in enumerate(self.class_names)}
-        self._rows: dict[SplitName, list[tuple[str, int]]] = {}
-        for line, (name, label, split) in enumerate(rows.itertuples(index=False), 2):
-            if not name or split not in SPLIT_NAMES or label not in labels:
-                wrong = f"split {split!r}, not train, val or test"
-                wrong = wrong if split not in SPLIT_NAMES else f"label {label!r}, which no training image has"
-                raise UserError(f"{csv}, line {line} has {wrong if name else 'no file'}: correct this line")
-            self._rows.setdefault(split, []).append((str(Path(csv).parent / name), labels[label]))
-        if not self._rows:
-            raise UserError(f"{csv} has no rows: give one for each image")
-        self.splits = [*self._rows]
-
-    def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
-        return [*super().settings(split), os.path.abspath(self.root), self._label]
-
-    def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
-        files = super().encoded(split)
-        # the cache depends on the table, too, because the table holds the labels
-        return files if split == "predict" and self.predict_dir is not None else [self.root, *files]
-
-    def _files(self, split: SplitName) -> list[tuple[str, int]]:
-        return self._rows[split]
-
-
-def sorted_names(labels: Iterable[str]) -> list[str]:
-    """Return the distinct class names, sorted by value if all are whole numbers, else alphabetically."""
-    names = {*labels} - {""}
-    return sorted(sorted(names), key=int if all(map(str.isdecimal, names)) else None)
 
 
 def files_in(places: Iterable[str]) -> list[str]:

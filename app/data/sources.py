@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import gzip
 import math
 import os
 import signal
@@ -20,6 +21,7 @@ import torch
 import torchvision
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torchvision.datasets.utils import check_integrity
 
 from app.data.geometry import Geometry
 from app.errors import UserError
@@ -369,3 +371,13 @@ class FashionMNISTSource(TorchvisionSource):
         archives = [url for url, _ in self.dataset.resources]
         self.files = [Path(root, "FashionMNIST", "raw", name.removesuffix(".gz")) for name in archives]
         self.archives = ", ".join(archives)
+
+    def load(self, split: SplitName) -> Split:
+        """Read a split, after comparing the files with the downloaded archives beside them, if there are any."""
+        for file, (name, checksum) in zip(self.files, self.dataset.resources, strict=True):
+            archive = file.with_name(name)
+            if not archive.is_file():
+                continue
+            if not check_integrity(archive, checksum) or gzip.decompress(archive.read_bytes()) != file.read_bytes():
+                raise UserError(f"{file} differs from the archive beside it: delete both to have them downloaded again")
+        return super().load(split)
