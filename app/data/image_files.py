@@ -24,16 +24,8 @@ from app.errors import UserError, one_line
 
 # the only formats to open: PIL has riskier ones, such as EPS, for which it starts Ghostscript
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000")
-# EXIF orientations: whether rows and columns are exchanged, and the dimensions of (C, h, w) to flip afterwards
-TURNS = {
-    2: (False, (2,)),
-    3: (False, (1, 2)),
-    4: (False, (1,)),
-    5: (True, ()),
-    6: (True, (2,)),
-    7: (True, (1, 2)),
-    8: (True, (1,)),
-}
+# dimensions of (C, h, w) to flip for each EXIF orientation; from 5 on, height and width are exchanged first
+FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 
 
 def open_image(file: str | BinaryIO) -> Image.Image:
@@ -41,12 +33,13 @@ def open_image(file: str | BinaryIO) -> Image.Image:
     return Image.open(file, formats=FORMATS)
 
 
-def turn(picture: Image.Image) -> tuple[bool, Sequence[int]]:
-    """Return the value of `TURNS` that turns a picture upright. For formats other than JPEG, load the picture first."""
+def orientation(picture: Image.Image) -> int:
+    """Return a picture's EXIF orientation, 1 to 8. For formats other than JPEG, load the picture first."""
     try:
-        return TURNS.get(picture.getexif().get(ExifTags.Base.Orientation), (False, ()))
+        stored = picture.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # PIL raises exceptions of any type for broken EXIF data
-        return False, ()
+        stored = None
+    return stored if stored in FLIPS else 1
 
 
 def pixels(picture: Image.Image, channels: int) -> Tensor:
@@ -57,18 +50,20 @@ def pixels(picture: Image.Image, channels: int) -> Tensor:
         channels: 1 (grey) or 3 (RGB).
     """
     image = _stored(picture, channels)
-    exchanged, flipped = turn(picture)
-    if exchanged:
+    turn = orientation(picture)
+    if turn == 1:
+        return image
+    if turn >= 5:
         image = image.transpose(1, 2)
-    return image.flip(flipped) if flipped else image
+    return image.flip(FLIPS[turn])
 
 
 def reduce(picture: JpegImageFile, channels: int, geometry: Geometry) -> None:
     """Let PIL decode a JPEG picture at a smaller size, which is at least the size that a training image keeps."""
-    exchanged, _ = turn(picture)
-    width, height = reversed(picture.size) if exchanged else picture.size
-    kept = geometry.kept_size(height, width)
-    picture.draft("L" if channels == 1 else None, kept if exchanged else kept[::-1])
+    is_exchanged = orientation(picture) >= 5
+    height, width = picture.size if is_exchanged else reversed(picture.size)
+    height, width = geometry.kept_size(height, width)
+    picture.draft("L" if channels == 1 else None, (height, width) if is_exchanged else (width, height))
 
 
 def _stored(picture: Image.Image, channels: int) -> Tensor:
