@@ -18,6 +18,7 @@ from app.launch.cluster_environment import environment_of
 from app.launch.signals import Signals, StopTogether
 from app.loop.graph_step import GraphLoop
 from app.loop.shards import ShardedLoop
+from app.loop.step_patches import WindowLoop
 from app.loop.straight_step import StraightLoop
 from app.monitor.balance import Balance
 from app.monitor.header import Header
@@ -102,4 +103,6 @@ def patch(trainer: Trainer, run: Run, cuda_graph: bool, is_recorded: bool) -> Tr
             trainer.strategy.keep_buffers()
     elif run.loop == "straight":
         (GraphLoop if cuda_graph else StraightLoop).put_into(trainer)
+    else:
+        WindowLoop.put_into(trainer)
     return trainer
