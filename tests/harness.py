@@ -82,6 +82,12 @@ RECIPE = [
 ]
 
 
+def acts(action: str, batches: int) -> list[str]:
+    """Return flags for the callback `user_code.ActsAfter`."""
+    settings = [f"--trainer.callbacks.action={action}", f"--trainer.callbacks.batches={batches}"]
+    return ["--trainer.callbacks+=user_code.ActsAfter", *settings]
+
+
 def on_cpu(strategy: str, devices: int = 2, **settings: object) -> list[str]:
     """Return flags for a strategy on several CPU devices."""
     return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)

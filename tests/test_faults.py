@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import ForkServer, difference, family, options, output_of, started, tiny, weights
+from harness import RECIPE, ForkServer, acts, difference, family, options, output_of, started, tiny, weights
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_fuzz import FLAGS, ODD
@@ -72,6 +72,35 @@ def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tal
     assert not list(elsewhere.iterdir())
     elsewhere.rmdir()
     tally("SIGKILL at a random moment of a run that saves every 3 steps, `$TMPDIR` on another file system", kills)
+
+
+def test_killed_inside_accumulation_windows(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    """A run with a whole recipe, killed after any batches, ends with the weights of an undisturbed run, bit for bit."""
+    kills = st.lists(st.integers(1, 30), min_size=2, max_size=3).map(sorted)
+    intervals = st.sampled_from(
+        [("every_n_train_steps", "1"), ("every_n_train_steps", "2"), ("train_time_interval", "0:00:00")]
+    )
+    done: list[int] = []
+
+    @settings(
+        max_examples=6 * TIMES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(st.integers(2, 5), intervals, kills)
+    def run(accumulated: int, interval: tuple[str, str], batches: list[int]) -> None:
+        flags = [*tiny(270, 16, "CIFARCNN"), *RECIPE, f"--last_checkpoint.{interval[0]}", interval[1]]
+        flags += options(test=False, max_epochs=2, accumulate_grad_batches=accumulated, root=tmp_path / "runs")
+        output_of(*server.run("fit", *flags, "--run.name", "undisturbed"))
+        killed = [*flags, "--run.name", "killed", "--ckpt_path", "auto"]
+        for batch in batches:
+            output_of(*server.run("fit", *killed, *acts("exit", batch)), 9)
+        output_of(*server.run("fit", *killed))
+        assert difference(*(newest(tmp_path / "runs" / name) for name in ("undisturbed", "killed"))) == 0
+        done.extend(batches)
+        shutil.rmtree(tmp_path / "runs")
+
+    run()
+    tally("exits between two batches of an optimizer step, twice or three times a run", len(done))
 
 
 def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally) -> None:

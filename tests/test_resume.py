@@ -12,7 +12,20 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from harness import RECIPE, App, difference, error_of, fork_app, on_cpu, options, output_of, record_of, tiny, weights
+from harness import (
+    RECIPE,
+    App,
+    acts,
+    difference,
+    error_of,
+    fork_app,
+    on_cpu,
+    options,
+    output_of,
+    record_of,
+    tiny,
+    weights,
+)
 from lightning.pytorch import Trainer
 
 from app.errors import UserError
@@ -103,6 +116,64 @@ def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
     assert record_of(runs / "version_0")["resumed_from"] == str(runs / "version_0" / "checkpoints" / "last.ckpt")
     output_of(*app("test", "--config", runs / "version_0" / "config.yaml", "--ckpt_path", "best"))
     assert record_of(runs / "version_0" / "test_1")["resumed_from"].startswith(str(runs / "version_0"))
+
+
+IN_WINDOWS = [*CNN[:-2], *options(test=False, max_epochs=1, accumulate_grad_batches=3)]
+OWN = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=2"]
+SAVES = {
+    "straight": ["--last_checkpoint.every_n_train_steps", "2", *OWN, "--trainer.callbacks.save_top_k=-1"],
+    "lightning": ["--last_checkpoint.train_time_interval", "0:00:00"],
+}
+
+
+def positions(folder: Path) -> set[int]:
+    """Return the numbers of batches after which the checkpoints below a folder were saved."""
+    loops = [torch.load(path, weights_only=True)["loops"]["fit_loop"] for path in folder.rglob("*.ckpt")]
+    return {loop["epoch_loop.batch_progress"]["current"]["processed"] for loop in loops}
+
+
+@pytest.mark.parametrize("loop", SAVES)
+def test_two_kills_inside_accumulation_windows(loop: str, tmp_path: Path) -> None:
+    """No checkpoint is written inside a window, because it would lose the gradients of the window's first batches.
+
+    A resumed run has not saved its first step, and an interval of time ends after any batch.
+    """
+    flags = [*IN_WINDOWS, *SAVES[loop], *options(root=tmp_path, loop=loop)]
+    output_of(*fork_app("fit", *flags, "--run.name", "whole"))
+    killed = [*flags, "--run.name", "killed", "--ckpt_path", "auto"]
+    for _ in range(2):
+        output_of(*fork_app("fit", *killed, *acts("exit", 8)), 9)
+        assert positions(tmp_path / "killed") <= {3, 6}
+    output_of(*fork_app("fit", *killed))
+    assert difference(tmp_path / "whole" / "version_0", tmp_path / "killed" / "version_0") == 0
+
+
+@pytest.mark.parametrize("loop", ["straight", "lightning"])
+def test_a_stop_inside_an_accumulation_window_waits_for_its_end(loop: str, app: App, tmp_path: Path) -> None:
+    output_of(*app("fit", *IN_WINDOWS, *options(name="x", loop=loop), *acts("stop", 7)))
+    assert positions(tmp_path) == {9}
+    assert record_of(tmp_path / "runs" / "x" / "version_0")["steps"] == 3
+    run = ["--run.name", "y", "--last_checkpoint.save_on_exception", "true", *options(loop=loop)]
+    _, out = app("fit", *IN_WINDOWS, *run, *acts("fail", 7))
+    assert "no checkpoint is saved on the RuntimeError, because it would lose the gradients" in out
+    assert not [*(tmp_path / "runs" / "y").rglob("*.ckpt")]
+
+
+def test_checkpoints_inside_accumulation_windows_are_refused(app: App, tmp_path: Path) -> None:
+    """A user's call, a validation that would save, and a checkpoint of another number of batches are rejected."""
+    message = error_of(*app("fit", *IN_WINDOWS, *acts("save", 7)))
+    assert "call it where (batch_idx + 1) % 3 is 0, or with weights_only=True" in message
+    message = error_of(*app("fit", *IN_WINDOWS, "--trainer.val_check_interval", "0.5"))
+    assert "--trainer.val_check_interval 0.5 validates and saves inside the 3 batches" in message
+    assert "such as 6" in message
+    output_of(*app("fit", *IN_WINDOWS, "--run.name", "x", "--trainer.val_check_interval", "6"))
+    assert positions(tmp_path / "runs" / "x") <= {6, 12, 15}
+    output_of(*app("fit", *IN_WINDOWS, "--run.name", "y", "--trainer.max_steps", "2"))
+    message = error_of(
+        *app("fit", *IN_WINDOWS, "--run.name=y", "--ckpt_path=last", "--trainer.accumulate_grad_batches=4")
+    )
+    assert "--trainer.accumulate_grad_batches 4: " in message
+    assert "was saved after batch 6 of an epoch, inside an optimizer step" in message
 
 
 UP_TO_TWO = [*CNN[:-2], *options(test=False, max_epochs=2)]

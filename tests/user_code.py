@@ -422,6 +422,24 @@ class FailsOnce(Callback):
             raise RuntimeError("only once")
 
 
+class ActsAfter(Callback):
+    """Exits, fails, stops or saves after a number of batches, counted over all epochs and resumed runs."""
+
+    def __init__(self, action: str, batches: int) -> None:
+        self.action, self.batches = action, batches
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 != self.batches:
+            return
+        if self.action == "exit":
+            os._exit(9)
+        if self.action == "fail":
+            raise RuntimeError("as asked")
+        if self.action == "save":
+            trainer.save_checkpoint("theirs.ckpt")
+        trainer.should_stop = True
+
+
 class CountsLabels(CIFARCNN):
     """CIFARCNN that sums labels in an integer buffer, whose mean over shards would need rounding."""
 

@@ -17,6 +17,7 @@ from app.fit.run_options import Run
 from app.launch.cluster_environment import environment_of
 from app.launch.signals import Signals, StopTogether
 from app.loop.shards import ShardedLoop
+from app.loop.step_patches import WindowLoop
 from app.loop.straight_step import StraightLoop
 from app.monitor.balance import Balance
 from app.monitor.header import Header
@@ -101,4 +102,6 @@ def patch(trainer: Trainer, run: Run, is_recorded: bool) -> Trainer:
             trainer.strategy.keep_buffers()
     elif run.loop == "straight":
         StraightLoop.put_into(trainer)
+    else:
+        WindowLoop.put_into(trainer)
     return trainer

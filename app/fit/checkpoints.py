@@ -282,6 +282,8 @@ def _check_resumable(
     try:
         loop = checkpoint["loops"]["fit_loop"]
         epochs, state = loop["epoch_progress"]["current"]["processed"], loop.get("epoch_loop.state_dict", {})
+        progress = loop["epoch_loop.batch_progress"]
+        trained, is_last = progress["current"]["processed"], progress["is_last_batch"]
         groups = [dict(group) for optimizer in checkpoint["optimizer_states"] for group in optimizer["param_groups"]]
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"--ckpt_path {path}: Lightning's Trainer did not save it: give another one") from error
@@ -290,6 +292,12 @@ def _check_resumable(
         if limit is not None and 0 <= limit <= done:
             problem = f"--ckpt_path {path} has been trained for {done} {unit}"
             raise UserError(f"{problem}, as many as --trainer.max_{unit} {limit}: give more")
+    every = trainer.accumulate_grad_batches
+    if trained % every and not is_last:
+        problem = f"--trainer.accumulate_grad_batches {every}: {path} was saved after batch {trained} of an epoch"
+        raise UserError(
+            f"{problem}, inside an optimizer step: give another one, or the number that it was trained with"
+        )
     sharded = trainer.fit_loop.epoch_loop
     for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
         if state.get(name, value) != value:  # another number of shards or threads rounds sums differently

@@ -10,12 +10,16 @@ When you upgrade Lightning, compare
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from app.errors import UserError
+from app.system.lightning_patches import in_window
 from app.system.patches import expects
 
 _TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
@@ -58,6 +62,77 @@ def averages_models(strategy: Strategy) -> bool:
     return getattr(strategy, "_model_averager", None) is not None
 
 
+class WindowLoop(_TrainingEpochLoop):
+    """Lightning's loop over the batches of an epoch, which stops and saves only between accumulation windows.
+
+    A window is the batches of one optimizer step. See `in_window`.
+    """
+
+    @classmethod
+    def put_into(cls, trainer: Trainer) -> None:
+        """Replace a Trainer's epoch loop by an instance of this class."""
+        before = trainer.fit_loop.epoch_loop
+        trainer.fit_loop.epoch_loop = cls(trainer, before.min_steps, before.max_steps)
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        """Make all checkpoint callbacks wait for the end of a window.
+
+        Raises:
+            UserError: When checkpoints would be due inside a window, because a validation is.
+        """
+        super().on_run_start(data_fetcher)
+        trainer, batches = self.trainer, self.trainer.accumulate_grad_batches
+        if batches == 1 or not trainer.checkpoint_callbacks:
+            return
+        every: Any = trainer.val_check_batch
+        if trainer.enable_validation and not self._validates_between_windows(every):
+            flag = f"--trainer.val_check_interval {trainer.val_check_interval}"
+            problem = f"{flag} validates and saves inside the {batches} batches of an optimizer step"
+            fitting = max(int(every or 0) // batches, 1) * batches
+            remedy = f"give a multiple of --trainer.accumulate_grad_batches, such as {fitting}"
+            raise UserError(f"{problem}: {remedy}")
+        for callback in trainer.checkpoint_callbacks:
+            for name in ("on_train_batch_end", "on_exception"):
+                hook = getattr(callback, name)
+                if not isinstance(hook, partial):
+                    setattr(callback, name, partial(_call_between_windows, hook))
+
+    def _validates_between_windows(self, every: float | None) -> bool:
+        """Return whether a validation every few batches never falls inside a window.
+
+        Args:
+            every: Number of batches, infinite for the end of an epoch; None for an interval of time.
+        """
+        trainer = self.trainer
+        epoch, batches = trainer.num_training_batches, trainer.accumulate_grad_batches
+        if every is None:
+            return False
+        counts_epochs = trainer.check_val_every_n_epoch is None  # batches are counted over all epochs
+        return every in (epoch, float("inf")) or (every % batches == 0 and not (counts_epochs and epoch % batches))
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Validate if it is due, but because of a stop only at the end of a window."""
+        trainer = self.trainer
+        is_stopped = trainer.should_stop
+        trainer.should_stop = is_stopped and not in_window(trainer)
+        super().on_advance_end(data_fetcher)
+        trainer.should_stop = is_stopped or trainer.should_stop
+
+    @property
+    def done(self) -> bool:
+        """Whether the epoch has ended. A stop waits for the end of a window, where checkpoints are saved."""
+        return super().done and not (self.trainer.should_stop and in_window(self.trainer))
+
+
+def _call_between_windows(hook: Callable[..., Any], trainer: Trainer, module: LightningModule, *args: Any) -> None:
+    """Call a checkpoint callback's hook, except inside an accumulation window."""
+    if not in_window(trainer):
+        hook(trainer, module, *args)
+    elif isinstance(args[0], BaseException) and getattr(hook.__self__, "save_on_exception", True):  # type: ignore[attr-defined]
+        reason = "it would lose the gradients of an optimizer step's first batches"
+        rank_zero_info(f"no checkpoint is saved on the {type(args[0]).__name__}, because {reason}")
+
+
 @expects(
     *(f"{_TRAINER}._logger_connector", "lightning.pytorch.loops.loop:_Loop._restarting"),
     *(f"{_LOGGERS}.{name}" for name in ("_first_loop_iter", "_current_fx")),
@@ -65,7 +140,7 @@ def averages_models(strategy: Strategy) -> bool:
     *(f"{EPOCH_LOOP}.{name}" for name in ("_results", "_batches_that_stepped")),
     f"{AUTOMATIC}:_AutomaticOptimization._skip_backward",
 )
-class LoggingLoop(_TrainingEpochLoop):
+class LoggingLoop(WindowLoop):
     """Lightning's loop over the batches of an epoch. Separate methods do its logging before and after a batch."""
 
     @property

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -49,12 +49,6 @@ class StraightLoop(LoggingLoop):
 
     reason: str | None = None
     _step: "Step | None" = None
-
-    @classmethod
-    def put_into(cls, trainer: Trainer) -> None:
-        """Replace a Trainer's epoch loop by an instance of this class."""
-        before = trainer.fit_loop.epoch_loop
-        trainer.fit_loop.epoch_loop = cls(trainer, before.min_steps, before.max_steps)
 
     def on_run_start(self, data_fetcher: Any) -> None:
         """Look up the hooks, once per epoch."""

@@ -107,6 +107,17 @@ def is_stopped(trainer: Trainer) -> bool:
     return trainer.should_stop and trainer.fit_loop._can_stop_early
 
 
+def in_window(trainer: Trainer) -> bool:
+    """Return whether trained batches wait for an optimizer step that they share with later batches.
+
+    A checkpoint has no gradients, so that a run resumed from one saved now would lose those of these batches.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    trained = progress.current.processed
+    ends = trained >= trainer.num_training_batches or (progress.is_last_batch and trained == progress.current.ready)
+    return trained % trainer.accumulate_grad_batches != 0 and not ends
+
+
 _RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector"
 
 
@@ -131,11 +142,20 @@ class Restoring(_CheckpointConnector):
             super()._restore_modules_and_callbacks(*args, **kwargs)
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the checkpoint to save; first pass it to the callbacks' `before_saving`."""
+        """Return the checkpoint to save; first pass it to the callbacks' `before_saving`.
+
+        Raises:
+            UserError: When the user's code saves inside an accumulation window. Weights alone may be saved there.
+        """
+        trainer: Any = self.trainer
+        if trainer.state.fn == "fit" and not weights_only and in_window(trainer):
+            every = trainer.accumulate_grad_batches
+            problem = f"Trainer.save_checkpoint inside the {every} batches of an optimizer step would lose gradients"
+            raise UserError(f"{problem}: call it where (batch_idx + 1) % {every} is 0, or with weights_only=True")
         checkpoint = super().dump_checkpoint(weights_only)
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:
             if hasattr(callback, "before_saving"):
-                callback.before_saving(self.trainer, checkpoint)
+                callback.before_saving(trainer, checkpoint)
         return checkpoint
 
     def restore_training_state(self) -> None:
