@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, error_of, fork_app, on_cpu, output_of, tiny
+from harness import QUIET, ROOT, App, error_of, fork_app, on_cpu, output_of, start_app, tiny
 
 from app import __version__
 
@@ -27,6 +27,12 @@ def test_help_lists_every_command_without_torch() -> None:
 
 def test_the_version(app: App) -> None:
     assert app("--version") == app("fit", "--version") == (0, f"data-parallel-lab {__version__}\n")
+
+
+def test_idle_threads_wait_shortly_for_a_busy_core() -> None:
+    """OpenMP has read the number of turns of a waiting thread; its own 300,000 take longer than a time slice."""
+    out = output_of(*start_app("fit", "--print_config", env={"OMP_DISPLAY_ENV": "verbose"}))
+    assert "GOMP_SPINCOUNT = '2000'" in out
 
 
 def test_help_of_a_command_shows_the_models_and_the_data(app: App) -> None:
