@@ -97,8 +97,8 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
     path = experiment(
         description="<script>alert(1)</script> Which?",
-        variants={"one": {}, "bf16 | mixed": {"trainer.precision": "bf16-mixed"}},
-        published={"hardware": "a V100", "rows": [{"what": "x", "variant": "one", "figures": {"train_s": 576.94}}]},
+        variants={"=one": {}, "bf16 | mixed": {"trainer.precision": "bf16-mixed"}},
+        published={"hardware": "a V100", "rows": [{"what": "x", "variant": "=one", "figures": {"train_s": 576.94}}]},
     )
     out = output_of(*app("compare", "--root", path.parent, "--experiment", path))
     folder = path.parent / "compare" / "tiny" / "version_0"
@@ -110,6 +110,7 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
             assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 20, f"{name} is empty"
     table = pd.read_csv(folder / "results.csv")
     assert list(table.columns) == list(COLUMNS)
+    assert table["variant"][0] == "'=one", "no formula"
     may_lack = ("memory_others", "not_finite", "efficiency", "slow_rank")
     assert table[[name for name in COLUMNS if not name.startswith(may_lack)]].notna().all().all()
     text = (folder / "report.md").read_text()
@@ -135,7 +136,7 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
         whole = sum(row[f"{phase}_ms"] for phase in PHASES)
         # not exactly equal, because the figures are rounded
         assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"], rel=1e-4)
-    for damaged in ("runs/repeat_1/one/version_0/run.json", "experiment.json"):
+    for damaged in ("runs/repeat_1/=one/version_0/run.json", "experiment.json"):
         (folder / damaged).write_text("{")
         message = error_of(*app("compare", "--root", path.parent, "--experiment", path))
         assert f"{folder / damaged} cannot be read (" in message

@@ -17,6 +17,7 @@ from harness import QUIET, App, fork_app, last_of, on_cpu, options, output_of, r
 from app.monitor.course import MOST, Course
 from app.monitor.report import leave_report
 from app.record import Record
+from app.system.files import read_csv, write_csv
 from app.system.page import Section, page, plain, table
 
 SMALL = tiny(400, 20, name="x")
@@ -181,12 +182,23 @@ def test_names_are_names(tmp_path: Path, image_root: Path) -> None:
     reader = Reader(page(NAME, plain(NAME), [Section(NAME, table([NAME, ""], [[NAME, 1]]), folded=True)], {}))
     assert not reader.loaded
     assert reader.text.count(NAME) == 6
-    name = "<b>a$b$"
+    name = "=<b>a$b$"
     for split in ("train", "test"):
         shutil.move(image_root / split / "eel", image_root / split / name)
     data = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "4", *QUIET, "--run.name", "<i>x"]
     output_of(*fork_app("fit", *data, "--trainer.max_epochs", "1", "--run.root", tmp_path))
-    assert name in read(tmp_path / "<i>x" / "version_0").text
+    run = tmp_path / "<i>x" / "version_0"
+    assert name in read(run).text
+    assert f"\n'{name},0," in (run / "confusion_matrix.csv").read_text()
+
+
+def test_tables_hold_no_formulas(tmp_path: Path) -> None:
+    """Spreadsheets show an apostrophe's cell as text. Numbers remain, and `read_csv` returns what was written."""
+    line = ["=A1", "+x", "-x", "@x", "\tx", "\rx", "＝x", "'x", "a=b", "./-x.jpg", "-0.5", -0.5, "-inf", "1e-3", ""]
+    written = "'=A1,'+x,'-x,'@x,'\tx,\"'\rx\",'＝x,''x,a=b,./-x.jpg,-0.5,-0.5,-inf,1e-3,\r\n"
+    write_csv(tmp_path / "x.csv", [line])
+    assert (tmp_path / "x.csv").read_bytes().decode() == written
+    assert read_csv(tmp_path / "x.csv") == [[str(cell) for cell in line]]
 
 
 def test_the_course_of_a_long_run() -> None:

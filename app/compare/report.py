@@ -12,7 +12,7 @@ from app.compare.experiment import Experiment
 from app.compare.figures import Picture, pictures
 from app.compare.results import COLUMNS, Column, rate, tabulate
 from app.compare.runner import Outcome
-from app.system.files import write_json, write_text
+from app.system.files import inert, write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
 
 AGAIN = "Measure again when it is quiet, with `--fresh`."
@@ -52,7 +52,7 @@ def write_report(
     if not places and "throughput" in drawn:
         drawn["throughput"] = drawn["throughput"]._replace(title=result.conclusion)
     summary = {"said": result.conclusion, "taken": result.recommended}  # keys of results.json
-    results.to_csv(folder / "results.csv", index=False)
+    results.map(inert).to_csv(folder / "results.csv", index=False)
     rows = _rows(results, outcomes, commands)
     write_json(folder / "results.json", {**head, "baseline": baseline, "verdict": summary, "variants": rows})
     files = {picture.title: folder / f"{name}.png" for name, picture in drawn.items()}

@@ -1,7 +1,6 @@
 """Loggers of metrics: always a CSV file, optionally Weights & Biases."""
 
 import csv
-import io
 import os
 import re
 import shlex
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from app.errors import UserError, one_line
 from app.record import Record
-from app.system.files import open_file, whole, write_csv
+from app.system.files import read_csv, whole, write_csv
 from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.patches import expects
 from app.system.wandb_patches import forget_run, skip_launch_inputs
@@ -222,12 +221,12 @@ class MetricsFile(CSVLogger):
             UserError: When the file cannot be read.
         """
         try:
-            with io.TextIOWrapper(open_file(self._path), newline="") as file:
-                return list(csv.DictReader(file))
+            columns, *rows = read_csv(self._path) or [[]]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise UserError(f"{self._path} cannot be read ({error.strerror}): give another --run.name") from error
+        return [dict(zip(columns, row, strict=False)) for row in rows]
 
     def _write(self, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
         write_csv(self._path, [columns, *([row.get(name, "") for name in columns] for row in rows)])

@@ -1,7 +1,5 @@
 """Page `report.html` of a training: result, curves, confusion matrix, and bottleneck."""
 
-import csv
-import io
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -20,7 +18,7 @@ from app.monitor.rank_times import NAMES, slow_ranks
 from app.record import PHASES, Record
 from app.record.words import batch, bottleneck, percent, threads, way_of_running
 from app.system import page
-from app.system.files import open_file, whole, write_text
+from app.system.files import read_csv, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
 
 SHOWN = 5  # number of rows in each table of mistakes
@@ -125,8 +123,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """Read the rows of metrics.csv, and drop their empty cells; return an empty list if the file is missing."""
     if not path.exists():
         return []
-    with io.TextIOWrapper(open_file(path), newline="") as file:
-        return [{name: float(value) for name, value in row.items() if name and value} for row in csv.DictReader(file)]
+    columns, *rows = read_csv(path) or [[]]
+    return [{name: float(value) for name, value in zip(columns, row, strict=False) if value} for row in rows]
 
 
 def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
@@ -262,8 +260,7 @@ def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
     path = folder / "confusion_matrix.csv"
     if not path.exists():  # the run was not tested
         return ""
-    with io.TextIOWrapper(open_file(path), "utf-8", "replace", newline="") as file:
-        (_, *names), *rows = csv.reader(file)
+    (_, *names), *rows = read_csv(path)
     counts = np.array([row[1:] for row in rows], int)  # (labels, predictions)
     images = counts.sum(1)
     recall = np.where(images > 0, counts.diagonal() / np.maximum(images, 1), np.inf)

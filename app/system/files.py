@@ -130,17 +130,39 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode(errors="replace"))
 
 
+def inert(cell: Any) -> Any:
+    """Put an apostrophe before text that a spreadsheet would compute as a formula; `read_csv` removes it."""
+    # https://owasp.org/www-community/attacks/CSV_Injection; an apostrophe at the beginning is doubled
+    if not isinstance(cell, str) or not cell.startswith(tuple("=+-@\t\r\n＝＋－＠'")):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
+
+
 def write_csv(path: Path, lines: Iterable[Iterable[Any]]) -> None:
-    """Write a CSV file atomically; keep the bytes of file names that are not UTF-8.
+    """Write a CSV file atomically, with `inert` cells; keep the bytes of file names that are not UTF-8.
 
     Raises:
         OSError: When the file cannot be written.
     """
     with whole(path) as file:
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        csv.writer(text).writerows(lines)
+        csv.writer(text).writerows(map(inert, line) for line in lines)
         text.flush()
         text.detach()
+
+
+def read_csv(path: Path) -> list[list[str]]:
+    """Read the lines of a file of `write_csv`; replace bytes that are not UTF-8.
+
+    Raises:
+        OSError: When the file cannot be read.
+    """
+    with io.TextIOWrapper(open_file(path), "utf-8", "replace", newline="") as file:
+        return [[cell.removeprefix("'") for cell in line] for line in csv.reader(file) if line]
 
 
 def write_json(path: Path, value: Any) -> None:
