@@ -116,7 +116,7 @@ def versions() -> None:
 
 
 def step() -> None:
-    """Record the rates of a plain training step, with images on the device and on the host, and of a raw loop."""
+    """Record the rates of training with images on the device and on the host, and of a hand-written loop."""
     for placement in ("memory",) if CPU else ("device", "memory"):
         rate(f"images in {placement}", *DATA, *SPEED, *SGD, "--data.placement", placement)
     raw = Raw(LeNet(), SIZE, 64)
@@ -292,12 +292,14 @@ def resnet() -> None:
     rate("bf16, benchmark", *flags, *BF16, "--trainer.benchmark", "true")
 
 
-def compiled() -> None:
-    """Measure the rates of compiled networks."""
+def apart() -> None:
+    """Measure compiled networks, and `ddp` on one device, each in a separate process."""
+    ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "1"]
+    rate("LeNet, ddp", *DATA, *SPEED, *SGD, *ddp, alone=True)
     if not CPU:
-        rate("resnet18_cifar, bf16", *of_resnet(), *BF16, *COMPILED, alone=True)
+        rate("resnet18_cifar, bf16, compile", *of_resnet(), *BF16, *COMPILED, alone=True)
         rate("LeNet, reduce-overhead", *DATA, *SPEED, *SGD, *REDUCED, alone=True)
-        rate("LeNet", *DATA, *SPEED, *SGD, *COMPILED, alone=True)
+        rate("LeNet, compile", *DATA, *SPEED, *SGD, *COMPILED, alone=True)
 
 
 def mlp() -> None:
@@ -351,22 +353,8 @@ def gpu_tests() -> None:
     assert process.wait() == 0
 
 
-def resume() -> None:
-    """Record the largest weight difference, which should be 0, between a run resumed in mid-epoch and a whole run."""
-    flags = [*tiny(503, 32, flip=True, test=False, max_epochs=2, deterministic=True), *SGD]
-    flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
-    flags += ["--last_checkpoint.every_n_train_steps", "7"]
-    for name, more in (("32-true", []), ("16-mixed", FLOAT16)):
-        if CPU and more:
-            continue
-        whole = fit("whole", *flags, *more) / "checkpoints"
-        resumed = fit("resumed", *flags, *more, "--ckpt_path", whole / "step=21.ckpt") / "checkpoints"
-        note(f"{name}, resumed", difference(*(folder / "step=28.ckpt" for folder in (whole, resumed))))
-    torch.use_deterministic_algorithms(False)
-
-
 def dp() -> None:
-    """Record the largest weight difference between training with `dp` and without. The last batch has one image."""
+    """Record the largest difference of weights between two replicas and one. The last batch has a single image."""
     for precision in ("32-true", "bf16-mixed"):
         states = []
         for several in (False, True):
@@ -380,68 +368,46 @@ def dp() -> None:
             )  # fmt: skip
             trainer.fit(model, datamodule=Synthetic(size=32 * 8 + 1 + 10, val_size=10, batch_size=32, seed=0))
             states.append({k: v.cpu().float() for k, v in model.state_dict().items()})
-        note(f"{precision}, dp", difference(*states))
-
-
-def exactness() -> None:
-    """Compare resumed with whole runs, and `dp` with one device."""
-    resume()
-    dp()
+        note(precision, difference(*states))
 
 
 def same_bits() -> None:
-    """Compare ranks on one device with one process; over virtual devices, the weights should have the same bits.
+    """Compare ranks on one device with one process; over virtual devices, the weights must have the same bits.
 
-    `ddp` communicates by NCCL with itself. Two or three "nodes" share the device, and communicate by gloo.
+    One rank of `ddp` uses NCCL. Two or three ranks, each a "node", share the device and use gloo.
     """
     flags = [*tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, threads=1, root=PLACE), *ON]
     virtual = options(virtual_devices=3)
-    expected = {"": fit("auto", *flags), "virtual": fit("auto_virtual", *flags, *virtual)}
-
-    def train(name: str, nodes: int, strategy: str, kind: str) -> float | None:
-        way = ["--run.name", name.replace(" ", "_"), "--trainer.strategy", strategy, "--trainer.devices", "1"]
-        way += virtual if kind else []
-        address = {}
-        if nodes > 1:
-            way += ["--trainer.num_nodes", str(nodes), "--trainer.strategy.process_group_backend", "gloo"]
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        with ThreadPoolExecutor(nodes) as pool:
-            ranks = [
-                pool.submit(start, "fit", *flags, *way, env={**address, "NODE_RANK": str(rank)} if address else None)
-                for rank in range(nodes)
-            ]
-        print(*(rank.result()[1] for rank in ranks), sep="\n----\n")
-        codes = [rank.result()[0] for rank in ranks]
-        note(f"{name}: exit codes", codes)
-        if any(codes):
-            return None
-        run = newest(name.replace(" ", "_"))
-        weights = difference(run, expected[kind])
-        note(f"{name}: largest difference of losses", float(abs(losses(run) - losses(expected[kind])).max()))
-        note(f"{name}: largest difference of weights", weights)
-        return weights
-
-    exact = [train("ddp virtual", 1, "ddp", "virtual"), train("gloo virtual", 2, "ddp", "virtual")]
+    plain, sharded = fit("auto", *flags), fit("auto-virtual", *flags, *virtual)
+    ways = {"ddp-virtual": (1, "ddp"), "gloo-virtual": (2, "ddp")}
     if not CPU:
-        train("gloo ring", 2, "ddp_ring", "")
-        train("gloo", 2, "ddp", "")
-        train("gloo fp16", 2, "ddp_fp16", "")
-        exact.append(train("gloo virtual, 3 ranks", 3, "ddp", "virtual"))
-    assert not any(weights is None or weights for weights in exact), exact
+        ways |= {"gloo-virtual-3": (3, "ddp"), "gloo": (2, "ddp")}
+        ways |= {"gloo-ring": (2, "ddp_ring"), "gloo-fp16": (2, "ddp_fp16")}
 
+    def train(name: str) -> float | None:
+        """Return the largest difference of weights, or None if the training fails."""
+        ranks, strategy = ways[name]
+        way = [*flags, "--run.name", name, "--trainer.strategy", strategy, "--trainer.devices", "1"]
+        way += virtual if "virtual" in name else []
+        env: list[dict[str, str]] = [{}]
+        if ranks > 1:
+            way += ["--trainer.num_nodes", str(ranks), "--trainer.strategy.process_group_backend", "gloo"]
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            env = [{**address, "NODE_RANK": str(rank)} for rank in range(ranks)]
+        with ThreadPoolExecutor(ranks) as pool:
+            done = list(pool.map(lambda variables: start("fit", *way, env=variables), env))
+        print(*(out for _, out in done), sep="\n----\n")
+        note(f"{name}: exit codes", [code for code, _ in done])
+        if any(code for code, _ in done):
+            return None
+        run, expected = newest(name), sharded if "virtual" in name else plain
+        note(f"{name}: largest difference of losses", float(abs(losses(run) - losses(expected)).max()))
+        note(f"{name}: largest difference of weights", difference(run, expected))
+        return difference(run, expected)
 
-def nccl() -> None:
-    """Record rates, warnings and exit codes of `ddp` on one device, and of `auto` for comparison."""
-    for strategy in ("auto", "ddp"):
-        flags = [*DATA, *SPEED, *ON, "--trainer.strategy", strategy, "--trainer.devices", "1"]
-        code, out = start("fit", *flags, "--run.root", PLACE, "--run.name", strategy)
-        print(out)
-        note(f"{strategy}: exit code", code)
-        note(f"{strategy}: warnings", [line.strip()[:200] for line in out.splitlines() if "arning" in line])
-        if code == 0:
-            record = record_of(newest(strategy))
-            note(f"{strategy}: samples/s", record["throughput"]["median"])
-            note(f"{strategy}: time per step", record["time_per_step"])
+    with ThreadPoolExecutor(3) as pool:
+        differences = dict(zip(ways, pool.map(train, ways), strict=True))
+    assert all(differences[name] == 0 for name in ways if "virtual" in name), differences
 
 
 def commands() -> None:
