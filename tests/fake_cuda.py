@@ -366,7 +366,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     }  # fmt: skip
     for name, value in constants.items():
         patch(torch.cuda, name, lambda *_, value=value, **__: value)
-    patch(torch.cuda, "synchronize", lambda *_: fake.note("synchronize"))
+    patch(torch.accelerator, "synchronize", lambda *_: fake.note("synchronize"))
     patch(torch.cuda, "Event", Event)
     patch(torch.cuda, "Stream", Stream)
     patch(torch.cuda, "current_stream", lambda *_: fake.streams.current)

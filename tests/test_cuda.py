@@ -45,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", touched)
-    monkeypatch.setattr(torch.cuda, "synchronize", touched)
+    monkeypatch.setattr(torch.accelerator, "synchronize", touched)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(machine, "_nvidia_smi", lambda field: ["NVIDIA of somebody"])
 
@@ -64,6 +64,24 @@ def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pyt
     assert [row[f"{name}_gib"] for name in ("allocated", "reserved", "in_use", "total")] == [0.5, 1, 3, 4]
     (row,) = machine.peak_memory(0, [torch.device("cpu")])
     assert row["in_use_gib"] is None
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("mps", 1), ("cuda:1", 1)])
+def test_the_clock_waits_for_every_accelerator(device: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", awaited.append)
+    machine.time_when_done(torch.device(device))
+    assert awaited == [torch.device(device)] * waits
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_cublas_is_ready_for_determinism(before: str | None, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads the variable at the first product only, so that a later deterministic training would fail."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    if before is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", before)
+    assert main(["--help"]) == 0
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])

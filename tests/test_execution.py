@@ -161,6 +161,7 @@ FUSED = "--model.optimizer SGD --model.optimizer.lr 1 --model.optimizer.fused tr
 REFUSED = [
     ("--model FashionMLP --model.channels_last true", "FashionMLP has no convolutions"),
     ("--trainer.benchmark true", "--trainer.benchmark has no effect on the cpu accelerator: leave it out"),
+    ("--trainer.benchmark true --trainer.deterministic true", "cuDNN would ignore --trainer.deterministic"),
     ("--model.matmul_precision high", "--model.matmul_precision has no effect on the cpu accelerator"),
     ("--model.compile reduce-overhead", "--model.compile reduce-overhead has no effect on the cpu accelerator"),
     ("--model.compile default --trainer.strategy dp", "--model.compile does not work with --trainer.strategy dp"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks import gpu_day
@@ -17,16 +18,16 @@ from harness import ROOT
 SCRIPT = ROOT / "tests" / "benchmarks" / "gpu_day.sh"
 
 
-def run_script(folder: Path, *items: str) -> subprocess.CompletedProcess[str]:
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable, "OUT": str(folder)}
+def run_script(folder: Path, *items: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": python, "OUT": str(folder)}
     return subprocess.run(["bash", SCRIPT, *items], env=hidden, capture_output=True, text=True, timeout=120)
 
 
 def test_without_a_gpu_everything_is_skipped(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "A", "suite")
+    done = run_script(tmp_path, "A", "mlp")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())
-    assert [row["item"] for row in rows] == ["versions", "smoke", "synchronisations", "suite"]
+    assert [row["item"] for row in rows] == ["versions", "step", "smoke", "synchronisations", "mlp"]
     assert {row["status"] for row in rows} == {"skipped: no CUDA device"}
     table = (tmp_path / "results.md").read_text().splitlines()
     assert len(table) == len(rows) + 2
@@ -55,3 +56,33 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(tmp_path: Path, monkeypa
     assert len(list((tmp_path / "out").iterdir())) == 3
     with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:
         assert {"logs/fails.log", "logs/fails.json", "logs/works.log"} <= set(archive.getnames())
+
+
+def test_a_call_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of a call add up to its deadline. An item that begins too late to finish is skipped."""
+    now, limits = [0.0], {}
+
+    def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
+        limits[item] = seconds
+        now[0] += 125
+        return {"item": item, "status": "ok", "seconds": seconds, "figures": {}, "end": []}
+
+    monkeypatch.setattr(gpu_day, "run", run)
+    monkeypatch.setattr(gpu_day, "why_not", lambda: None)
+    monkeypatch.setattr(gpu_day.time, "monotonic", lambda: now[0])
+    assert [sum(items.values()) for items in gpu_day.CALLS.values()] == [145, 245, 245]
+    with pytest.raises(SystemExit, match="0"):
+        gpu_day.main(["A"], tmp_path)
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [row["status"] for row in rows] == ["ok", "ok", "skipped: no time left", "skipped: no time left"]
+    assert limits == {"versions": 20, "step": 20}
+
+
+def test_a_machine_without_the_wheels(tmp_path: Path) -> None:
+    bare = tmp_path / "python3"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    done = run_script(tmp_path, "A", python=str(bare))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("run gpu_day.sh wheels where there is a network, and copy .wheels along\n")
+    assert done.stderr.count("\n") == 1

@@ -198,6 +198,6 @@ def _limit(row: pd.Series) -> list[str]:
         sentences.append(f"**Memory limits {name}**: {fullest:.0f} % of a device is used. Try {remedy}.")
     if row["rest_ms"] >= 0:  # false if no step was timed, because the time is then NaN
         times = {phase: float(row[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
-        limit, remedy = bottleneck(times, row["accelerator"] == "cuda", row["placement"])
+        limit, remedy = bottleneck(times, row["accelerator"] != "cpu", row["placement"])
         sentences.append(f"**{name} is limited by {limit[0].lower()}{limit[1:]}.** Try {remedy}.")
     return sentences

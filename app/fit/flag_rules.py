@@ -125,6 +125,8 @@ def _execution(s: Resolved) -> Iterator[str]:
         yield f"--model.compile {remedy}"
     if s.reduces_overhead and s.accumulates:
         yield "--model.compile reduce-overhead: the next batch overwrites accumulated gradients: use default"
+    if s.trainer.benchmark and s.trainer.deterministic:
+        yield "--trainer.benchmark true: cuDNN would ignore --trainer.deterministic: leave one of them out"
     fused = s.given("model.optimizer.init_args.fused")
     if fused and s.trainer.precision == "16-mixed" and s.trainer.gradient_clip_val:
         yield "--model.optimizer.fused true with --trainer.gradient_clip_val does not work in 16-mixed: use bf16-mixed"
@@ -133,12 +135,15 @@ def _execution(s: Resolved) -> Iterator[str]:
 def _order(s: Resolved) -> Iterator[str]:
     """Reject settings that contradict virtual devices or the global order."""
     run, count = s.config.run, s.virtual_devices
+    exact = s.trainer.deterministic
     if count is not None:
         for flag, is_set, remedy in (
             (f"trainer.strategy {s.name}", s.strategy not in SHARDED or s.hook, "use --trainer.strategy ddp"),
             ("trainer.sync_batchnorm", s.sync_batchnorm, "each shard is normalised by itself: leave it out"),
             ("data.micro_batch", s.given("data.micro_batch"), "a shard is a micro-batch already: leave it out"),
             ("model.compile reduce-overhead", s.reduces_overhead, "use default"),
+            ("trainer.benchmark", s.trainer.benchmark, "cuDNN would ignore determinism: leave it out"),
+            (f"trainer.deterministic {exact}".lower(), exact in (False, "warn"), "give true, or leave it out"),
             ("run.loop lightning", run.loop == "lightning", "only the straight loop has shards: leave it out"),
         ):
             if is_set:

@@ -309,7 +309,7 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
         figures["memory"] = draw_line(draw_memory)
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
     if times and times.step:
-        limit, remedy = bottleneck(vars(times), record.accelerator == "cuda", record.placement)
+        limit, remedy = bottleneck(vars(times), record.accelerator != "cpu", record.placement)
         blocks.append(f"A step takes {times.step:.3g} ms. **{limit}.** Try {remedy}.")
         figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
         shown.append('![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")')

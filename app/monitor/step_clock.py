@@ -70,7 +70,7 @@ class StepClock(Callback):
         self._seen = 0
         self._phases: list[dict[str, float]] = []
         self._profiler: _PhaseProfiler | None = None
-        self._cuda = False
+        self._on_gpu = False
 
     # -- watchdog -------------------------------------------------------------------------------------------
 
@@ -100,8 +100,9 @@ class StepClock(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock, and register gradient hooks. Collective."""
-        self._cuda = trainer.strategy.root_device.type == "cuda"
-        self._now, self._seconds = (_recorded, _since_first) if self._cuda else (time.perf_counter, list)
+        device = trainer.strategy.root_device.type
+        self._on_gpu = device != "cpu"
+        self._now, self._seconds = (_recorded, _since_first) if device == "cuda" else (time.perf_counter, list)
         self._ready = self._averaged = self._began = self._waited_since = self._now()
         self._steps, self._last_window, self._accumulated = [], [], trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
@@ -176,8 +177,7 @@ class StepClock(Callback):
         """Share the remaining step times with all ranks. Collective."""
         self._unhook()
         self._end_profile()
-        if self._cuda:
-            torch.cuda.synchronize(trainer.strategy.root_device)
+        time_when_done(trainer.strategy.root_device)
         self.ranks.share(trainer, self._seconds(self._last_window + self._steps))
         self.ranks.share(trainer, [])
 
@@ -191,7 +191,7 @@ class StepClock(Callback):
     @property
     def timing(self) -> bool:
         """Whether the clock synchronises a GPU between the current step's phases, which slows the step."""
-        return self._cuda and self._seen <= self.skipped + self.window
+        return self._on_gpu and self._seen <= self.skipped + self.window
 
     @property
     def time_per_step(self) -> Phases | None:
@@ -250,7 +250,7 @@ class _PhaseProfiler(PassThroughProfiler):
     def __init__(self, trainer: Trainer, wait: Callable[[], float]) -> None:
         super().__init__()
         self.trainer, self.wait, self.device = trainer, wait, trainer.strategy.root_device
-        self.cuda = self.device.type == "cuda"
+        self.on_gpu = self.device.type != "cpu"
         self._begun: dict[str, float] = {}
         self._marks: list[float] = []  # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
         self._before, trainer.profiler = trainer.profiler, self  # type: ignore[attr-defined]
@@ -300,7 +300,7 @@ class _PhaseProfiler(PassThroughProfiler):
         self._spent[phase] += seconds - waited
         self._spent["communication"] += waited
         if phase in ("forward", "backward"):
-            self._spent["launch"] += max(issued - self._begun[name] - (0.0 if self.cuda else waited), 0.0)
+            self._spent["launch"] += max(issued - self._begun[name] - (0.0 if self.on_gpu else waited), 0.0)
         del self._begun[name]
 
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -312,9 +312,7 @@ class _PhaseProfiler(PassThroughProfiler):
         self._marks = [time_when_done(self.device)]
 
     def _mark(self, *_: Any) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()  # synchronises this thread's device
-        self._marks.append(time.perf_counter())
+        self._marks.append(time_when_done(None if self.on_gpu else self.device))  # None: the replica's device
 
     def _on_gathered(self, *_: Any) -> None:
         marks, self._marks = self._marks, []

@@ -116,7 +116,8 @@ def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tup
     if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):
         raise UserError("plan needs a model and data of this application: give --model and --data")
     trainer = resolve(arguments).trainer
-    device = torch.device("cuda" if torch.cuda.is_available() and trainer.accelerator != "cpu" else "cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu") if accelerator is None or trainer.accelerator == "cpu" else accelerator
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16 if device.type == "cuda" else torch.bfloat16}
     autocast = torch.autocast(device.type, mixed.get(trainer.precision), enabled=trainer.precision in mixed)
     network = model.network.to(device)

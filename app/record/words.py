@@ -61,19 +61,19 @@ def batch(record: Record) -> str:
     )
 
 
-def bottleneck(milliseconds: Mapping[str, float], cuda: bool, placement: str | None) -> tuple[str, str]:
+def bottleneck(milliseconds: Mapping[str, float], gpu: bool, placement: str | None) -> tuple[str, str]:
     """Return a step's bottleneck with its share of the step, and a remedy, in Markdown.
 
     Args:
         milliseconds: Milliseconds of each phase, and of `launch`.
-        cuda: Whether a GPU computes.
+        gpu: Whether a GPU computes.
         placement: Placement of the images, such as `disk` or `memory`.
     """
     phase = max((name for name in PHASES if name != "forward_backward"), key=lambda name: milliseconds[name])
     time, step = milliseconds[phase], sum(milliseconds[name] for name in PHASES)
     if time < OVERHEAD * step:
         time = milliseconds["forward_backward"]
-        phase = "rest" if cuda and milliseconds["launch"] >= LAUNCH_BOUND * time else "forward_backward"
+        phase = "rest" if gpu and milliseconds["launch"] >= LAUNCH_BOUND * time else "forward_backward"
     name, remedy = BOTTLENECKS[phase]
     if phase == "data" and placement == "disk":
         remedy = "another `--data.num_workers`, or `--data.placement memory`"

@@ -95,10 +95,14 @@ def busy_seconds(cores: Collection[int] = ()) -> float:
     return sum(seconds for row in times for name, seconds in row._asdict().items() if name not in idle)
 
 
-def time_when_done(device: torch.device) -> float:
-    """Wait until a GPU has finished its work, and return the time in seconds; on other devices, do not wait."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def time_when_done(device: torch.device | None = None) -> float:
+    """Wait until a device has finished its work, and return the time in seconds.
+
+    Args:
+        device: The device; by default the calling thread's current accelerator.
+    """
+    if device is None or device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 

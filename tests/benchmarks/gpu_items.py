@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -23,36 +24,41 @@ import torchvision
 from harness import QUIET, ROOT, difference, free_port, losses, options, record_of, tiny
 from lightning.pytorch import Callback, LightningModule, Trainer
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 
 from app.cli import main
 from app.data import Synthetic
 from app.modules import CIFARCNN
 from app.networks import LeNet
 from app.parallel import DataParallelStrategy
+from app.system.files import write_json
 from app.system.machine import hardware
 from app.system.machine import versions as installed
 
 CPU = os.environ.get("GPU_DAY_DEVICE") == "cpu"  # set by a test of the items, with small sizes
 DEVICE = torch.device("cpu" if CPU else "cuda")
 SIZE = 640 if CPU else 25_600
-FIGURES = Path(sys.argv[2] if len(sys.argv) > 2 else os.devnull)
+FIGURES = Path(sys.argv[2] if len(sys.argv) > 2 else "figures.json")
 PLACE = Path(tempfile.mkdtemp(prefix="gpu_day-"))
 ON = options(accelerator=DEVICE.type, wandb=False)
 DATA = tiny(SIZE, 64, val_size=128)
 SPEED = options(test=False, max_epochs=3, log_every_n_steps=20, limit_val_batches=1, warmup_epochs=1)
 SGD = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.001", "--model.optimizer.momentum", "0.9"]
-BF16, TF32 = ["--trainer.precision", "bf16-mixed"], ["--model.matmul_precision", "high"]
+BF16, FLOAT16 = (["--trainer.precision", precision] for precision in ("bf16-mixed", "16-mixed"))
+TF32 = ["--model.matmul_precision", "high"]
+COMPILED, REDUCED = (["--model.compile", mode] for mode in ("default", "reduce-overhead"))
 _figures: dict[str, Any] = {}
+_lock = threading.Lock()
 
 
 def note(name: str, value: Any) -> None:
-    """Add a figure to the file of figures."""
-    _figures[name] = float(f"{value:.4g}") if isinstance(value, float) else value
-    FIGURES.write_text(json.dumps(_figures))
+    """Add a figure to the file of figures, which is whole at any time."""
+    with _lock:
+        _figures[name] = float(f"{value:.4g}") if isinstance(value, float) else value
+        write_json(FIGURES, _figures)
 
 
-def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 100) -> tuple[int, str]:
+def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 50) -> tuple[int, str]:
     """Run `python -m app …` in a separate process; return exit code and output."""
     command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
     try:
@@ -65,10 +71,22 @@ def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 100) -
     return done.returncode, done.stdout
 
 
-def fit(name: str, *flags: str | Path) -> Path:
-    """Train in this process, and return the run's directory."""
+def fit(name: str, *flags: str | Path, alone: bool = False) -> Path:
+    """Train, and return the run's directory.
+
+    Args:
+        name: Name of the run.
+        flags: Flags of `fit`.
+        alone: Whether to train in a separate process, because the training may leave CUDA unusable.
+    """
     torch.backends.cudnn.benchmark = False  # an earlier training may have set it
-    if code := main(["--verbose", "fit", *options(root=PLACE, name=name), *QUIET, *ON, *map(str, flags)]):
+    words = ["fit", *options(root=PLACE, name=name), *QUIET, *ON, *map(str, flags)]
+    if alone:
+        code, out = start(*words)
+        print(out)
+    else:
+        code = main(["--verbose", *words])
+    if code:
         raise SystemExit(f"{name}: exit code {code}")
     return newest(name)
 
@@ -78,10 +96,10 @@ def newest(name: str) -> Path:
     return max((PLACE / name).glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def rate(name: str, *flags: str | Path) -> float | None:
+def rate(name: str, *flags: str | Path, alone: bool = False) -> float | None:
     """Train, record the rate in samples/s, and return it. If the training fails, record its error, and return None."""
     try:
-        record = record_of(fit(name.replace(" ", "_"), *flags))
+        record = record_of(fit(name.replace(" ", "_"), *flags, alone=alone))
     except (Exception, SystemExit) as error:
         note(name, f"failed: {str(error).splitlines()[0] if str(error) else error!r}")
         traceback.print_exc()
@@ -97,20 +115,28 @@ def versions() -> None:
     assert Version(lightning.__version__) >= Version("2.6.6"), lightning.__version__
 
 
+def step() -> None:
+    """Record the rates of training with images on the device and on the host, and of a hand-written loop."""
+    for placement in ("memory",) if CPU else ("device", "memory"):
+        rate(f"images in {placement}", *DATA, *SPEED, *SGD, "--data.placement", placement)
+    raw = Raw(LeNet(), SIZE, 64)
+    raw.train(1)
+    note("raw", SIZE / raw.train(1))
+
+
 def smoke() -> None:
     """Record exit code and last loss for each way to run a step, in simultaneous processes.
 
     The log has full tracebacks.
     """
-    compiled = ["--model.compile", "default"]
-    ways = {"default": [], "bf16": BF16, "16-mixed": ["--trainer.precision", "16-mixed"], "compile": compiled}
+    ways = {"default": [], "bf16": BF16, "16-mixed": FLOAT16, "compile": COMPILED, "reduce-overhead": REDUCED}
     if CPU:
         ways = {name: ways[name] for name in ("default", "bf16")}
 
     def train(name: str) -> None:
-        flags = [*tiny(640, 64, root=PLACE, name=name.replace(" ", "_"), max_epochs=2), *ON, *ways[name]]
+        flags = [*tiny(640, 64, root=PLACE, name=name, max_epochs=2), *ON, *ways[name]]
         code, out = start("fit", *flags)
-        loss = record_of(newest(name.replace(" ", "_")))["train_loss"]["last"] if code == 0 else None
+        loss = record_of(newest(name))["train_loss"]["last"] if code == 0 else None
         note(name, {"exit code": code, "loss": loss} if code == 0 else out.strip().splitlines()[-1][:200])
         print(f"---- {name}\n{out}")
 
@@ -182,7 +208,7 @@ def watched(*flags: str) -> Watch:
 
 def synchronisations() -> None:
     """Record synchronizations by source line in 30 steps, and the numbers of launches and copies per step."""
-    cases = [[], BF16, ["--trainer.precision", "16-mixed"], ["--data.placement", "memory"]]
+    cases = [[], ["--data.placement", "memory"], BF16, FLOAT16]
     for flags in cases[:1] if CPU else cases:
         watch = watched(*flags)
         name = " ".join(flags) or "default"
@@ -200,9 +226,8 @@ class Raw:
         table = torch.randint(256, (images, 3, 32, 32), dtype=torch.uint8, device=DEVICE)
         labels = torch.randint(10, (images,), device=DEVICE)
         self.images, self.batch = images, batch
-        self.rows = rows = torch.arange(batch, device=DEVICE)
 
-        def step() -> None:
+        def step(rows: Tensor) -> None:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(network((table[rows].float() - 127.5) / 127.5), labels[rows])
             loss.backward()
@@ -216,8 +241,7 @@ class Raw:
         began = time.perf_counter()
         for _ in range(epochs):
             for rows in torch.randperm(self.images, device=DEVICE).split(self.batch)[: self.images // self.batch]:
-                self.rows.copy_(rows)
-                self.step()
+                self.step(rows)
         synchronize()
         return time.perf_counter() - began
 
@@ -229,44 +253,53 @@ def synchronize() -> None:
 
 
 def lenet() -> None:
-    """Time LeNet with `fit` and with a hand-written loop: 50 epochs of 50,000 images at batch 64.
+    """Time LeNet with `fit` and with a hand-written loop: 10 epochs of 50,000 images at batch 64.
 
-    The two take turns. Then record the rates of `fit`.
+    The two take turns. Then record where the time of their steps goes.
     """
-    epochs, images = (1, SIZE) if CPU else (50, 50_000)
+    epochs, images = (1, SIZE) if CPU else (10, 50_000)
     raw = Raw(LeNet(), images, 64)
     flags = [*SGD, "--data.drop_last", "true", *options(test=False, limit_val_batches=0, log_every_n_steps=50)]
     for turn in (1,) if CPU else (1, 2):
-        seconds = record_of(fit("fifty", *tiny(images + 8, 64, val_size=8, max_epochs=epochs), *flags))["train_s"]
+        seconds = record_of(fit("ten", *tiny(images + 8, 64, val_size=8, max_epochs=epochs), *flags))["train_s"]
         by_hand = raw.train(epochs)
         note(f"turn {turn}", {"ours_s": round(seconds, 3), "raw_s": round(by_hand, 3), "ratio": seconds / by_hand})
     watched(*SGD).profiler.export_chrome_trace(str(FIGURES.with_name("ours.trace.json")))
     with profile() as profiler:
-        raw.train(1) if CPU else [raw.step() for _ in range(30)]
+        for rows in torch.arange(30 * 64, device=DEVICE).remainder(images).split(64):
+            raw.step(rows)
         synchronize()
     profiler.export_chrome_trace(str(FIGURES.with_name("raw.trace.json")))
-    if CPU:
-        return
-    rate("plain", *DATA, *SPEED, *SGD)
-    rate("channels_last", *DATA, *SPEED, *SGD, "--model.channels_last", "true")
-    rate("compile", *DATA, *SPEED, *SGD, "--model.compile", "default")
-    rate("reduce-overhead", *DATA, *SPEED, *SGD, "--model.compile", "reduce-overhead")
+
+
+def of_resnet() -> list[str]:
+    """Return flags of resnet18_cifar at batch 512."""
+    flags = ["--model", "CIFARCNN", "--model.network", "lenet" if CPU else "resnet18_cifar", *DATA, *SPEED]
+    return [*flags, "--data.batch_size", "512", "--data.drop_last", "true", "--trainer.log_every_n_steps", "10"]
 
 
 def resnet() -> None:
     """Measure resnet18_cifar at batch 512 in four precisions, then in bf16 with one changed setting at a time."""
-    flags = ["--model", "CIFARCNN", "--model.network", "lenet" if CPU else "resnet18_cifar", *DATA, *SPEED]
-    flags += ["--data.batch_size", "512", "--data.drop_last", "true", "--trainer.log_every_n_steps", "10"]
+    flags = of_resnet()
     rate("float32", *flags)
     if CPU:
         return
-    rate("TF32", *flags, *TF32)
-    rate("16-mixed", *flags, "--trainer.precision", "16-mixed")
     rate("bf16", *flags, *BF16)
     note("bf16: GiB", record_of(newest("bf16"))["peak_memory"][0])
+    rate("TF32", *flags, *TF32)
+    rate("16-mixed", *flags, *FLOAT16)
     rate("bf16, channels_last off", *flags, *BF16, "--model.channels_last", "false")
     rate("bf16, benchmark", *flags, *BF16, "--trainer.benchmark", "true")
-    rate("bf16, compile", *flags, *BF16, "--model.compile", "default")
+
+
+def apart() -> None:
+    """Measure compiled networks, and `ddp` on one device, each in a separate process."""
+    ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "1"]
+    rate("LeNet, ddp", *DATA, *SPEED, *SGD, *ddp, alone=True)
+    if not CPU:
+        rate("resnet18_cifar, bf16, compile", *of_resnet(), *BF16, *COMPILED, alone=True)
+        rate("LeNet, reduce-overhead", *DATA, *SPEED, *SGD, *REDUCED, alone=True)
+        rate("LeNet, compile", *DATA, *SPEED, *SGD, *COMPILED, alone=True)
 
 
 def mlp() -> None:
@@ -300,21 +333,12 @@ def mlp() -> None:
                 note(f"{repeats}, {name}: share of the roofline", 6 * weights * speed / peaks[name])
 
 
-def pipeline() -> None:
-    """Measure training with images on the host and on the device; then crops of 2,000 photos, without training."""
-    for placement in ("memory",) if CPU else ("memory", "device"):
-        rate(f"placement {placement}", *DATA, *SPEED, *SGD, "--data.placement", placement)
-    for name in () if CPU else ("crops_torchvision", "crops_ours"):
-        command = [sys.executable, str(Path(__file__).with_name("contenders.py")), name]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=80, check=False)
-        note(name, json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else "failed")
-
-
-def pytest(*arguments: str, env: dict[str, str] | None = None) -> None:
-    """Run pytest; record its progress, failed tests and final counts as they appear."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, text=True)
+def gpu_tests() -> None:
+    """Run the tests that need a GPU; record their progress, the failed ones and the final counts as they appear."""
+    # a bare machine lacks packages that other test files import
+    files = [str(file) for file in sorted(ROOT.glob("tests/test_*.py")) if "@on_gpu" in file.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-n", "4", *files]
+    process = subprocess.Popen([*command, "--timeout", "60"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     failed = []
     for line in process.stdout:
@@ -329,32 +353,8 @@ def pytest(*arguments: str, env: dict[str, str] | None = None) -> None:
     assert process.wait() == 0
 
 
-def gpu_tests() -> None:
-    """Run the tests that need a GPU."""
-    pytest("-m", "gpu", "-n", "3", "--timeout", "100", *(["tests/test_cuda.py"] if CPU else ["tests"]))
-
-
-def suite() -> None:
-    """Run the ordinary tests with the GPU hidden, until the time limit."""
-    if not CPU:
-        pytest("-n", str(min(os.cpu_count() or 1, 8)), env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-
-
-def resume() -> None:
-    """Record the largest weight difference, which should be 0, between a run resumed in mid-epoch and a whole run."""
-    flags = [*tiny(503, 32, flip=True, test=False, max_epochs=2), *SGD]
-    flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
-    flags += ["--last_checkpoint.every_n_train_steps", "7"]
-    for name, more in (("32-true", []), ("16-mixed", ["--trainer.precision", "16-mixed"])):
-        if CPU and more:
-            continue
-        whole = fit("whole", *flags, *more) / "checkpoints"
-        resumed = fit("resumed", *flags, *more, "--ckpt_path", whole / "step=21.ckpt") / "checkpoints"
-        note(name, difference(*(folder / "step=28.ckpt" for folder in (whole, resumed))))
-
-
 def dp() -> None:
-    """Record the largest weight difference between training with `dp` and without. The last batch has one image."""
+    """Record the largest difference of weights between two replicas and one. The last batch has a single image."""
     for precision in ("32-true", "bf16-mixed"):
         states = []
         for several in (False, True):
@@ -371,43 +371,43 @@ def dp() -> None:
         note(precision, difference(*states))
 
 
-def ddp_gloo() -> None:
-    """Compare two "nodes", which share one device and communicate by gloo, with one process.
+def same_bits() -> None:
+    """Compare ranks on one device with one process; over virtual devices, the weights must have the same bits.
 
-    Record the largest differences of losses and weights.
+    One rank of `ddp` uses NCCL. Two or three ranks, each a "node", share the device and use gloo.
     """
-    flags = [*tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, root=PLACE), *ON]
-    virtual = options(virtual_devices=2)
-    alone = {"": fit("single", *flags), "virtual": fit("single", *flags, *virtual)}
-    for strategy, kind in (("ddp", ""), ("ddp", "virtual"), ("ddp_fp16", ""), ("ddp_localsgd", ""))[: 2 if CPU else 4]:
-        name = strategy + kind
-        way = ["--trainer.strategy", strategy, "--trainer.strategy.process_group_backend", "gloo"]
-        way += ["--trainer.devices", "1", "--trainer.num_nodes", "2", "--run.name", name, *(virtual if kind else [])]
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        with ThreadPoolExecutor(2) as pool:
-            nodes = [pool.submit(start, "fit", *flags, *way, env={**address, "NODE_RANK": n}) for n in ("0", "1")]
-        for node in nodes:
-            print(node.result()[1])
-        codes = [node.result()[0] for node in nodes]
-        note(f"{name}: exit codes", codes)
-        if codes == [0, 0]:
-            run, expected = newest(name), alone[kind]
-            note(f"{name}: largest difference of losses", float(abs(losses(run) - losses(expected)).max()))
-            note(f"{name}: largest difference of weights", difference(run, expected))
+    flags = [*tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, threads=1, root=PLACE), *ON]
+    virtual = options(virtual_devices=3)
+    plain, sharded = fit("auto", *flags), fit("auto-virtual", *flags, *virtual)
+    ways = {"ddp-virtual": (1, "ddp"), "gloo-virtual": (2, "ddp")}
+    if not CPU:
+        ways |= {"gloo-virtual-3": (3, "ddp"), "gloo": (2, "ddp")}
+        ways |= {"gloo-ring": (2, "ddp_ring"), "gloo-fp16": (2, "ddp_fp16")}
 
+    def train(name: str) -> float | None:
+        """Return the largest difference of weights, or None if the training fails."""
+        ranks, strategy = ways[name]
+        way = [*flags, "--run.name", name, "--trainer.strategy", strategy, "--trainer.devices", "1"]
+        way += virtual if "virtual" in name else []
+        env: list[dict[str, str]] = [{}]
+        if ranks > 1:
+            way += ["--trainer.num_nodes", str(ranks), "--trainer.strategy.process_group_backend", "gloo"]
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            env = [{**address, "NODE_RANK": str(rank)} for rank in range(ranks)]
+        with ThreadPoolExecutor(ranks) as pool:
+            done = list(pool.map(lambda variables: start("fit", *way, env=variables), env))
+        print(*(out for _, out in done), sep="\n----\n")
+        note(f"{name}: exit codes", [code for code, _ in done])
+        if any(code for code, _ in done):
+            return None
+        run, expected = newest(name), sharded if "virtual" in name else plain
+        note(f"{name}: largest difference of losses", float(abs(losses(run) - losses(expected)).max()))
+        note(f"{name}: largest difference of weights", difference(run, expected))
+        return difference(run, expected)
 
-def nccl() -> None:
-    """Record rates, warnings and exit codes of `ddp` on one device, and of `auto` for comparison."""
-    for strategy in ("auto", "ddp"):
-        flags = [*DATA, *SPEED, *ON, "--trainer.strategy", strategy, "--trainer.devices", "1"]
-        code, out = start("fit", *flags, "--run.root", PLACE, "--run.name", strategy, timeout=40)
-        print(out)
-        note(f"{strategy}: exit code", code)
-        note(f"{strategy}: warnings", [line.strip()[:200] for line in out.splitlines() if "arning" in line])
-        if code == 0:
-            record = record_of(newest(strategy))
-            note(f"{strategy}: samples/s", record["throughput"]["median"])
-            note(f"{strategy}: time per step", record["time_per_step"])
+    with ThreadPoolExecutor(3) as pool:
+        differences = dict(zip(ways, pool.map(train, ways), strict=True))
+    assert all(differences[name] == 0 for name in ways if "virtual" in name), differences
 
 
 def commands() -> None:
@@ -417,16 +417,26 @@ def commands() -> None:
     if not CPU:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
         note("nvidia-smi", subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip())
-    code, out = start("doctor", "--json", timeout=80)
-    checks = json.loads(out[out.index("{") :])["checks"] if "{" in out else []
-    note("doctor", [f"{check['name']}: {check['found']}" for check in checks if check["level"] == "red"] or code)
+
+    def command(*words: Any) -> None:
+        code, out = start(*words)
+        print(out)
+        note(str(words[0]), f"exit code {code}: {out.strip().splitlines()[-1][:200]}")
+
+    def doctor() -> None:
+        code, out = start("doctor", "--json")
+        checks = json.loads(out[out.index("{") :])["checks"] if "{" in out else []
+        note("doctor", [f"{check['name']}: {check['found']}" for check in checks if check["level"] == "red"] or code)
+
     plan = ["plan", "--per_node", "8", "--bandwidth", "25GB/s", "--latency", "20us", "--root", PLACE]
     plan += ["--run", newest("memory")] if CPU else [*ON, "--data", "Synthetic", "--data.images", "640"]
-    compare, verify = ["compare", "--quick", "true", "--root", PLACE], ["verify", *tiny(64, 16), *ON]
-    for command in [plan] if CPU else [plan, compare, verify]:
-        code, out = start(*command, timeout=80)
-        note(str(command[0]), f"exit code {code}: {out.strip().splitlines()[-1][:200]}")
-        print(out)
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(doctor), pool.submit(command, *plan)]
+        if not CPU:
+            jobs.append(pool.submit(command, "verify", *tiny(64, 16), *ON))
+            jobs.append(pool.submit(command, "compare", "--quick", "true", "--root", PLACE))
+    for job in jobs:
+        job.result()
 
 
 if __name__ == "__main__":
