@@ -1,6 +1,7 @@
 """A trained classifier in Python: `load("runs/NAME/version_0").predict("cat.jpg")`."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ class Classifier(nn.Module):
         is_single |= isinstance(images, Image.Image)
         items: list[Any] = []
         for item in [images] if is_path or is_single else images:
-            items += files_in([os.fspath(item)]) if isinstance(item, str | os.PathLike) else [item]
+            items += files_in([os.fspath(item)], Counter()) if isinstance(item, str | os.PathLike) else [item]
         predictions = []
         for start in range(0, len(items), batch_size):
             chunk = items[start : start + batch_size]

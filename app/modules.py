@@ -22,7 +22,7 @@ from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
-from app.networks import MLP, WhitenedCNN, load_weights, make_network, read_weights
+from app.networks import MLP, SIZES, WhitenedCNN, load_weights, make_network, read_weights, shape_problem, title
 from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults, rates_of
 from app.system.patches import expects
 from app.training_sums import Sums, log_window
@@ -168,13 +168,22 @@ class ImageClassifier(LightningModule):
         return data
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
-        """Raise a UserError if the network does not accept images of a shape (C, H, W)."""
-        wanted: Any = getattr(self.network, "image_shape", shape)
+        """Raise a UserError if the network does not accept images of a shape (C, H, W), but others."""
+        wanted: Any = getattr(self.network, "image_shape", (None, None, None))
         if len(shape) != len(wanted) or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
             text = "×".join("any" if w is None else str(w) for w in wanted) + " (channels × height × width)"
             problem = f"{type(self).__name__} with {type(self.network).__name__} takes images of {text}"
             remedy = "--data or --model (Synthetic: --data.like; your own images: --data.size and --data.channels)"
             raise UserError(f"{problem}, but the data set has {'×'.join(map(str, shape))}: choose another {remedy}")
+        if None not in wanted:
+            return
+        reason = shape_problem(self.network, shape)
+        if reason is None:
+            return
+        for size in SIZES:
+            if shape_problem(self.network, (shape[0], size, size)) is None:
+                problem = f"{title(self.network_name)} does not take images of {shape[1]}×{shape[2]} ({reason})"
+                raise UserError(f"{problem}: give your own images --data.size {size}, or choose another --model")
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, classes) of images (B, C, H, W); in evaluation, the mean over their views."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from app.errors import UserError, nearest, one_line
@@ -142,6 +143,7 @@ class WhitenedCNN(nn.Module):
         return self.head(features) / 9
 
 
+SIZES = (64, 96, 128, 192, 224, 256, 299, 336, 384, 448, 512, 518)  # usual heights and widths of images
 NETWORKS: dict[str, Any] = {"lenet": LeNet, "resnet18_cifar": resnet18_cifar, "whitened": WhitenedCNN}
 
 
@@ -199,6 +201,21 @@ def make_network(name: str, num_classes: int) -> nn.Module:
         return network
     network.image_shape = (3, None, None)
     return network
+
+
+def shape_problem(network: nn.Module, image_shape: Sequence[int]) -> str | None:
+    """Return the reason why a network rejects images of a shape (C, H, W), or None.
+
+    The forward pass runs on the meta device, which computes only shapes.
+    """
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    try:
+        state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        with torch.random.fork_rng(devices=[]):
+            functional_call(network, state, torch.empty(2, *image_shape, device="meta"))
+    except Exception as error:  # networks raise exceptions of any type
+        return one_line(str(error)) or type(error).__name__
+    return None
 
 
 def _timm(name: str) -> Any:

@@ -32,7 +32,7 @@ from app.data.sources import Workers
 from app.errors import UserError
 from app.record import Record
 
-REPLACE = "replace it, or --data.on_bad_image skip"
+REPLACE = "replace unreadable images, or --data.on_bad_image skip"
 SMALL = tiny()
 DATASET = torchvision.datasets.FashionMNIST
 
@@ -44,10 +44,12 @@ def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.Mo
         message = error_of(*app("fit", "--model", model, "--data", data, "--data.root", tmp_path / "none"))
         for text in (str(tmp_path / "none"), file, "--data Synthetic", "could not be downloaded"):
             assert text in message
-    message = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "missing"))
-    assert message.startswith(f"error: {tmp_path / 'missing'} has no class folders")
+    message = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "xyz" / "images"))
+    assert message.startswith(f"error: --data.root {tmp_path / 'xyz' / 'images'}: {tmp_path} has no folder xyz: give")
     assert "--data Synthetic" in message
     (tmp_path / "mine" / "train" / "cat").mkdir(parents=True)
+    message = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "mime" / "train"))
+    assert message.endswith("has no folder mime: did you mean mine?")
     message = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "mine" / "train"))
     assert f"so give {tmp_path / 'mine'}" in message
 
@@ -187,20 +189,26 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
     (cats / "01.jpg").write_bytes((cats / "02.jpg").read_bytes()[:300])
     (image_root / "train" / "dog" / "zz.png").write_bytes(b"text")
     flags = {"on_bad_image": "skip", "cache": str(tmp_path / "cache")}
-    assert rejection(image_root) == f"{cats / '00.jpg'} cannot be read (not an image): {REPLACE}"
+    first = f"{cats / '00.jpg'} cannot be read (not an image), {cats / '01.jpg'} cannot be read ("
+    message = rejection(image_root)
+    assert message.startswith(first)
+    assert message.endswith(f"/train/dog/zz.png cannot be read (not an image): {REPLACE}")
+    with pytest.raises(UserError, match=re.escape(message)):
+        attach(ImageFolder(str(image_root), cache="off"))._splits["train"][0].tensor()
     assert "remove --data.cache off" in rejection(image_root, on_bad_image="skip", cache="off")
     runs = []
     for version, placement in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
         out = output_of(*app(*images_at(image_root, **flags), *placement))
-        first = f"3 of 38 images are skipped; the first one: {cats / '00.jpg'} cannot be read (not an image)\n"
-        assert (first in out) == (version == 0), "said when they are decoded"
+        assert (f"3 of 38 images are skipped: {first}" in out) == (version == 0), "said when they are decoded"
         run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
         assert record_of(run)["images_left_out"] == {"train": 3}
         runs.append(weights(run))
     assert difference(*runs) == 0
     for image in (image_root / "train").rglob("*.*"):
         image.write_bytes(b"")
-    assert "none of 38 images can be read" in rejection(image_root, **flags)
+    message = rejection(image_root, **flags)
+    assert "none of 38 images can be read" in message
+    assert "cat/08.jpg cannot be read (not an image) and 28 more" in message
 
 
 def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None:

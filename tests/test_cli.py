@@ -128,6 +128,8 @@ WRONG = [
     ("--data.batch_size 65 --data.drop_last true", "--data.drop_last leaves nothing of 58"),
     ("--model FashionMLP", "FashionMLP with MLP takes images of 1×28×28"),
     ("--data.like FashionMNIST", "CIFARCNN with LeNet takes images of 3×32×32"),
+    ("--model alexnet", "Output size is too small): give your own images --data.size 64, or choose another --model"),
+    ("--model timm/vit_tiny_patch16_224", "vit_tiny_patch16_224 does not take images of 32×32 (Input height (32)"),
     ("--ckpt_path no.ckpt", "--ckpt_path no.ckpt: there is no such file"),
     ("--ckpt_path last", "--ckpt_path last: no last.ckpt under"),
     ("--ckpt_path best --run.name other", "other"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import QUIET, App, error_of, fork_app, last_of, losses, on_cpu, options, output_of, record_of, tiny
 from lightning.fabric.plugins.environments import LightningEnvironment
+from PIL import Image
 
 from app.data import FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
@@ -108,6 +109,74 @@ def test_names_of_splits() -> None:
     assert {split_of(name) for name in ("val", "valid", "Validation", "eval", "dev")} == {"val"}
     assert {split_of(name) for name in ("test", "Testing")} == {"test"}
     assert {split_of(name) for name in ("trains", "cat", "", "unsupervised")} == {None}
+
+
+def lay_out(root: Path, folders: str) -> str:
+    """Write an image into each folder, and return the root."""
+    for folder in folders.split():
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(root / folder / "image.png")
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("folders", "classes", "splits", "remark"),
+    [
+        ("train/cat train/dog valid/cat valid/dog", "cat dog", "train val", ""),
+        ("TRAINING/cat TRAINING/dog Val/cat testing/dog", "cat dog", "train val test", ""),
+        ("data/data/train/cat data/data/train/dog data/data/dev/cat", "cat dog", "train val", ""),
+        ("train/train/cat train/train/dog test/test", "cat dog", "train", "only `predict` reads"),
+        ("train/cat train/dog test val", "cat dog", "train", "only `predict` reads"),
+        ("train/cat train/dog extra/cat notes", "cat dog", "train", "extra, notes not read"),
+        ("train", "", "", "has no class folders"),
+        ("bus car train", "bus car train", "train", ""),
+        ("cat/persian cat/siamese dog", "cat dog", "train", ""),
+        ("train/cat train/dog val/cat valid/cat", "", "", "val and valid, which mean the same split val"),
+        ("cat dog test", "", "", "cat, dog, test, which look like classes and splits: move"),
+        ("seg_train/cat seg_train/dog seg_test/cat", "", "", "which look like classes and splits: move"),
+    ],
+)
+def test_layouts_of_folders(
+    folders: str, classes: str, splits: str, remark: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder is read as splits or classes, with a remark on folders that are not read, or it is refused."""
+    root = lay_out(tmp_path / "images", folders)
+    if not classes:
+        with pytest.raises(UserError, match=remark):
+            ImageFolder(root)
+        return
+    data = ImageFolder(root)
+    with caplog.at_level("INFO"):
+        data.source.prepare()
+    assert list(data.class_names) == classes.split()
+    assert list(data.source.splits) == [*splits.split(), *["predict"] * ("test" in folders)]
+    assert remark in caplog.text
+    assert bool(remark) == bool(caplog.text)
+
+
+def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: Path) -> None:
+    """All images are read, whatever their names are. Other files are counted, in training and in prediction."""
+    cats = image_root / "train" / "cat"
+    kinds = ["gif", "avif", "jfif", "webp", "bmp", "tiff"]
+    for number, kind in enumerate(kinds):
+        path = cats / f"{number:02}.{'png' if number % 2 else 'jpg'}"
+        Image.open(path).save(cats / f"{number:02}.{kind}", format="JPEG" if kind == "jfif" else kind)
+        path.unlink()
+    (cats / "06.jpg").rename(cats / "no suffix")
+    (cats / "07.png").rename(cats / "picture.2024")
+    for place in (cats / "a.txt", cats / "b.TXT", cats / "LICENSE", image_root / "train" / "list.csv"):
+        place.write_text("text")
+    flags = ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
+    out = output_of(*app("fit", *flags, *options(max_epochs=1, test=False)))
+    assert out.count("Left out, as no images or in no class folder: 2 .txt, 1 .csv, 1 without suffix\n") == 1
+    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
+    record = record_of(run)
+    assert record["data"]["images"] == {"train": 33, "val": 3}
+    assert record["data"]["class_names"] == ["cat", "dog", "eel"]
+    assert record["files_left_out"] == {".csv": 1, ".txt": 2, "without suffix": 1}
+    out = output_of(*app("predict", *flags, "--ckpt_path", "last", "--data.predict_dir", cats))
+    assert "no class folder: 2 .txt, 1 without suffix\n" in out
+    assert len((run / "predict_1" / "predictions.csv").read_text().splitlines()) == 1 + 12
 
 
 def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path: Path) -> None:

@@ -88,7 +88,11 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
         "Memory of each rank, over time",
         "Milliseconds of each part of a step",
     ]
-    for text in ("CIFARCNN, LeNet, 62,006 parameters", "Synthetic: 360 training, 40 validation, 80 test"):
+    for text in (
+        "CIFARCNN, LeNet, 62,006 parameters",
+        "Synthetic: 360 training, 40 validation, 80 test",
+        "letter, wave",
+    ):
         assert text in reader.text
     for text in ("most confused", record["command"], record["hardware"]["cpu"]):
         assert text in reader.text

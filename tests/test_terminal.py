@@ -22,6 +22,7 @@ def test_the_summary_shows_the_layers(app: App, monkeypatch: pytest.MonkeyPatch)
     assert "network" not in app(*flags, "--trainer.enable_model_summary", "false")[1]
     out = output_of(*app(*flags))
     assert "network    LeNet, 62,006 parameters, 3 × 32 × 32 → 10 classes\n" in out
+    assert "classes    circle, square, triangle, star, cross, ring, stripes, checker, letter, wave\n" in out
     assert "optimizer  SGD, lr 0.001, momentum 0.9\n" in out
     assert "warning: other processes keep this machine busy: a load of 10000.0 on " in out
     assert "features.0" not in out

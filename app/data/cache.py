@@ -27,8 +27,9 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from app.data.sources import Errors, RaggedSplit, Source, Split, SplitName, mapped
+from app.data.sources import Errors, RaggedSplit, Source, Split, SplitName, mapped, problems
 from app.errors import UserError
+from app.record.words import listed
 from app.system.files import open_file, remove_parts, whole
 
 DECODING = 2  # raise this number when images are decoded to other pixels
@@ -134,11 +135,10 @@ class ImageCache:
                     file.write(block.numpy().data)
             pixels = file.seek(0, os.SEEK_END) - HEADER
             right = [place for place in range(len(images)) if place not in wrong]
-            first = str(next(iter(wrong.values()), "")).rpartition(": ")[0]  # cut the remedy off the message
             if not right:
-                raise UserError(f"none of {len(images):,} images can be read; the first one: {first}")
+                raise UserError(f"none of {len(images):,} images can be read: {listed(problems(wrong))}")
             if wrong:
-                rank_zero_info(f"{len(wrong):,} of {len(images):,} images are skipped; the first one: {first}")
+                rank_zero_info(f"{len(wrong):,} of {len(images):,} images are skipped: {listed(problems(wrong))}")
             names = [images.names[place] for place in right] if images.names else None
             shape = [pixels] if ragged else [len(right), *source.image_shape]
             content = mapped(Path(file.name), HEADER, [pixels]).numpy()

@@ -1,14 +1,18 @@
 """Sources of a user's image files, and class folders."""
 
 import os
+import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from rich import get_console
@@ -19,11 +23,33 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor
 
 from app.data.geometry import Geometry
-from app.data.sources import EMBEDDED, Errors, Images, Source, Split, SplitName, Workers, check_memory, splits_in
-from app.errors import UserError, one_line
+from app.data.sources import (
+    EMBEDDED,
+    Errors,
+    Images,
+    Source,
+    Split,
+    SplitName,
+    Workers,
+    check_memory,
+    problems,
+    split_of,
+    splits_in,
+)
+from app.errors import UserError, nearest, one_line
+from app.record.words import listed
 
+REPLACE = "replace unreadable images, or --data.on_bad_image skip"
 # the only formats to open: PIL has riskier ones, such as EPS, for which it starts Ghostscript
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000")
+SUFFIXES = (
+    *IMG_EXTENSIONS,
+    ".avif",
+    ".gif",
+    ".jfif",
+    ".jp2",
+    ".jpe",
+)  # other files are opened to see if they are images
 # dimensions of (C, h, w) to flip for each EXIF orientation; from 5 on, height and width are exchanged first
 FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 
@@ -122,7 +148,7 @@ class FileSplit(Split):
             reason = one_line(str(error)) or type(error).__name__
             reason = "not an image" if isinstance(error, UnidentifiedImageError) else reason
             name = self._name(index)
-            raise UserError(f"{name} cannot be read ({reason}): replace it, or --data.on_bad_image skip") from error
+            raise UserError(f"{name} cannot be read ({reason}): {REPLACE}") from error
         return self.ragged.keep(image) if self.ragged else self.geometry.evaluated(image)
 
     def tensor(self, num_workers: int = 0) -> Tensor:  # noqa: D102
@@ -139,18 +165,18 @@ class FileSplit(Split):
         target = file if self.ragged else self.image_shape
         workers = Workers(self.__getitem__, batches, target, min(num_workers, len(batches)))
         console = get_console()
+        found: Errors = {} if wrong is None else wrong
         silent = not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0"
         with Progress(console=console, transient=True, disable=silent) as progress:
             task = progress.add_task(f"decoding {len(self):,} images", total=len(batches))
             for batch, (images, errors) in zip(batches, workers.with_errors(), strict=True):
-                if wrong is not None:
-                    wrong.update({batch[place]: error for place, error in errors.items()})
-                elif errors:
-                    # pop the error, because its traceback refers to this frame: if the frame still referred to the
-                    # error, this cycle would keep the frame and its workers alive
-                    raise errors.pop(min(errors))
-                yield images
+                found.update({batch[place]: error for place, error in errors.items()})
+                if wrong is not None or not found:
+                    yield images
                 progress.advance(task)
+        if wrong is None and found:
+            # a new error, because this frame refers to the others: a cycle would keep the frame and its workers alive
+            raise UserError(f"{listed(problems(found))}: {REPLACE}")
 
 
 class EncodedSource(Source):
@@ -161,7 +187,7 @@ class EncodedSource(Source):
         predict_dir: Images and folders of images for `predict`; None to predict on the test split.
     """
 
-    geometry: Geometry  # set by EncodedImages, like image_shape, mean, std and skips
+    geometry: Geometry  # set by EncodedImages, like image_shape, mean, std, skips and other_files
     predict_dir: str | Sequence[str] | None = None
 
     def ragged(self, split: SplitName) -> Geometry | None:  # noqa: D102
@@ -190,7 +216,8 @@ class EncodedSource(Source):
         if split != "predict" or self.predict_dir is None:
             return self._files("test" if split == "predict" else split)
         places = [self.predict_dir] if isinstance(self.predict_dir, str) else self.predict_dir
-        return [(file, -1) for file in files_in(places)]
+        others = self.other_files[split] = Counter()
+        return [(file, -1) for file in files_in(places, others)]
 
     @abstractmethod
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
@@ -200,24 +227,43 @@ class EncodedSource(Source):
 class FolderSource(EncodedSource):
     """Source of a user's images in class folders.
 
-    Two layouts are possible: `root/train/<class>/*.jpg`, with optional `val` and `test` beside `train`; or
-    `root/<class>/*.jpg`.
+    Two layouts are possible: `root/train/<class>/*.jpg`, with optional validation and test folders beside `train`,
+    named as in `SPLIT_NAMES`; or `root/<class>/*.jpg`. If a folder holds only one folder, which holds folders, as in
+    `root/data/train`, the inner folder is read. A test folder without class folders is for `predict`.
     """
 
     def __init__(self, root: str) -> None:
         self.root = root
-        place = Path(root)
-        names = _folders(place) if place.exists() else []
-        self._places = {split: place / name for split, name in splits_in(place, names).items()}
-        if not self._places and place.name != "train":
+        self._remarks: list[str] = []
+        given = _existing(root)
+        place = _inner(given)
+        names = _folders(place)
+        splits = splits_in(place, names)
+        beside = listed([name for name in names if name not in splits.values()])
+        if "train" in splits and _folders(place / splits["train"]):
+            if beside:
+                self._remarks.append(f"{place}: {beside} not read, because no split has such a name")
+        elif beside:  # class folders, of which one may be named train
+            words = re.split(r"[\W\d_]", " ".join(names))
+            if {"val", "test"} & {split_of(word) for word in words}:
+                remedy = f"move class folders into {place}/train, and name other splits val and test"
+                raise UserError(f"{place} has {listed(names)}, which look like classes and splits: {remedy}")
+            splits = {}
+        self._places = {split: _inner(place / name) for split, name in splits.items()}
+        if not splits and given.name != "train":
             self._places["train"] = place
-        self.splits = [*self._places]
-        train = self._places.get("train", place / "train")
-        self._classes = _folders(train) if train.exists() else []
+        train = self._places.get("train")
+        self._classes = _folders(train) if train else []
         if not self._classes:
-            hint = f", so give {place.parent}" if place.name == "train" else ""
+            hint = f", so give {given.parent}" if given.name == "train" else ""
             expected = "--data.root must hold train/<class>/*.jpg or *.png, or <class>/*.jpg"
-            raise UserError(f"{train} has no class folders: {expected}{hint}, {EMBEDDED}")
+            raise UserError(f"{train or place} has no class folders: {expected}{hint}, {EMBEDDED}")
+        for split, folder in [*self._places.items()]:
+            labelled = {*_folders(folder)}
+            if len(labelled) < 2 and not labelled & {*self._classes}:
+                self._remarks.append(f"{folder} has no class folders, so that only `predict` reads its images")
+                self.predict_dir = [*(self.predict_dir or []), str(self._places.pop(split))]
+        self.splits = [*self._places]
         # replace bytes that are not UTF-8, because they cannot be printed
         self.class_names = [name.encode(errors="surrogateescape").decode(errors="replace") for name in self._classes]
 
@@ -225,51 +271,111 @@ class FolderSource(EncodedSource):
         """Check that each training class has images, and that other splits have images of these classes only."""
         for split, place in self._places.items():
             if unknown := set(_folders(place)) - set(self._classes):
-                raise UserError(f"{place} has classes that train/ lacks: {', '.join(sorted(unknown))}")
+                raise UserError(f"{place} has classes that train/ lacks: {listed(sorted(unknown))}")
             labels = {label for _, label in self._files(split)}
             empty = [name for label, name in enumerate(self._classes) if label not in labels]
             if empty and (split == "train" or not labels):
-                where, kinds = place / empty[0], ", ".join(IMG_EXTENSIONS)
-                raise UserError(f"{where} holds no images ({kinds}): put some there, or hide it as .{where.name}")
+                where = place / empty[0]
+                raise UserError(f"{where} holds no images: put some there, or hide it as .{where.name}")
+        for remark in self._remarks:
+            rank_zero_info(remark)
         super().prepare()
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
-        classes = [(label, self._places[split] / name) for label, name in enumerate(self._classes)]
-        return [(file, label) for label, folder in classes if folder.is_dir() for file in _images(str(folder), {})]
+        place = self._places[split]
+        strays = [entry.name for entry in _entries(str(place)) if entry.is_file()]
+        others = self.other_files[split] = Counter(map(_suffix, strays))
+        classes = [(label, place / name) for label, name in enumerate(self._classes)]
+        return [(file, label) for label, folder in classes if folder.is_dir() for file in _images(folder, others)]
 
 
-def files_in(places: Iterable[str]) -> list[str]:
+def files_in(places: Iterable[str], others: Counter[str]) -> list[str]:
     """Return each given file, and the image files below each given folder, in order.
+
+    Args:
+        places: Paths of files and folders.
+        others: Counter of the folders' other files by suffix, which is updated.
 
     Raises:
         UserError: When a folder is missing or holds no images.
     """
     files: list[str] = []
     for place in places:
-        images = [place] if os.path.isfile(place) else _images(place, {})
+        images = [place] if os.path.isfile(place) else _images(place, others)
         if not images:
-            raise UserError(f"{place} holds no images ({', '.join(IMG_EXTENSIONS)})")
+            raise UserError(f"{place} holds no images{': ' * bool(others)}{counted(others)}")
         files += images
     return files
 
 
-def _images(folder: str, above: dict[tuple[int, int], str]) -> list[str]:
+def _images(folder: str | Path, others: Counter[str], above: Mapping[tuple[int, int], str] = {}) -> list[str]:
     """Return the image files below a folder, folder by folder.
 
     Args:
         folder: Folder to search.
+        others: Counter of other files by suffix, which is updated.
         above: Parent folders by device and inode, to detect a link that leads back to a parent.
     """
-    entries, state = _entries(folder), os.stat(folder)
+    entries, state = _entries(str(folder)), os.stat(folder)
     files, folders, here = [], [], (state.st_dev, state.st_ino)
     if here in above:
         raise UserError(f"{folder} links back to its parent folder {above[here]}: correct this link")
     for entry in entries:
         if entry.is_dir():
-            folders += _images(entry.path, {**above, here: folder})
-        elif entry.name.lower().endswith(IMG_EXTENSIONS):
+            folders += _images(entry.path, others, {**above, here: str(folder)})
+        elif entry.name.lower().endswith(SUFFIXES) or _is_image(entry.path, entry.stat().st_mtime_ns):
             files.append(entry.path)
+        else:
+            others[_suffix(entry.name)] += 1
     return files + sorted(folders, key=os.path.split)
+
+
+@cache
+def _is_image(file: str, modified: int) -> bool:
+    """Return whether PIL can open a file as an image.
+
+    Args:
+        file: Path of the file.
+        modified: Time of the file's last modification, for the cache of results.
+    """
+    try:
+        with open_image(file):
+            return True
+    except Exception:  # PIL raises exceptions of any type
+        return False
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower() or "without suffix"
+
+
+def counted(others: Counter[str]) -> str:
+    """Format numbers of files by suffix, such as `3 .txt, 1 without suffix`."""
+    return listed([f"{count:,} {suffix}" for suffix, count in others.most_common()])
+
+
+def _existing(root: str) -> Path:
+    """Return a folder's path.
+
+    Raises:
+        UserError: When the folder is missing; the message has the nearest existing name.
+    """
+    place = Path(root)
+    if place.is_dir():
+        return place
+    missing = place.absolute()
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    near = nearest(missing.name, os.listdir(missing.parent)) or f": give the folder of your images, {EMBEDDED}"
+    raise UserError(f"--data.root {root}: {missing.parent} has no folder {missing.name}{near}")
+
+
+def _inner(place: Path) -> Path:
+    """Return the innermost folder that is alone in its parent folder, and holds folders itself."""
+    names = _folders(place)
+    if len(names) == 1 and _folders(place / names[0]):
+        return _inner(place / names[0])
+    return place
 
 
 def _folders(place: Path) -> list[str]:

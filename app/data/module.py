@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 from zlib import crc32
@@ -17,6 +18,7 @@ from torchvision.transforms import v2
 
 from app.data.batches import GlobalBatches, Placement, RawBatch
 from app.data.cache import ImageCache
+from app.data.image_files import counted
 from app.data.shares import shards_beyond, stream, unequal_shares
 from app.data.sources import Source, Split, SplitName
 from app.data.transforms import Transform
@@ -139,6 +141,8 @@ class ImageData(LightningDataModule):
         if not self._prepared:
             self.source.prepare()
         self._prepared |= wanted
+        if missing and self.files_left_out:
+            rank_zero_info(f"Left out, as no images or in no class folder: {counted(self.files_left_out)}")
         if self.cache is None:
             return
         try:
@@ -235,6 +239,11 @@ class ImageData(LightningDataModule):
         """Number of unreadable images of each loaded split that has any."""
         loaded = {name: split for name, (split, _) in self._splits.items() if name in self.source.splits}
         return {name: split.left_out for name, split in loaded.items() if split.left_out}
+
+    @property
+    def files_left_out(self) -> Counter[str]:
+        """Number of files in the folders of prepared splits that are left out, by suffix."""
+        return sum((self.source.other_files.get(name, Counter()) for name in self._prepared), Counter())
 
     @property
     def global_batch_size(self) -> int:

@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
@@ -42,6 +43,11 @@ Errors = dict[int, UserError]  # errors of unreadable images, by index
 # images of a batch: uint8 (n, C, H, W); or, if a worker appended the images to a file, the height, width and end (a
 # byte offset) of each image
 Images = Tensor | list[tuple[int, int, int]]
+
+
+def problems(wrong: Errors) -> list[str]:
+    """Return the errors of unreadable images as text, without their remedy, in the order of the images."""
+    return [str(wrong[index]).rpartition(": ")[0] for index in sorted(wrong)]
 
 
 def work_apart(worker: int) -> None:
@@ -261,6 +267,8 @@ class Source(ABC):
         splits: Names of the splits; without `val`, training images are held out for validation.
         files: Paths of the files, if known.
         skips: Whether unreadable images are skipped.
+        other_files: Number of files in each split's folders that are left out, by suffix: they are no images, or in no
+            class folder.
     """
 
     class_names: Sequence[str]
@@ -270,6 +278,7 @@ class Source(ABC):
     splits: Collection[SplitName] = ("train", "test", "predict")
     files: Sequence[Path] = ()
     skips = False
+    other_files: dict[SplitName, Counter[str]] = {}  # noqa: RUF012
 
     @abstractmethod
     def prepare(self) -> None:

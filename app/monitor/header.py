@@ -22,7 +22,7 @@ from app.monitor.run_record import resolved_configuration
 from app.networks import count_parameters, title
 from app.recipe import Recipe, rate
 from app.record import Record
-from app.record.words import batch, threads, way_of_running
+from app.record.words import batch, listed, threads, way_of_running
 
 
 class Header(RichModelSummary):
@@ -69,6 +69,7 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         place = getattr(data.source, "root", None) or getattr(data.source, "like", "")
         counts = [f"{data.counts[name]:,} to {verb}" for name, verb in VERBS.items() if data.counts.get(name)]
         yield "images", f"{type(data).__name__} ({place}): {', '.join(counts)}"
+        yield "classes", listed(data.class_names)
     device = trainer.strategy.root_device
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else device.type.upper()

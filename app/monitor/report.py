@@ -16,7 +16,7 @@ from torch import Tensor
 from app.errors import one_line
 from app.monitor.rank_times import NAMES, slow_ranks
 from app.record import PHASES, Record
-from app.record.words import batch, bottleneck, percent, threads, way_of_running
+from app.record.words import batch, bottleneck, listed, percent, threads, way_of_running
 from app.system import page
 from app.system.files import read_csv, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
@@ -105,6 +105,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
     facts = {
         "network": model and f"{model.name}, {model.parameters:,} parameters",
         "images": data and f"{data.name}: {', '.join(counts)}; {data.classes} classes",
+        "classes": data and listed(data.class_names),
         "way of running": record.strategy and f"{way_of_running(record)}, {threads(record)}",
         "batch": record.global_batch_size and batch(record),
         "precision": record.precision,

@@ -62,7 +62,9 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "precision": trainer.precision,
         "placement": data and data.placement,
         "images_left_out": data and data.left_out,
-        "data": data and records.DataSet(type(data).__name__, data.num_classes, {**data.counts}),
+        "files_left_out": data and {**data.files_left_out},
+        "data": data
+        and records.DataSet(type(data).__name__, data.num_classes, {**data.counts}, [*map(str, data.class_names)]),
         "threads": torch.get_num_threads(),
         "global_batch_size": data and data.global_batch_size,
         "micro_batch": data.micro_batch if data and trainer.state.fn == "fit" else None,

@@ -146,11 +146,12 @@ class Model:
 
 @dataclass
 class DataSet:
-    """Name of the data set, number of classes, and number of images of each split."""
+    """Name of the data set, number and names of the classes, and number of images of each split."""
 
     name: str
     classes: Int
     images: dict[str, Int | None] = field(default_factory=dict)
+    class_names: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -223,6 +224,7 @@ class Record(Part):
     model: Model | None = None
     data: DataSet | None = None
     images_left_out: dict[str, Int] | None = None
+    files_left_out: dict[str, Int] | None = None
     hardware: Hardware | None = None
     versions: dict[str, str | None] = field(default_factory=dict)
 

@@ -1,6 +1,6 @@
 """Functions that format the figures of a run record as text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from app.record import PHASES, Record
 
@@ -25,6 +25,12 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Format names: `cat, dog`; of more than ten, the first ten and the number of the others."""
+    text = ", ".join(map(str, names[:10]))
+    return text if len(names) <= 10 else f"{text} and {len(names) - 10:,} more"
 
 
 def percent(share: float) -> str:
