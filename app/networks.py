@@ -13,6 +13,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from app.errors import UserError, nearest, one_line
 from app.system.files import downloading, open_file
@@ -326,7 +327,7 @@ def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: 
         first = ", ".join([*tensors][:3]) or "it holds no tensors"
         raise UserError(f"{problem}: {first}, where the network has {', '.join([*initial][:3])}")
     head = head_of(network)[0]
-    replaced = [key for key in initial if key not in weights or weights[key].shape != initial[key].shape]
+    replaced = [key for key in initial if key not in weights or not _fits(weights[key], initial[key])]
     # weights of old versions of torch lack the counters of BatchNorm
     kept = [key for key in replaced if key not in weights and key.endswith(".num_batches_tracked")]
     wrong = [key for key in replaced if key not in kept and (key.rpartition(".")[0] != head or not may_start_anew)]
@@ -390,9 +391,14 @@ def _prefixes(tensors: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> l
         for start in range(len(parts)):
             key = ".".join(parts[start:])
             if key in initial:
-                matches[name.removesuffix(key)] += 1 + (value.shape == initial[key].shape)
+                matches[name.removesuffix(key)] += 1 + _fits(value, initial[key])
     ranked = sorted(matches, key=lambda prefix: (-matches[prefix], "ema" not in re.split(r"[._]", prefix.lower())))
     return [prefix for prefix in ranked if 2 * matches[prefix] >= matches[ranked[0]]]
+
+
+def _fits(value: Tensor, place: Tensor) -> bool:
+    """Return whether a tensor has the shape of a network's; that of a lazy layer is unknown."""
+    return is_lazy(place) or value.shape == place.shape
 
 
 def _form(tensor: Tensor) -> str:
