@@ -4,9 +4,12 @@ The graph maps uint8 images (B, C, H, W) to class probabilities (B, classes), fo
 the normalisation. The file also holds the class names.
 """
 
+import io
 import json
+import os
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
@@ -64,23 +67,50 @@ def run(arguments: list[str]) -> int:
     classifier = load(find_checkpoint(options.ckpt_path, [], options.run.root, options.run.name), "cpu")
     shape = classifier.image_shape
     file = classifier.folder / {"onnx": "model.onnx", "torch": "model.pt2"}[options.format]
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} cannot be written, because it is no file: move it away")
     images = torch.randint(256, (64, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     try:
         with warnings.catch_warnings(action="ignore"), torch.no_grad():
-            difference = float((write(classifier, images, file) - classifier(images)).abs().max())
+            difference = replace(classifier, images, file)
     except ImportError as error:
-        remedy = "pip install onnx onnxscript onnxruntime"
+        remedy = 'pip install "data-parallel-lab[export]", or onnx onnxscript onnxruntime'
         raise UserError(f"--format {options.format} needs {error.name}: {remedy}") from error
+    except OSError as error:
+        kept = ", and the previous one is kept" * file.exists()
+        raise UserError(f"{file} cannot be written ({error.strerror}){kept}: make room there, or copy the run elsewhere") from error
+    except UserError:
+        raise
     except Exception as error:  # torch.export raises many types
         reason = f"{type(error).__name__}: {error}"[:300]
         raise UserError(f"{file} cannot be written ({reason}): --verbose shows where") from error
-    if not difference < 1e-4:
-        raise UserError(f"{file}: its probabilities differ from the model's by {difference:.1g}: give another --format")
     sides = ", ".join(map(str, shape))
     print(f"exported  {file}: uint8 images (B, {sides}) to probabilities (B, {len(classifier.class_names)})")
     print(f"checked   on {len(images)} random images: probabilities differ by at most {difference:.1g}")
     print(f"load it   in Python, without this application:\n\n{LOADING[options.format].format(file=file, shape=sides)}")
     return 0
+
+
+def replace(classifier: Classifier, images: Tensor, file: Path) -> float:
+    """Write a classifier's file, check it, and let it replace an earlier one.
+
+    Returns:
+        Largest difference between the probabilities of the file and of the classifier.
+
+    Raises:
+        UserError: When the difference is too large. An earlier file is kept.
+    """
+    with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
+        difference = float((write(classifier, images, Path(folder, file.name)) - classifier(images)).abs().max())
+        if not difference < 1e-4:
+            problem = f"{file}: its probabilities would differ from the model's by {difference:.1g}"
+            raise UserError(f"{problem}: give another --format")
+        # the graph of a large network is the last to be replaced, because it reads its weights from a second file
+        for written in sorted(Path(folder).iterdir(), key=lambda written: written.name == file.name):
+            with written.open("rb") as stream:
+                os.fsync(stream.fileno())
+            written.replace(file.with_name(written.name))
+    return difference
 
 
 def write(classifier: Classifier, images: Tensor, file: Path) -> Tensor:
@@ -95,7 +125,9 @@ def write(classifier: Classifier, images: Tensor, file: Path) -> Tensor:
     # two images, because torch.export would treat a batch size of 1 as a constant
     program = torch.export.export(classifier, (images[:2],), dynamic_shapes=dynamic)
     if file.suffix == ".pt2":
-        torch.export.save(program, file, extra_files={"class_names": names})
+        buffer = io.BytesIO()  # because torch's own writer ends the process on a full disk
+        torch.export.save(program, buffer, extra_files={"class_names": names})
+        file.write_bytes(buffer.getbuffer())
         return torch.export.load(file).module()(images)
     import onnxruntime  # type: ignore[import-untyped]
 

@@ -129,7 +129,7 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
     config = read_yaml(str(folder / "config.yaml"))
     module = _model(config.get("model", {}), len(images["class_names"]), folder)
     sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
-    load_weights(module, checkpoint["state_dict"], str(file))
+    load_weights(module, checkpoint["state_dict"], str(file), may_start_anew=False)
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     return Classifier(module.to(device), images, Geometry(tuple(images["image_shape"][1:]), **sizes), folder)
 

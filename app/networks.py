@@ -2,7 +2,7 @@
 
 import pkgutil
 import re
-import zipfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -14,9 +14,11 @@ import torchvision
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from app.errors import UserError, nearest, one_line
-from app.system.files import downloading
+from app.system.files import downloading, open_file
+from app.system.torch_files import load, nearest_file
 
 
 class LeNet(nn.Module):
@@ -236,16 +238,16 @@ def head_of(network: nn.Module) -> tuple[str, nn.Module]:
     return layers[-1]
 
 
-def checkpoint_of(path: Path) -> Path:
-    """Return the best checkpoint of a run's folder, else the last one; return a file unchanged."""
+def checkpoint_of(path: Path, names: Sequence[str] = ("best.ckpt", "last.ckpt")) -> Path:
+    """Return the first existing checkpoint of these names in a run's folder; return a file unchanged."""
     if not path.is_dir():
         return path
-    checkpoints = [path / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]
+    checkpoints = [path / "checkpoints" / name for name in names]
     return next((file for file in checkpoints if file.is_file()), checkpoints[0])
 
 
-def read_weights(source: str, name: str) -> dict[str, Tensor]:
-    """Read pretrained weights.
+def read_weights(source: str, name: str) -> Any:
+    """Read pretrained weights, and return the content of their file.
 
     Args:
         source: A file of torch or safetensors; a run's folder, for its best checkpoint; or `DEFAULT`, for the
@@ -255,30 +257,24 @@ def read_weights(source: str, name: str) -> dict[str, Tensor]:
     Raises:
         UserError: When the weights cannot be read or downloaded.
     """
-    if source == "DEFAULT":
-        return _published(name)
-    state = _read(source)
-    for key in ("state_dict", "model"):
-        state = state.get(key, state) if isinstance(state, dict) else {}
-    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return _published(name) if source == "DEFAULT" else _read(source)
 
 
 def _read(source: str) -> Any:
-    """Return the content of a file of weights; tensors in torch's zip format are memory-mapped."""
     file = checkpoint_of(Path(source))
+    if file.suffix != ".safetensors":
+        return load(file, "--model.weights")
     try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
+        from safetensors.torch import load_file
 
+        with open_file(file):  # rejects pipes and devices
             return load_file(file)
-        return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     except ImportError:
         raise UserError(f"--model.weights {source}: safetensors is not installed: pip install safetensors") from None
-    except Exception as error:  # torch, zipfile, pickle and safetensors raise different types
-        # hide torch's advice to set `weights_only=False`, because this would run the file's code
-        has_code = "weights_only" in str(error)
-        reason = "it holds more than tensors: save the model's state_dict()" if has_code else one_line(str(error))[:200]
-        raise UserError(f"--model.weights {source}: {file} cannot be read ({reason})") from error
+    except FileNotFoundError:
+        raise UserError(f"--model.weights {source}: there is no such file{nearest_file(file)}") from None
+    except Exception as error:  # safetensors raises several types
+        raise UserError(f"--model.weights {source} cannot be read ({one_line(str(error))[:200]})") from error
 
 
 def _published(name: str) -> dict[str, Tensor]:
@@ -287,9 +283,12 @@ def _published(name: str) -> dict[str, Tensor]:
     if name.startswith("timm/"):
         with downloading(f"--model.weights DEFAULT: no weights of {name}", "give a file of them to --model.weights"):
             return _timm(name).create_model(name[5:], pretrained=True).state_dict()
-    weights, folder = torchvision.models.get_model_weights(name).DEFAULT, Path(torch.hub.get_dir(), "checkpoints")
-    with downloading(f"--model.weights DEFAULT: no weights of {name}", f"put {weights.url} into {folder}"):
-        return weights.get_state_dict(check_hash=True)
+    url, folder = torchvision.models.get_model_weights(name).DEFAULT.url, Path(torch.hub.get_dir(), "checkpoints")
+    earlier = folder / Path(url).name
+    if earlier.exists():
+        load(earlier, "--model.weights DEFAULT:")  # torch verifies only new downloads
+    with downloading(f"--model.weights DEFAULT: no weights of {name}", f"put {url} into {folder}"):
+        return torchvision.models.get_model(name, weights="DEFAULT").state_dict()  # renames the tensors of old files
 
 
 def image_settings(source: str, name: str | None) -> dict[str, Any]:
@@ -321,35 +320,112 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
     return {**known, "size": images["image_shape"][1:]}
 
 
-def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
-    """Load weights into a network, and return a message. If the head's size differs, the network keeps its own head.
+def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: bool = True) -> str:
+    """Load weights into a network, and return a message.
+
+    The tensors may lie in any containers, and their names may have any prefix, such as a wrapper's `module.`. See
+    `_prefixes`.
 
     Args:
         network: The network.
-        state: Weights by name, perhaps with the prefix of a wrapper, such as `module.`.
+        content: Content of a file of weights.
         source: Origin of the weights, for messages.
+        may_start_anew: Whether the network keeps its own head if the head's shape differs.
 
     Raises:
         UserError: When the weights are of another network.
     """
     initial = network.state_dict()
-    prefixes = ("", "network.", "module.", "model.", "_orig_mod.")
-    prefix = max(prefixes, key=lambda prefix: len(initial.keys() & {key.removeprefix(prefix) for key in state}))
-    weights = {key.removeprefix(prefix): value for key, value in state.items()}
+    tensors = _tensors(content)
+    prefix, *others = _prefixes(tensors, initial) or [""]
+    weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    problem = f"--model.weights {source} is of another network than {type(network).__name__}"
+    if not weights.keys() & initial.keys():
+        first = ", ".join([*tensors][:3]) or "it holds no tensors"
+        raise UserError(f"{problem}: {first}, where the network has {', '.join([*initial][:3])}")
     head = head_of(network)[0]
-    replaced = [key for key in initial if key not in weights or weights[key].shape != initial[key].shape]
-    wrong = [key for key in replaced if key.rpartition(".")[0] != head]
-    if wrong or not weights:
-        first = wrong[0] if wrong else next(iter(initial))
-        entry = f"{first} of {tuple(weights[first].shape)}" if first in weights else f"no {first}"
-        shapes = f"it has {entry}, here {first} is {tuple(initial[first].shape)}"
-        problem = f"--model.weights {source} is of another network than {type(network).__name__}: {shapes}"
-        raise UserError(f"{problem}, and {len(wrong)} of {len(initial)} tensors differ")
-    network.load_state_dict({**initial, **{key: weights[key] for key in initial if key not in replaced}})
+    replaced = [key for key in initial if key not in weights or not _fits(weights[key], initial[key])]
+    # weights of old versions of torch lack the counters of BatchNorm
+    kept = [key for key in replaced if key not in weights and key.endswith(".num_batches_tracked")]
+    wrong = [key for key in replaced if key not in kept and (key.rpartition(".")[0] != head or not may_start_anew)]
+    if wrong:
+        entries = (
+            f"{key} is {tuple(weights[key].shape) if key in weights else 'missing'}, here {tuple(initial[key].shape)}"
+            for key in wrong[:3]
+        )
+        raise UserError(f"{problem}: {len(wrong)} of {len(initial)} tensors differ: {'; '.join(entries)}")
+    loaded = {key: weights[key] for key in initial if key not in replaced}
+    for key, value in loaded.items():
+        if (form := _form(value)) != (expected := _form(initial[key])):
+            raise UserError(f"--model.weights {source}: {key} is {form}, here {expected}: convert it, and save it anew")
+    network.load_state_dict({**initial, **loaded})
     left = [key for key in weights if key not in initial]
-    line = f"Weights of {source}: {len(initial) - len(replaced)} tensors loaded"
-    if replaced:
-        line += f", {head} starts anew for another number of classes"
+    line = f"Weights of {source}: {len(loaded)} tensors loaded"
+    if prefix:
+        line += f" from {prefix[:-1]}"
+    if others:
+        line += f" (it also has {', '.join(name[:-1] or 'others' for name in others)})"
+    if new := [key for key in replaced if key not in kept]:
+        line += f", {head} starts anew" + " for another number of classes" * (new[0] in weights)
     if left:
         line += f", {len(left)} left out, such as {left[0]}"
     return line
+
+
+def _tensors(content: Any) -> dict[str, Tensor]:
+    """Return all tensors of nested containers, in order. A name joins the keys on the way to a tensor by dots."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()  # a container may contain itself
+    waiting: list[tuple[str, Any]] = [("", content)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            waiting += reversed([(_joined(name, key), item) for key, item in items])
+    return tensors
+
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # parts of names that torch inserts
+
+
+def _joined(*keys: Any) -> str:
+    parts = ".".join(map(str, keys)).split(".")
+    return ".".join(part for part in parts if part not in ("", *WRAPPERS))
+
+
+def _prefixes(tensors: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> list[str]:
+    """Return the prefixes whose removal makes tensors match a network's, by name and shape. The best one is the first.
+
+    It has the most matches. Among equals, a moving average precedes the trained weights, as in timm, and then the
+    first one in the file. Prefixes with less than half of its matches are left out.
+    """
+    matches: Counter[str] = Counter()
+    for name, value in tensors.items():
+        parts = name.split(".")
+        for start in range(len(parts)):
+            key = ".".join(parts[start:])
+            if key in initial:
+                matches[name.removesuffix(key)] += 1 + _fits(value, initial[key])
+    ranked = sorted(matches, key=lambda prefix: (-matches[prefix], "ema" not in re.split(r"[._]", prefix.lower())))
+    return [prefix for prefix in ranked if 2 * matches[prefix] >= matches[ranked[0]]]
+
+
+def _fits(value: Tensor, place: Tensor) -> bool:
+    """Return whether a tensor has the shape of a network's; that of a lazy layer is unknown."""
+    return is_lazy(place) or value.shape == place.shape
+
+
+def _form(tensor: Tensor) -> str:
+    """Return the kind of a tensor's values; a cast to another kind would lose some."""
+    if tensor.is_meta:
+        return "without values (meta)"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout != torch.strided:
+        return "sparse"
+    if tensor.is_complex():
+        return "complex"
+    return "floating-point" if tensor.is_floating_point() else "integer"

@@ -40,6 +40,7 @@ from app.runs import CommandLine, run_fit
 from app.system.files import write_text
 from app.system.page import Section, code, page, table
 from app.system.random_streams import own_streams
+from app.system.torch_files import load
 from app.verify.recording import singles
 
 USAGE = "python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG.OF.FIT VALUE ...]"
@@ -211,7 +212,7 @@ def run(arguments: list[str]) -> int:
     result = run_fit(words, LIMIT, folder)
     if result.status != "completed" or not (folder / "version_0" / FILE).exists():
         raise UserError(f"the run cannot be repeated: {result.error or 'it ended before the step'}")
-    step = torch.load(folder / "version_0" / FILE, weights_only=True)
+    step = load(folder / "version_0" / FILE)
     samples = sorted(step["samples"], key=lambda sample: -key(sample["loss"]))
     rows = [described(sample, step["names"]) for sample in samples]
     title = f"Step {step['step']:,}, epoch {step['epoch']}: loss {step['loss']:.4g}"

@@ -145,6 +145,13 @@ def last_of(run: Path) -> Path:
     return run / "checkpoints" / "last.ckpt"
 
 
+def bit_flipped(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def weights(place: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint, or of a run's last checkpoint."""
     return torch.load(last_of(place) if place.is_dir() else place, weights_only=True)["state_dict"]

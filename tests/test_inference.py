@@ -4,6 +4,8 @@ import contextlib
 import csv
 import importlib
 import io
+import os
+import resource
 import sys
 from pathlib import Path
 
@@ -123,12 +125,21 @@ def test_loading_leaves_wrong_input_out(trained: Path, model: Classifier, tmp_pa
         load(tmp_path / "x.ckpt")
 
 
-@pytest.mark.parametrize(("kind", "file"), [("onnx", "model.onnx"), ("torch", "model.pt2")])
-def test_export(kind: str, file: str, trained: Path, model: Classifier, app: App) -> None:
-    """The code that `export` prints loads the file, and predicts as the model does, also for another batch size."""
+@pytest.mark.parametrize(
+    ("kind", "file", "limit"), [("onnx", "model.onnx", 2**30), ("torch", "model.pt2", 2**30), ("onnx", "model.onnx", 0)]
+)
+def test_export(
+    kind: str, file: str, limit: int, trained: Path, model: Classifier, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code that `export` prints loads the file, and predicts as the model does, also for another batch size.
+
+    The weights of a large network lie in a second file, because ONNX limits the size of the first.
+    """
+    monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", limit)
     best = ["--ckpt_path", "best", "--run.root", trained.parents[1], "--run.name", "x"]
     out = output_of(*app("export", *best, "--format", kind))
     assert "checked   on 64 random images: probabilities differ by at most" in out
+    assert (trained / "model.onnx.data").exists() == (limit == 0)
     code = out[out.index("import json") :].strip()
     assert len(code.splitlines()) == 5
     assert str(trained / file) in code
@@ -138,12 +149,38 @@ def test_export(kind: str, file: str, trained: Path, model: Classifier, app: App
     assert printed.getvalue().strip() == str([one.names[0] for one in model.predict(images)])
 
 
+@pytest.mark.parametrize(("kind", "file"), [("onnx", "model.onnx"), ("torch", "model.pt2")])
+def test_a_failed_export_keeps_the_earlier_file(
+    kind: str, file: str, trained: Path, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk, or if the new file computes other probabilities, the earlier file is kept, and nothing else."""
+    flags = ["export", "--ckpt_path", trained / "checkpoints" / "best.ckpt", "--format", kind]
+    for name in (file, f"{file}.data"):
+        (trained / name).unlink(missing_ok=True)
+    place = trained / file
+    os.mkfifo(place)
+    assert f"{place} cannot be written, because it is no file: move it away" in error_of(*app(*flags))
+    place.unlink()
+    place.write_bytes(b"earlier")
+    before = sorted(trained.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    message = error_of(*app(*flags))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{place} cannot be written (File too large), and the previous one is kept: make room there" in message
+    monkeypatch.setattr("app.export.write", lambda classifier, images, file: 1 - classifier(images))
+    assert "its probabilities would differ from the model's by" in error_of(*app(*flags))
+    assert place.read_bytes() == b"earlier"
+    assert sorted(trained.iterdir()) == before
+    place.unlink()
+
+
 def test_export_of_nothing(app: App, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "give --run.name, or a file's path" in error_of(*app("export", "--ckpt_path", "best"))
     assert "did you mean --format" in error_of(*app("export", "--fromat", "onnx"))
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     message = error_of(*app("export", "--ckpt_path", trained / "checkpoints" / "best.ckpt"))
-    assert "--format onnx needs onnxruntime: pip install onnx onnxscript onnxruntime" in message
+    assert '--format onnx needs onnxruntime: pip install "data-parallel-lab[export]", or onnx onnxscript' in message
 
 
 @pytest.mark.usefixtures("forked_runs")

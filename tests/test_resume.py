@@ -16,6 +16,7 @@ from harness import (
     RECIPE,
     App,
     acts,
+    bit_flipped,
     difference,
     error_of,
     fork_app,
@@ -280,12 +281,6 @@ def test_auto(app: App, tmp_path: Path) -> None:
 
 
 FLAGS = [*CNN[:-2], *options(name="x", test=False), "--trainer.max_epochs"]
-
-
-def bit_flipped(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:

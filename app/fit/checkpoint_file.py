@@ -1,21 +1,18 @@
-"""Checkpoint files: written atomically, and verified by their checksums.
-
-A checkpoint is `torch.save`'s zip archive. Torch does not verify the archive's checksums.
-"""
+"""Checkpoint files: written atomically, and verified by their checksums."""
 
 import io
 import os
-import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
-from app.errors import UserError, one_line
-from app.system.files import PART, open_file, sync_folder, whole
+from app.errors import UserError
+from app.system.files import PART, sync_folder, whole
+from app.system.torch_files import load
 
+FLAG = "--ckpt_path"
 LAST = "last.ckpt"
 PREVIOUS = "last-1.ckpt"  # the `last.ckpt` that a newer one has replaced
 
@@ -48,7 +45,7 @@ class CheckpointFiles(TorchCheckpointIO):
         """Load a checkpoint on the host; load only tensors and plain values."""
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)
-        return _load(Path(path))
+        return load(Path(path), FLAG)
 
 
 def _write(buffer: io.BytesIO, file: Path) -> None:
@@ -82,36 +79,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         UserError: When the file is missing, damaged, or not a checkpoint.
     """
-    checkpoint = _load(path)
+    checkpoint = load(path, FLAG)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        raise UserError(f"--ckpt_path {path}: not a checkpoint: it holds no weights")
+        raise UserError(f"{FLAG} {path}: not a checkpoint: it holds no weights")
     return checkpoint
-
-
-def _load(path: Path) -> Any:
-    try:
-        with open_file(path) as file:
-            if (reason := _damage(file)) is None:
-                file.seek(0)
-                return torch.load(file, "cpu", weights_only=True)
-    except FileNotFoundError:
-        reason = "there is no such file"
-    except OSError as error:
-        reason = f"it cannot be read ({error.strerror or error})"
-    except Exception as error:  # unpickling arbitrary bytes can raise anything
-        match = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it holds {match[1]}, but only tensors and plain values are loaded" if match else None
-        reason = reason or f"not a checkpoint, or damaged ({type(error).__name__}: {one_line(str(error))[:80]})"
-    raise UserError(f"--ckpt_path {path}: {reason}")
-
-
-def _damage(file: Any) -> str | None:
-    """Verify a file's checksums, and return a description of the damage, or None."""
-    if file.read(2) != b"PK":
-        return None  # torch's old format, which has no checksums
-    try:
-        with zipfile.ZipFile(file) as archive:
-            member = archive.testzip()
-    except Exception:  # zipfile raises many types on a damaged file
-        return "damaged or truncated"
-    return f"damaged ({member})" if member else None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from app.errors import UserError
+from app.system.torch_files import load
 from app.verify.recording import FOLDER
 
 COLUMNS = ("samples", "learning rate", "loss", "gradients", "weights", "evaluation", "optimizer")
@@ -46,7 +47,7 @@ class Recorded:
             raise UserError(f"{run_dir}: no steps were recorded")
         self.run_dir = run_dir
         self.ranks: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files]
-        self.weights: dict[str, torch.Tensor] = torch.load(run_dir / FOLDER / "weights.pt", weights_only=True)
+        self.weights: dict[str, torch.Tensor] = load(run_dir / FOLDER / "weights.pt")
         self.facts: dict[str, Any] = self.ranks[0]["facts"]
         self.resumed_at: int | None = None
         if earlier is not None:
