@@ -79,7 +79,7 @@ class ExitStatus:
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
 
-PARTS = "--data.micro_batch"  # prefix of the note that proposes a micro-batch size after an out-of-memory error
+SMALLER = "--data.batch_size"  # prefix of the note that proposes a batch size after an out-of-memory error
 # torch's out-of-memory messages, for an accelerator and for the host
 NO_MEMORY = (
     r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
@@ -97,9 +97,10 @@ def out_of_memory(error: BaseException) -> str | None:
     size = f": {known['size']} were requested" if known.get("size") else ""
     free = f", and {known['free']} are free" if known.get("free") else ""
     notes: list[str] = getattr(error, "__notes__", [])
-    proposal = next((note for note in notes if note.startswith(PARTS)), f"a smaller {PARTS}")
+    smaller = f"a lower {SMALLER} with a higher --trainer.accumulate_grad_batches"
+    proposal = next((note for note in notes if note.startswith(SMALLER)), smaller)
     other = "--trainer.precision bf16-mixed, --data.placement memory" if "device" in known else "--data.placement disk"
-    remedy = f"give {proposal}, for the same batch in parts, or a lower --data.batch_size, {other}, or more devices"
+    remedy = f"give {proposal}, for the same training step, or {other}, or more devices"
     return f"out of memory on the {known.get('device', 'host')}{size}{free}: {remedy}"
 
 

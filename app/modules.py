@@ -1,6 +1,5 @@
 """LightningModules: loss, metrics, optimizer and predictions for the networks of `app.networks`."""
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, Self
@@ -92,8 +91,6 @@ class ImageClassifier(LightningModule):
         if self._frozen:
             warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode")
         self.execution = Execution(channels_last, compile, matmul_precision)
-        self.micro_batch: int | None = None  # set in setup
-        self._has_gradients = False  # whether backward passes of micro-batches have set gradients
         self.executed: dict[str, Any] = {}
         self.images: dict[str, Any] | None = None
         metrics: dict[str, Metric | MetricCollection] = {
@@ -155,11 +152,6 @@ class ImageClassifier(LightningModule):
                 counts = data.class_counts.to(self.device)
                 self.class_weights = counts.sum() / (len(counts) * counts.clamp(min=1))
             self.sums = Sums(self.trainer.strategy.root_device)
-            self.micro_batch = getattr(self.trainer.datamodule, "micro_batch", None)  # type: ignore[attr-defined]
-            if self.micro_batch is None:
-                vars(self).pop("optimizer_zero_grad", None)
-            else:
-                self.optimizer_zero_grad = self._zero_unless_in_parts  # type: ignore[method-assign]
 
     def _image_data(self, flag: str, purpose: str) -> ImageData:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -209,7 +201,6 @@ class ImageClassifier(LightningModule):
         images, labels = batch
         trainer = self.trainer
         loader = trainer.train_dataloader
-        self._has_gradients = False
         if not isinstance(loader, GlobalBatches) or loader.virtual_devices:
             # the mean over the batch, or 0 for an empty batch
             return self._training_losses(images, labels, batch_idx).sum() / max(len(labels), 1)
@@ -219,9 +210,6 @@ class ImageClassifier(LightningModule):
         else:  # multiply by `accumulated`, because Lightning divides the loss by it
             count = loader.window_count(batch_idx, accumulated, int(trainer.num_training_batches))
             scale = trainer.world_size * accumulated / count
-        if self.micro_batch is not None:
-            share = math.ceil(loader.global_count(batch_idx) / trainer.world_size)
-            return self._in_parts(images, labels, batch_idx, scale, math.ceil(share / self.micro_batch))
         return self._training_losses(images, labels, batch_idx).sum() * scale
 
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
@@ -231,37 +219,12 @@ class ImageClassifier(LightningModule):
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            remedy = "use --data.drop_last true, or another --data.batch_size or --data.micro_batch"
+            remedy = "use --data.drop_last true, or another --data.batch_size"
             problem = f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm"
             raise UserError(f"{problem}: {remedy}") from error
         losses = self.recipe.criterion(logits, labels, self.class_weights)
         self.sums.add(losses.detach(), logits, labels)
         return losses
-
-    def _zero_unless_in_parts(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        if not self._has_gradients:
-            optimizer.zero_grad()
-
-    def _in_parts(self, images: Tensor, labels: Tensor, batch_idx: int, scale: float, count: int) -> Tensor:
-        """Run the backward passes of all micro-batches except the last, and return the batch's loss.
-
-        Every rank has the same number of micro-batches, because SyncBatchNorm synchronizes each forward pass. This
-        method runs inside DDP's forward pass, where DDP ignores backward passes. So DDP averages gradients only in the
-        backward pass of the returned loss.
-        """
-        trainer, self._has_gradients = self.trainer, True
-        accumulated = trainer.accumulate_grad_batches
-        if batch_idx % accumulated == 0:
-            for optimizer in trainer.optimizers:
-                optimizer.zero_grad()
-        scaler, earlier = getattr(trainer.precision_plugin, "scaler", None), torch.zeros((), device=images.device)
-        chunks = list(zip(images.tensor_split(count), labels.tensor_split(count), strict=True))
-        for chunk in chunks[:-1]:
-            loss = self._training_losses(*chunk, batch_idx).sum() * scale
-            earlier += loss.detach()
-            with torch.autocast(images.device.type, enabled=False):
-                (loss if scaler is None else scaler.scale(loss)).div(accumulated).backward()
-        return self._training_losses(*chunks[-1], batch_idx).sum() * scale + earlier
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the mean loss every `log_every_n_steps` steps."""

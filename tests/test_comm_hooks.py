@@ -150,16 +150,6 @@ def test_a_node_is_one_process_under_ddp_dp(single: Path, tmp_path: Path) -> Non
     assert record["time_per_step"]["communication"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("start", "effect"), [("1000", False), ("4", True)])
-def test_nodes_train_by_themselves_under_local_sgd(start: str, effect: bool, exact: Path, tmp_path: Path) -> None:
-    flags = [*EXACT, *CPU, "--trainer.num_nodes", "2", "--trainer.devices", "1"]
-    flags += ["--trainer.strategy", "ddp_localsgd", "--trainer.strategy.start_localsgd_iter", start]
-    for code, out in on_two_nodes("fit", *flags, "--run.root", str(tmp_path), "--run.name", "x"):
-        assert code == 0, out
-    check_effect(tmp_path, exact, effect)
-
-
 def strategy(*words: str) -> Namespace | str:
     """Return the resolved strategy of a command line."""
     return resolve(["fit", *SMALL, *words]).trainer.strategy

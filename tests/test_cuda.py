@@ -249,8 +249,8 @@ def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch
     monkeypatch.setattr(CIFARCNN, "training_step", training_step)
     error = error_of(*app("fit", "--data", "Synthetic", "--data.images", "100", *QUIET))
     assert error.startswith("error: out of memory on the CUDA: 20.00 MiB were requested, and 5.56 MiB are free: give ")
-    assert "give --data.micro_batch 32, for the same batch in parts" in error, "half of what was taken at once"
-    assert "--data.batch_size" in error
+    remedy = "give --data.batch_size 32 with --trainer.accumulate_grad_batches 2, for the same training step, or "
+    assert remedy in error, "half of the batch at once"
     record = record_of(tmp_path / "runs" / "LeNet-Synthetic" / "version_0")
     assert (record["status"], record["error"]) == ("failed", error.removeprefix("error: "))
     with pytest.raises(UserError, match=r"out of memory on the host: 4611686018427387904 bytes"), explaining_errors():

@@ -57,7 +57,6 @@ REFUSED = [
     ({"data.init_args.batch_size": 15}, TWO, "a global batch of 15 cannot be shared equally by 2 ranks: use --dat"),
     (DDP | {"trainer.devices": 3}, None, "use --data.batch_size 15 or 18, or another --trainer.devices"),
     ({"cluster.init_method": "tcp://a:1"}, TWO, "--cluster.init_method: torchrun decides how the nodes meet"),
-    ({"trainer.strategy": "ddp_localsgd"}, TWO, "averages weights between nodes, but there is only one: use"),
     (SYNC | DDP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm works on GPUs only"),
     (SYNC | DP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm has no effect under dp"),
     ({"trainer.plugins": [SYNC_PLUGIN]}, None, "--trainer.sync_batchnorm has no effect in one process"),

@@ -194,7 +194,6 @@ REFUSED = {
     "--data.batch_size 4": "a global batch of 4 has fewer samples than shards: give 4 or less",
     "--data.batch_size 0.03": "a global batch of 3 has fewer samples than shards: give 3 or less",
     "--model user_code.Unrepeatable --trainer.deterministic true": "put_ does not have a deterministic implementation",
-    "--data.micro_batch 2": "a shard is a micro-batch already",
     "--trainer.benchmark true": "with --trainer.benchmark: cuDNN would ignore determinism: leave it out",
     "--trainer.deterministic warn": "with --trainer.deterministic warn: give true, or leave it out",
     "--trainer.deterministic false": "with --trainer.deterministic false: give true, or leave it out",

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import psutil
 import torch
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -40,8 +40,6 @@ class ImageData(LightningDataModule):
     Args:
         source: The source of the images.
         batch_size: Size of the global batch, over all ranks: a count, or a fraction of the training set.
-        micro_batch: Maximum number of images in a rank's forward pass. A smaller number gives the same training step in
-            less memory, except that BatchNorm normalises each micro-batch by itself.
         val_size: Training images held out for validation, a count or a fraction, if the source has no validation set.
         placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
             same tensor on the accelerator. `auto`: `disk` if `augment` or a random crop is given, or if the images take
@@ -75,7 +73,6 @@ class ImageData(LightningDataModule):
         source: Source,
         *,
         batch_size: int | float = 64,
-        micro_batch: PositiveInt | None = None,
         val_size: int | float = 0.1,
         placement: Literal["auto", "disk", "memory", "device"] = "auto",
         cache: str | bool = "auto",
@@ -102,7 +99,8 @@ class ImageData(LightningDataModule):
         if batch_size == 1 and (mixup or cutmix):
             raise UserError("--data.mixup and --data.cutmix mix images of a batch: give a larger --data.batch_size")
         self.mixing, self.balance = (mixup, cutmix), balance
-        self.batch_size, self.micro_batch, self.val_size = batch_size, micro_batch, val_size
+        self.batch_size = batch_size
+        self.val_size = val_size
         self.requested_placement, self.requested_workers = placement, num_workers
         self.drop_last = drop_last
         self.virtual_devices: int | None = None  # set by `fit`
@@ -294,16 +292,13 @@ class ImageData(LightningDataModule):
         split, rows = self._splits[name]
         if self.placement != "disk":
             split.tensor(self.num_workers)
-        batch_size = self.global_batch_size
-        if self.micro_batch is not None and not train:
-            batch_size = min(batch_size, self.micro_batch * trainer.world_size)
         sizes = split.ragged
         accepts_empty = getattr(trainer.lightning_module, "accepts_empty", False)
         one_by_one = accepts_empty and name == "val" and bool(self.virtual_devices) and trainer.limit_val_batches == 1.0
         return GlobalBatches(
             split,
             rows,
-            batch_size=batch_size,
+            batch_size=self.global_batch_size,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             placement=self.placement,

@@ -114,11 +114,6 @@ def _execution(s: Resolved) -> Iterator[str]:
     if inner and "/" not in module and module not in trusted_modules():
         yield f"--model.network {s.given('model.network')}: its code is not trusted: give --trust {module} to run it"
     remedy = f"does not work with --trainer.strategy {s.name}, which copies or splits models: use ddp, or leave it out"
-    micro_batch = s.given("data.micro_batch")
-    if micro_batch is not None and s.model is None:
-        yield "--data.micro_batch is for the models of this application: use --trainer.accumulate_grad_batches"
-    if micro_batch is not None and not issubclass(s.strategy, (*COMPILES, SplitForward)):
-        yield f"--data.micro_batch {micro_batch} {remedy}"
     if s.model is not None and s.given("model.channels_last") is True and not s.model.convolutional:
         yield f"--model.channels_last true: {s.model.__name__} has no convolutions: leave it out"
     if s.compiled and (issubclass(s.strategy, SplitForward) or not issubclass(s.strategy, COMPILES)):
@@ -140,7 +135,6 @@ def _order(s: Resolved) -> Iterator[str]:
         for flag, is_set, remedy in (
             (f"trainer.strategy {s.name}", s.strategy not in SHARDED or s.hook, "use --trainer.strategy ddp"),
             ("trainer.sync_batchnorm", s.sync_batchnorm, "each shard is normalised by itself: leave it out"),
-            ("data.micro_batch", s.given("data.micro_batch"), "a shard is a micro-batch already: leave it out"),
             ("model.compile reduce-overhead", s.reduces_overhead, "use default"),
             ("trainer.benchmark", s.trainer.benchmark, "cuDNN would ignore determinism: leave it out"),
             (f"trainer.deterministic {exact}".lower(), exact in (False, "warn"), "give true, or leave it out"),

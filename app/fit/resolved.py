@@ -221,7 +221,7 @@ class Resolved:
     @property
     def accumulates(self) -> bool:
         """Whether gradients of several backward passes accumulate before an update."""
-        return self.trainer.accumulate_grad_batches > 1 or bool(self.given("data.micro_batch"))
+        return self.trainer.accumulate_grad_batches > 1
 
     @property
     def virtual_devices(self) -> int | None:

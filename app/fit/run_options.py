@@ -90,7 +90,7 @@ TRAINING = (  # prefixes of flags that define a training
     *("run.virtual_devices", "run.global_order"),
 )
 EXECUTION = (  # exceptions to TRAINING, by suffix: paths and settings of execution, which a resumed run may change
-    *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement", ".micro_batch"),
+    *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement"),
     *("model.channels_last", "model.compile", "model.matmul_precision"),
 )
 

@@ -19,7 +19,7 @@ from app import record as records
 from app.data.batches import tensors
 from app.data.global_order import order_of
 from app.data.module import ImageData
-from app.errors import PARTS, ExitStatus, RankError, UserError, out_of_memory
+from app.errors import SMALLER, ExitStatus, RankError, UserError, out_of_memory
 from app.launch.agree import gather_objects
 from app.launch.failures import explained
 from app.launch.process import BEGAN
@@ -67,7 +67,6 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         and records.DataSet(type(data).__name__, data.num_classes, {**data.counts}, [*map(str, data.class_names)]),
         "threads": torch.get_num_threads(),
         "global_batch_size": data and data.global_batch_size,
-        "micro_batch": data.micro_batch if data and trainer.state.fn == "fit" else None,
         "virtual_devices": shards,
         "max_epochs": trainer.max_epochs,
         "max_steps": trainer.max_steps,
@@ -170,9 +169,10 @@ class RunRecord(Callback):
         """Record why the run ends. This hook is not collective, because other ranks may be gone."""
         data, directory = getattr(trainer, "datamodule", None), getattr(trainer.logger, "log_dir", None)
         if trainer.training and isinstance(data, ImageData) and out_of_memory(exception):
-            at_once = data.micro_batch or math.ceil(data.global_batch_size / trainer.world_size)
-            if at_once > 1:
-                exception.add_note(f"{PARTS} {at_once // 2}")
+            size = data.global_batch_size
+            if size >= 2 * trainer.world_size:
+                batches = 2 * trainer.accumulate_grad_batches
+                exception.add_note(f"{SMALLER} {size // 2} with --trainer.accumulate_grad_batches {batches}")
         if directory is None or not trainer.is_global_zero:
             return
         if self.path is None:  # the run failed before its setup, or in a spawned process

@@ -5,16 +5,16 @@ import atexit
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from app.parallel.comm_hooks import BF16, FP16, LocalSGD, PowerSGD, Ring
+from app.parallel.comm_hooks import BF16, FP16, PowerSGD, Ring
 from app.parallel.data_parallel import DataParallelStrategy, SplitForward
 from app.parallel.ddp import DDP, Hybrid
 
-__all__ = ["BF16", "DDP", "FP16", "DataParallelStrategy", "Hybrid", "LocalSGD", "PowerSGD", "Ring", "SplitForward"]
+__all__ = ["BF16", "DDP", "FP16", "DataParallelStrategy", "Hybrid", "PowerSGD", "Ring", "SplitForward"]
 
 for name, entry in StrategyRegistry.items():
     if entry["strategy"] is DDPStrategy:
         StrategyRegistry.register(name, DDP, override=True, **entry["init_params"])
-for cls in (DataParallelStrategy, FP16, BF16, PowerSGD, LocalSGD, Ring, Hybrid):
+for cls in (DataParallelStrategy, FP16, BF16, PowerSGD, Ring, Hybrid):
     StrategyRegistry.register(cls.strategy_name, cls, override=True)
 
 

@@ -1,15 +1,14 @@
-"""Variants of `ddp` that compress gradients, communicate less often, or use an explicit ring all-reduce."""
+"""Variants of `ddp` that compress gradients, or use an explicit ring all-reduce."""
 
 from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from app.parallel.ddp import DDP
@@ -84,39 +83,6 @@ class PowerSGD(FixedHook):
         else:
             rate, *_ = self.state.compression_stats()
             rank_zero_info(f"ddp_powersgd: 1 of {rate:.1f} numbers was sent ({start})")
-
-
-class LocalSGD(FixedHook):
-    """`ddp` whose nodes average their weights every `period` steps, instead of their gradients on every step.
-
-    The first `start_localsgd_iter` steps average gradients over all nodes, later steps only within each node. Losses
-    differ from `ddp`'s. In validation, each rank uses its node's weights; a checkpoint contains rank zero's weights.
-    Source: Lin et al., https://arxiv.org/abs/1808.07217; torch's `post_localSGD_hook` and `PeriodicModelAverager`,
-    which document the defaults.
-
-    Args:
-        start_localsgd_iter: Number of steps that average gradients over all nodes, before nodes train independently.
-        period: Number of steps between two averages of the weights.
-        kwargs: Arguments of `DDP`.
-    """
-
-    strategy_name = "ddp_localsgd"
-    fixed_hook = staticmethod(post_localSGD_hook)
-    needs_several_nodes = "averages weights between nodes, but there is only one: use --trainer.strategy ddp"
-    not_in_checkpoint = "the weights of every node: all continue from rank zero's, and average gradients at first"
-
-    def __init__(self, start_localsgd_iter: NonNegativeInt = 100, period: PositiveInt = 4, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.start_localsgd_iter = start_localsgd_iter
-        self.average_weights_every(period)
-
-    def comm_state(self) -> PostLocalSGDState:
-        """Return the hook's state with one process group per node.
-
-        The group size is explicit, because torch's default, the node's number of CUDA devices, is 0 on a CPU.
-        """
-        node, _ = dist.new_subgroups(group_size=self.num_processes)
-        return PostLocalSGDState(process_group=None, subgroup=node, start_localSGD_iter=self.start_localsgd_iter)
 
 
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> int:

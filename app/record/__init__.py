@@ -206,7 +206,6 @@ class Record(Part):
     precision: str | None = None
     placement: str | None = None
     global_batch_size: Count | None = None
-    micro_batch: Int | None = None
     virtual_devices: Count | None = None
     shards: list[int] = field(default_factory=list)
     max_epochs: Int | None = None

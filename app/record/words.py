@@ -57,14 +57,11 @@ def threads(record: Record) -> str:
 
 
 def batch(record: Record) -> str:
-    """Format the global batch as replicas × share, with the micro-batch: `64 = 2 × 32, at most 16 at once`."""
+    """Format the global batch as replicas × share: `64 = 2 × 32`."""
     size = record.global_batch_size or 0
     share = f" = {record.replicas} × {size / record.replicas:g}" if record.replicas > 1 else ""
-    return (
-        f"{size:,}{share}"
-        + (f", at most {record.micro_batch:,} at once" if record.micro_batch else "")
-        + (f", in {record.virtual_devices} shards" if record.virtual_devices else "")
-    )
+    shards = f", in {record.virtual_devices} shards" if record.virtual_devices else ""
+    return f"{size:,}{share}{shards}"
 
 
 def bottleneck(milliseconds: Mapping[str, float], gpu: bool, placement: str | None) -> tuple[str, str]:

@@ -210,7 +210,7 @@ def set_device(module: LightningModule, device: torch.device) -> None:
 
 
 @expects(
-    *(f"{_DDP}.{name}" for name in ("_setup_model", "_ddp_kwargs", "_register_ddp_hooks", "_model_averaging_period")),
+    *(f"{_DDP}.{name}" for name in ("_setup_model", "_ddp_kwargs", "_register_ddp_hooks")),
     *(f"{_DDP}._ddp_comm_{name}" for name in ("state", "hook", "wrapper")),
     "lightning.pytorch.overrides.distributed:_register_ddp_comm_hook",
 )
@@ -260,10 +260,6 @@ class DDPWithHooks(DDPStrategy):
     def comm_state(self) -> object | None:
         """Return the communication hook's state, its first argument. Called once, after the processes are connected."""
         return self._ddp_comm_state
-
-    def average_weights_every(self, steps: int) -> None:
-        """Make Lightning average the ranks' weights every few steps, for post-local SGD."""
-        self._model_averaging_period = steps
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)

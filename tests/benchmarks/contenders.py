@@ -273,7 +273,6 @@ SHARDED += ["--data.val_size", "0", "--data.batch_size", "128", "--trainer.max_e
 TWO = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
 
 
-shards_parts = ours(*SHARDED, *TWO, "--data.micro_batch", "16")
 shards_plain = ours(*SHARDED, *TWO)
 shards_ours = ours(*SHARDED, *TWO, "--run.virtual_devices", "8")
 one_plain = ours(*SHARDED)

@@ -28,7 +28,7 @@ ITEMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "start": (1, ("start_import", "start_ours")),
     "commands": (CORES, ("start_import", "start_quickstart", "start_verify")),
     "ddp": (1, ("ddp_raw", "ddp_ours")),
-    "shards": (1, ("shards_parts", "shards_plain", "shards_ours")),
+    "shards": (1, ("shards_plain", "shards_ours")),
     "balance": (1, ("balance_equal", "balance_ours")),
     "one": (CORES, ("one_plain", "one_ours")),
     "mlp": (CORES, ("mlp24_raw", "mlp24_ours", "mlp64_ours")),
