@@ -78,7 +78,9 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"--format {options.format} needs {error.name}: {remedy}") from error
     except OSError as error:
         kept = ", and the previous one is kept" * file.exists()
-        raise UserError(f"{file} cannot be written ({error.strerror}){kept}: make room there, or copy the run elsewhere") from error
+        raise UserError(
+            f"{file} cannot be written ({error.strerror}){kept}: make room there, or copy the run elsewhere"
+        ) from error
     except UserError:
         raise
     except Exception as error:  # torch.export raises many types
