@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from app.data.geometry import Geometry
 from app.data.image_files import FileSplit, files_in, pixels
 from app.data.transforms import Transform
-from app.errors import UserError
+from app.errors import UserError, one_line
 from app.fit.arguments import read_yaml
 from app.fit.checkpoint_file import read
 from app.fit.parser import PlainParser, import_trusted_only, trusted_modules
@@ -124,14 +124,22 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
     checkpoint, folder = read(file), file.parent
     if not (folder / "config.yaml").is_file():
         folder = Path(os.path.normpath(file / "../.."))
-    if not (images := checkpoint.get("images")):
+    images = checkpoint.get("images")
+    if not isinstance(images, dict) or not images.keys() >= {"class_names", "image_shape", "mean", "std"}:
         raise UserError(f"{file} has no class names: it is not of an ImageClassifier trained on an ImageData")
     config = read_yaml(str(folder / "config.yaml"))
-    module = _model(config.get("model", {}), len(images["class_names"]), folder)
-    sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
-    load_weights(module, checkpoint["state_dict"], str(file), may_start_anew=False)
-    device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    return Classifier(module.to(device), images, Geometry(tuple(images["image_shape"][1:]), **sizes), folder)
+    try:
+        module = _model(config.get("model") or {}, len(images["class_names"]), folder)
+        load_weights(module, checkpoint["state_dict"], str(file), may_start_anew=False)
+        sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
+        device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        return Classifier(module.to(device), images, Geometry(tuple(images["image_shape"][1:]), **sizes), folder)
+    except Exception as error:  # a damaged config or checkpoint raises anything; jsonargparse wraps our errors
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, UserError):
+            cause = cause.__cause__ or cause.__context__
+        problem = f"{folder}/config.yaml and {file} make no classifier ({type(error).__name__}: {one_line(str(error))})"
+        raise cause or UserError(f"{problem[:400]}: give another run") from error
 
 
 def _model(settings: dict[str, Any], num_classes: int, folder: Path) -> ImageClassifier:

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from app.errors import UserError, nearest, one_line
 from app.system.files import downloading, open_file
-from app.system.torch_files import load, nearest_file
+from app.system.torch_files import check_exists, load
 
 
 class LeNet(nn.Module):
@@ -238,12 +238,18 @@ def head_of(network: nn.Module) -> tuple[str, nn.Module]:
     return layers[-1]
 
 
-def checkpoint_of(path: Path, names: Sequence[str] = ("best.ckpt", "last.ckpt")) -> Path:
-    """Return the first existing checkpoint of these names in a run's folder; return a file unchanged."""
+def checkpoint_of(path: Path, resumes: bool = False) -> Path:
+    """Return a checkpoint of a run's folder; return a file unchanged.
+
+    Args:
+        path: Path of a checkpoint or of a run's folder.
+        resumes: Whether to prefer the last checkpoint to the best.
+    """
     if not path.is_dir():
         return path
-    checkpoints = [path / "checkpoints" / name for name in names]
-    return next((file for file in checkpoints if file.is_file()), checkpoints[0])
+    best, last = path / "checkpoints" / "best.ckpt", path / "checkpoints" / "last.ckpt"
+    preferred, other = (last, best) if resumes else (best, last)
+    return other if other.is_file() and not preferred.is_file() else preferred
 
 
 def read_weights(source: str, name: str) -> Any:
@@ -264,6 +270,7 @@ def _read(source: str) -> Any:
     file = checkpoint_of(Path(source))
     if file.suffix != ".safetensors":
         return load(file, "--model.weights")
+    check_exists(file, "--model.weights")
     try:
         from safetensors.torch import load_file
 
@@ -271,8 +278,6 @@ def _read(source: str) -> Any:
             return load_file(file)
     except ImportError:
         raise UserError(f"--model.weights {source}: safetensors is not installed: pip install safetensors") from None
-    except FileNotFoundError:
-        raise UserError(f"--model.weights {source}: there is no such file{nearest_file(file)}") from None
     except Exception as error:  # safetensors raises several types
         raise UserError(f"--model.weights {source} cannot be read ({one_line(str(error))[:200]})") from error
 

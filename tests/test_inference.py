@@ -6,8 +6,10 @@ import importlib
 import io
 import os
 import resource
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,6 +124,44 @@ def test_loading_leaves_wrong_input_out(trained: Path, model: Classifier, tmp_pa
             load(tmp_path / "x.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     with pytest.raises(UserError, match="has no class names"):
+        load(tmp_path / "x.ckpt")
+
+
+def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained: Path, app: App) -> None:
+    mistyped = trained.with_name("version_O")
+    for command in ("fit", "validate", "test", "predict", "export"):
+        for path in ("checkpoints/bst.ckpt", ""):
+            message = error_of(*app(command, "--ckpt_path", mistyped / path))
+            right = trained / path.replace("bst", "best")
+            assert message == f"error: --ckpt_path {mistyped / path}: there is no such file: did you mean {right}?"
+    message = error_of(*app("predict", "--ckpt_path", trained.parent))
+    assert message.endswith(f"there is no such file: {trained.parent} has version_0")
+
+
+DAMAGED = {
+    "config.yaml": [b"", b"- 1", b"\xff", b"model: x", b"model: {class_path: my_networks.Wide, init_args: 3}"],
+    "best.ckpt": [b"", b"PK", b"\x80\x02garbage", bytes(1000)],
+}
+DAMAGED["config.yaml"] += [b"model: {class_path: app.modules.ImageClassifier, init_args: {network: nope}}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, content) for name in DAMAGED for content in DAMAGED[name]], ids=str
+)
+def test_a_damaged_run_is_named(name: str, content: bytes, trained: Path, tmp_path: Path) -> None:
+    shutil.copy(trained / "config.yaml", tmp_path)
+    shutil.copy(trained / "checkpoints" / "best.ckpt", tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{tmp_path}/{name}|--model.network nope: there is no such network"):
+        load(tmp_path / "best.ckpt")
+
+
+@pytest.mark.parametrize("change", [{"image_shape": [3]}, {"class_names": 7}, {"mean": None}], ids=str)
+def test_a_checkpoint_without_its_images(change: dict[str, Any], trained: Path, tmp_path: Path) -> None:
+    shutil.copy(trained / "config.yaml", tmp_path)
+    checkpoint = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
+    torch.save({**checkpoint, "images": {**checkpoint["images"], **change}}, tmp_path / "x.ckpt")
+    with pytest.raises(UserError, match=r"x.ckpt make no classifier \(\w+: .*\): give another run"):
         load(tmp_path / "x.ckpt")
 
 

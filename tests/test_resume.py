@@ -119,6 +119,15 @@ def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
     assert record_of(runs / "version_0" / "test_1")["resumed_from"].startswith(str(runs / "version_0"))
 
 
+def test_a_run_folder_stands_for_its_last_or_best_checkpoint(app: App, tmp_path: Path) -> None:
+    output_of(*app("fit", *CNN[:-2], *options(test=False, name="x", max_epochs=1)))
+    run = tmp_path / "runs" / "x" / "version_0"
+    output_of(*app("test", "--ckpt_path", run))
+    assert record_of(run / "test_1")["resumed_from"] == str(run / "checkpoints" / "best.ckpt")
+    output_of(*app("fit", *CNN[:-2], *options(test=False, name="x", max_epochs=2), "--ckpt_path", run))
+    assert record_of(run)["resumed_from"] == str(run / "checkpoints" / "last.ckpt")
+
+
 IN_WINDOWS = [*CNN[:-2], *options(test=False, max_epochs=1, accumulate_grad_batches=3)]
 OWN = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=2"]
 SAVES = {

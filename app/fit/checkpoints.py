@@ -17,12 +17,14 @@ from torch.nn.parameter import is_lazy
 from app.data import ImageData
 from app.errors import UserError
 from app.execution import IMPLEMENTATION
-from app.fit.checkpoint_file import read
+from app.fit.checkpoint_file import FLAG, read
 from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier
+from app.networks import checkpoint_of
 from app.record import Record
 from app.system.lightning_patches import is_stopped
 from app.system.patches import expects
+from app.system.torch_files import check_exists
 
 WEIGHTS_ALONE = "it holds only weights"
 NEWEST = "keeping the newest checkpoint: give --best_checkpoint.monitor NAME, and for a loss --best_checkpoint.mode min"
@@ -114,8 +116,8 @@ class RunCheckpoint(ModelCheckpoint):
         self.monitor, self.mode, self.kth_value = metric, "min", torch.tensor(torch.inf)
 
 
-def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> str:
-    """Resolve `last` and `best` to a path; return a path unchanged.
+def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str, resumes: bool = False) -> str:
+    """Resolve `last`, `best` and a run's folder to the path of a checkpoint; return a file's path unchanged.
 
     A config file in a run's directory selects that run. Otherwise, the newest checkpoint of
     this name under `root/run` is used.
@@ -125,6 +127,7 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
         configs: Config files of the command line.
         root: Directory of all runs.
         run: Name of the runs: `--run.name` or its default. Several runs may share it.
+        resumes: Whether a run's folder stands for its last checkpoint instead of its best.
 
     Raises:
         UserError: When the checkpoint is missing or damaged.
@@ -133,11 +136,12 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str) -> s
         records = [path for config in configs if (path := Path(config).with_name("run.json")).is_file()]
         path = _named(name, records[-1] if records else None, Path(root, run))
     else:
-        path = Path(name)
-    if path.is_file() and (reason := _wrong_with(path)):
+        path = checkpoint_of(Path(name), resumes)
+    check_exists(path, FLAG)
+    if reason := _wrong_with(path):
         intact = next((other for other in _newest_first([path.parent]) if not _wrong_with(other)), None)
         raise UserError(f"{reason}: {f'use {intact}' if intact else 'give another one'}")
-    return str(path) if name in ("last", "best") else name
+    return str(path)
 
 
 def _named(name: str, record: Path | None, folder: Path) -> Path:

@@ -25,6 +25,7 @@ import app.modules
 from app.data.global_order import put_in_order
 from app.errors import ExitStatus, UserError, one_line
 from app.fit.assembly import callbacks, drop_callbacks, patch, plugins
+from app.fit.checkpoint_file import FLAG
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.flag_rules import leaves
@@ -40,11 +41,13 @@ from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
 from app.monitor.loggers import make_loggers, trackers, tracking_mode
 from app.monitor.run_record import RunRecord
+from app.networks import checkpoint_of
 from app.record import Record
 from app.system import lightning_patches
 from app.system.lightning_patches import replace_launcher, set_timeout, start_method
 from app.system.machine import busy, usable_cores
 from app.system.patches import expects
+from app.system.torch_files import check_exists
 from app.system.tracebacks import MADE_BY, blamed, users_part
 
 _CLI = "lightning.pytorch.cli:LightningCLI"
@@ -109,7 +112,10 @@ class CLI(Flags):
         super().__init__(argv)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments, and reject combinations that cannot work."""
+        """Parse the arguments, and reject a missing checkpoint and combinations that cannot work."""
+        checkpoint = self.arguments.value(FLAG)
+        if checkpoint not in (None, "null", "auto", "best", "last"):
+            check_exists(checkpoint_of(Path(checkpoint)), FLAG)  # because its run's config would be missing, too
         super().parse_arguments(parser, args)
         self.flags = config = self.config[self.config.subcommand]
         self.resolved = check(str(self.config.subcommand), config)

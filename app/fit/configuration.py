@@ -24,7 +24,7 @@ from app.fit.rules import check_flags
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
 from app.monitor.loggers import RateMonitor, SaveConfig
-from app.networks import image_settings
+from app.networks import checkpoint_of, image_settings
 from app.system.patches import expects
 
 FIT_FLAGS = ("--model", "--data", "--seed_everything", "--config")  # undotted flags of fit that other commands accept
@@ -139,7 +139,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         return arguments
     if checkpoint in ("best", "last") and name is not None:
         checkpoint = find_checkpoint(checkpoint, [], arguments.value("--run.root") or Run.root, name)
-    config = os.path.normpath(Path(checkpoint, "../../config.yaml"))
+    config = os.path.normpath(checkpoint_of(Path(checkpoint)) / "../../config.yaml")
     return Arguments([*argv, "--config", config]) if Path(config).is_file() else arguments
 
 

@@ -127,7 +127,8 @@ def decide(
     if newest is not None:
         rank_zero_info(f"resuming from {newest}")
     elif checkpoint not in (None, "auto"):
-        newest = find_checkpoint(str(checkpoint), [str(file) for file in config.config or []], root, name)
+        configs = [str(file) for file in config.config or []]
+        newest = find_checkpoint(str(checkpoint), configs, root, name, resumes=stage == "fit")
     is_kept = is_recorded(config.trainer)
     place, earlier = _folder(stage, config.run, Path(root, name), newest, dump) if is_kept else (None, None)
     if place is not None and place.is_relative_to(root):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from app.errors import UserError, one_line
+from app.errors import UserError
 from app.system.files import open_file
 
 
@@ -36,14 +36,12 @@ def load(path: Path, flag: str = "") -> Any:
                 with allowed, warnings.catch_warnings(action="ignore"):
                     return torch.load(file, "cpu", weights_only=True)
     except (FileNotFoundError, NotADirectoryError):
-        reason = f"there is no such file{nearest_file(path)}"
+        check_exists(path, flag)
+        reason = "it was removed"
     except OSError as error:
         reason = f"it cannot be read ({error.strerror or error})"
     except Exception as error:  # unpickling arbitrary bytes can raise anything
-        reason = (
-            _refusal(str(error))
-            or f"not a checkpoint, or damaged ({type(error).__name__}: {one_line(str(error))[:80]})"
-        )
+        reason = _refusal(str(error)) or f"not a checkpoint, or damaged ({type(error).__name__})"
     raise UserError(f"{flag} {path}: {reason}".lstrip())
 
 
@@ -66,6 +64,16 @@ def _refusal(message: str) -> str | None:
         return None
     content = match[1] if match else "a TorchScript program"
     return f"it holds {content}, but only tensors and plain values are loaded: save a state_dict() of tensors"
+
+
+def check_exists(path: Path, flag: str = "") -> None:
+    """Check that a file exists.
+
+    Raises:
+        UserError: When there is no such file; the message has the nearest existing name.
+    """
+    if not path.exists():
+        raise UserError(f"{flag} {path}: there is no such file{nearest_file(path)}".lstrip())
 
 
 def nearest_file(path: Path) -> str:
