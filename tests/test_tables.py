@@ -1,5 +1,6 @@
 """Images that a CSV file lists, and data sets of Hugging Face."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path) -> None:
         ("file,label\na.png,cat\nb.png\n", "line 3 has 1 cells, not 2 as the header"),
         ("file,label\na.png,cat\n./a.png,cat\n", "lines 2 and 3 have the same file ./a.png: keep one of them"),
         ("file,label,split\na.png,cat,train\n\na.png,cat,val\n", "lines 2 and 4 have the same file a.png"),
-        ("a.png,cat\nb.png,dog\n", "begins with an image: insert a first line, such as file,label"),
+        ("./a.png,cat\nb.png,dog\n", "begins with an image: insert a first line, such as file,label"),
         ("file,label,label\na.png,cat,dog\n", "has 2 columns label: rename all but one"),
         ("file,label\na.png,cat\nb.png,Cat\n", "line 3 has label 'Cat', others have 'cat': spell one class alike"),
         ("file,label\na.png,caf\u00e9\nb.png,cafe\u0301\n", "line 3 has label 'cafe\u0301', others have 'caf\u00e9'"),
@@ -133,15 +134,15 @@ def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path) -> None:
         ("file,label,split\na.png,cat,train\nb.png,,test\nc.png,cat,test\n", "line 3 has no label"),
         ('file,label\na.png,"cat"s\n', "line 2 cannot be read"),
         ('file,label\na.png,"cat\nb.png,dog\n', "cannot be read (unexpected end of data): correct its quotes"),
-        ("file,label\na.png,c\0at\n", "contains null characters: save it as UTF-8"),
-        ("file,label\na.png,c\udce4t\n", "save it as UTF-8"),
+        ("file,label\na.png,c\0at\n", "cannot be read (it has null characters): give a CSV file in UTF-8"),
+        ("file,label\na.png,c\udce4t\n", "invalid continuation byte): give a CSV file in UTF-8"),
         ("\n\n", "has no rows"),
     ],
 )
 def test_tables_that_are_ambiguous(text: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "a.png").touch()
     (tmp_path / "t.csv").write_bytes(text.encode(errors="surrogateescape"))
-    columns = ["a.png", "cat"] if text.startswith("a.png") else ["file", "label"]
+    columns = ["./a.png", "cat"] if text.startswith("./a.png") else ["file", "label"]
     with pytest.raises(UserError) as error:
         ImageTable(str(tmp_path / "t.csv"), *columns)
     assert problem in str(error.value)
@@ -216,6 +217,15 @@ def test_rows_of_paths(image_root: Path) -> None:
     split = HuggingFace(str(image_root / "paths"), size=16).source.load("train")
     expected = ImageFolder(str(image_root), size=16).source.load("train")
     assert torch.equal(split[1], expected[expected.names.index(paths[1])])
+
+
+@pytest.mark.parametrize("file", ["train/data-00000-of-00001.arrow", "train/state.json"])
+def test_a_pipe_in_a_saved_data_set(file: str, tmp_path: Path) -> None:
+    place = Path(save(tmp_path / "saved", train=(BOTH, [0, 1]))) / file
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(UserError, match=r"saved cannot be read .* not a file"):
+        HuggingFace(str(tmp_path / "saved"))
 
 
 def save(folder: Path, **splits: tuple[Any, list[Any]]) -> str:

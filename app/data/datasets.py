@@ -114,7 +114,7 @@ class ImageTable(EncodedImages):
     """Data module for images that a CSV file lists, one in each row.
 
     Args:
-        csv: Path of the CSV file.
+        csv: Path of the CSV file, separated by commas, semicolons, bars or tabs.
         file_column: Column of the images' paths, relative to the CSV file's folder.
         label_column: Column of the labels.
         split_column: Column of the splits: `train`, `val` or `test`. Without this column, all images are for training.

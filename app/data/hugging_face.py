@@ -14,6 +14,7 @@ from app.data.image_files import EncodedSource, FileSplit, open_image
 from app.data.sources import Split, SplitName, splits_in
 from app.data.tables import number_classes, splits_of
 from app.errors import UserError, one_line
+from app.system.files import open_file
 
 
 class RowSplit(FileSplit):
@@ -68,6 +69,8 @@ class HuggingFaceSource(EncodedSource):
         is_parquet = path.endswith(".parquet")
         is_saved = any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
         try:
+            for file in Path(path).rglob("*.*") if is_saved else ():
+                open_file(file).close()  # rejects pipes, where `datasets` would wait
             if is_parquet:
                 made = datasets.load_dataset("parquet", data_files=path)
             else:

@@ -64,7 +64,7 @@ def _sorted_names(labels: Iterable[str]) -> list[str]:
     names = sorted({*labels} - {""})
     if not all(map(str.isdecimal, names)):
         return names
-    return sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))
+    return sorted(names, key=lambda name: name.zfill(len(max(names, key=len))))
 
 
 def _spelling(name: str) -> str:
@@ -93,10 +93,8 @@ class TableSource(EncodedSource):
 
     def __init__(self, path: str, file_column: str, label_column: str, split_column: str) -> None:
         self.root, self._label = path, label_column
-        self._names: dict[SplitName, list[str]] = {}
-        labels: dict[SplitName, list[str]] = {"train": []}
-        lines: dict[SplitName, list[int]] = {"train": []}
-        seen: dict[str, int] = {}
+        self._rows: dict[SplitName, list[tuple[int, str, str]]] = {"train": []}  # line, file, label
+        first: dict[str, int] = {}
         columns = {"file": file_column, "label": label_column, "split": split_column}
         for line, (file, label, split_name) in _rows(path, columns):
             split = split_of(split_name)
@@ -107,20 +105,18 @@ class TableSource(EncodedSource):
             name = str(Path(path).parent / file)
             if "\\" in file and not os.path.exists(name):  # written on Windows
                 name = str(Path(path).parent / file.replace("\\", "/"))
-            first = seen.setdefault(os.path.normpath(name), line)
-            if first != line:
-                raise UserError(f"{path}, lines {first} and {line} have the same file {file}: keep one of them")
-            self._names.setdefault(split, []).append(name)
-            labels.setdefault(split, []).append(label)
-            lines.setdefault(split, []).append(line)
-        if not seen:
-            raise UserError(f"{path} has no rows: give one for each image")
+            if first.setdefault(os.path.normpath(name), line) != line:
+                lines = f"{first[os.path.normpath(name)]} and {line}"
+                raise UserError(f"{path}, lines {lines} have the same file {file}: keep one of them")
+            self._rows.setdefault(split, []).append((line, name, label))
+        if not self._rows["train"]:
+            raise UserError(f"{path} has no rows of training images: give one for each image")
+        labels = {split: [label for _, _, label in rows] for split, rows in self._rows.items()}
+        self.class_names, self._labels = number_classes(labels, self._place)
+        self.splits = splits_of(self._labels)
 
-        def place(split: SplitName, row: int) -> str:
-            return f"{path}, line {lines[split][row]}"
-
-        self.class_names, self._labels = number_classes(labels, place)
-        self.splits = splits_of({split: self._labels[split] for split in self._names})
+    def _place(self, split: SplitName, row: int) -> str:
+        return f"{self.root}, line {self._rows[split][row][0]}"
 
     def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
         return [*super().settings(split), os.path.abspath(self.root), self._label]
@@ -131,7 +127,7 @@ class TableSource(EncodedSource):
         return files if split == "predict" and self.predict_dir is not None else [self.root, *files]
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
-        return list(zip(self._names[split], self._labels[split], strict=True))
+        return [(name, label) for (_, name, _), label in zip(self._rows[split], self._labels[split], strict=True)]
 
 
 def _rows(path: str, columns: Mapping[str, str]) -> Iterator[tuple[int, list[str]]]:
@@ -167,18 +163,17 @@ def _text(path: str) -> str:
             content = file.read()
         is_utf16 = content.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
         text = content.decode("utf-16" if is_utf16 else "utf-8").lstrip("\ufeff")  # a byte order mark
-    except UnicodeDecodeError as error:
-        raise UserError(f"--data.csv {path} cannot be read ({error}): save it as UTF-8") from error
+        if "\0" in text:
+            raise ValueError("it has null characters")
     except (OSError, ValueError) as error:
-        raise UserError(f"--data.csv {path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    if "\0" in text:
-        raise UserError(f"{path} contains null characters: save it as UTF-8")
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--data.csv {path} cannot be read ({reason}): give a CSV file in UTF-8") from error
     return text
 
 
 def _places(path: str, header: Sequence[str], columns: Mapping[str, str]) -> list[int | None]:
     """Return each column's place in a row; None for a missing column `split`."""
-    if any(Path(cell).suffix and Path(path).with_name(cell).is_file() for cell in header):
+    if any("." in cell and os.path.isfile(Path(path).parent / cell) for cell in header):
         raise UserError(f"{path} begins with an image: insert a first line, such as file,label")
     names = [_folded(cell) for cell in header]
     places: list[int | None] = []
