@@ -57,7 +57,7 @@ def note(name: str, value: Any) -> None:
         write_json(FIGURES, _figures)
 
 
-def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 50) -> tuple[int, str]:
+def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 150 if CPU else 60) -> tuple[int, str]:
     """Run `python -m app …` in a separate process; return exit code and output."""
     command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
     try:
