@@ -22,7 +22,7 @@ from app.data.module import ImageData
 from app.errors import UserError
 from app.execution import Compile, Execution, MatmulPrecision, fastest
 from app.networks import MLP, SIZES, WhitenedCNN, load_weights, make_network, read_weights, shape_problem, title
-from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults, rates_of
+from app.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults
 from app.system.patches import expects
 from app.training_sums import Sums, log_window
 
@@ -291,8 +291,9 @@ class ImageClassifier(LightningModule):
         for config in self.trainer.lr_scheduler_configs:
             if self.recipe.schedule and isinstance(config.scheduler, LambdaLR):
                 scheduler = config.scheduler
-                for group, rate in zip(scheduler.optimizer.param_groups, rates_of(scheduler), strict=True):
-                    group["lr"] = rate
+                groups = scheduler.optimizer.param_groups
+                for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+                    group["lr"] = float(base) * factor(scheduler.last_epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the unfinished epoch's sums over all ranks, and the image properties that a prediction needs.

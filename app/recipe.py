@@ -175,12 +175,6 @@ def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def rates_of(scheduler: LambdaLR) -> list[float]:
-    """Return the learning rate of each parameter group at the schedule's current step."""
-    pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    return [float(base) * factor(scheduler.last_epoch) for base, factor in pairs]
-
-
 def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:
     """Return the learning rate at a step, relative to the highest rate.
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,15 +134,11 @@ class Streams:
             self.use(link, operation.tensor if is_read else (), () if is_read else operation.tensor)
         return [SimpleNamespace(wait=lambda: self.current.wait_stream(link))]
 
-    def future(self, devices: Any = None) -> "Future":
-        """Replacement for `torch.futures.Future`."""
-        return Future(self)
-
 
 class Future:
     """Future whose result is on a device: the stream that waits for it continues after the stream that set it."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, devices: Any = None) -> None:
         self.streams, self.ready = streams, Stream()
 
     def set_result(self, result: Any) -> None:
@@ -372,8 +369,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     patch(torch.cuda, "current_stream", lambda *_: fake.streams.current)
     patch(torch.cuda, "stream", fake.streams.using)
     patch(Tensor, "record_stream", lambda *arguments: fake.streams.record(*arguments))
-    patch(torch.futures, "Future", fake.streams.future)
-    patch(shards, "Future", fake.streams.future)
+    for module in (torch.futures, shards):
+        patch(module, "Future", partial(Future, fake.streams))
     patch(distributed, "batch_isend_irecv", fake.streams.exchange)
 
     train, take_step = call._call_and_handle_interrupt, Step.__call__

@@ -27,7 +27,6 @@ from app.system import lightning_patches, machine
 
 SMALL = tiny(72, 16, val_size=8)
 CPU = ["--trainer.accelerator", "cpu"]
-ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 @pytest.fixture
@@ -74,25 +73,23 @@ def test_the_clock_waits_for_every_accelerator(device: str, waits: int, monkeypa
     assert awaited == [torch.device(device)] * waits
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, ":4096:8"), (":16:8", ":16:8")])
-def test_cublas_is_ready_for_determinism(before: str | None, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reads the variable at the first product only, so that a later deterministic training would fail."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    if before is not None:
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", before)
-    assert main(["--help"]) == 0
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
+VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG": {"": ":4096:8", ":16:8": ":16:8"},
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": {"": "2", "1": "2", "0": "0", "3": "3"},
+}
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
-def test_nccl_leaves_the_process_to_python(before: str | None, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TORCH_NCCL_ASYNC_ERROR_HANDLING becomes 2 if unset or 1, because torch elastic sets 1. Other values are kept."""
-    monkeypatch.delenv(ON_NCCL_ERROR, raising=False)
-    if before is not None:
-        monkeypatch.setenv(ON_NCCL_ERROR, before)
+@pytest.mark.parametrize(("name", "before"), [(name, value) for name, values in VARIABLES.items() for value in values])
+def test_variables_for_cuda(name: str, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS is ready for a later deterministic training, because torch reads the variable at the first product only.
+
+    NCCL leaves a failed process to Python: its variable becomes 2 if unset or 1, because torch elastic sets 1.
+    """
+    monkeypatch.setenv(name, before)
+    if not before:
+        monkeypatch.delenv(name)
     assert main(["--help"]) == 0
-    assert os.environ[ON_NCCL_ERROR] == after
-    monkeypatch.setenv(ON_NCCL_ERROR, "")  # so that monkeypatch undoes main's change
+    assert os.environ[name] == VARIABLES[name][before]
 
 
 @pytest.fixture

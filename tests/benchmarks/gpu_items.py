@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -32,7 +31,7 @@ from app.modules import CIFARCNN
 from app.networks import LeNet
 from app.parallel import DataParallelStrategy
 from app.system.files import write_json
-from app.system.machine import hardware
+from app.system.machine import hardware, time_when_done
 from app.system.machine import versions as installed
 
 CPU = os.environ.get("GPU_DAY_DEVICE") == "cpu"  # set by a test of the items, with small sizes
@@ -58,7 +57,7 @@ def note(name: str, value: Any) -> None:
         write_json(FIGURES, _figures)
 
 
-def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 50) -> tuple[int, str]:
+def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 150 if CPU else 60) -> tuple[int, str]:
     """Run `python -m app …` in a separate process; return exit code and output."""
     command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
     try:
@@ -147,19 +146,13 @@ def smoke() -> None:
 WATCHED = r"(cudaLaunchKernel|cudaGraphLaunch|cudaMemcpy|cuda\w*Synchronize|aten::item)"
 
 
-def profile() -> Any:
-    """Return a profiler of the host and the device."""
-    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not CPU)
-    return torch.profiler.profile(activities=kinds)
-
-
 class Watch(Callback):
     """Callback that counts synchronizations by line in steps 60 to 90, and profiles steps 100 to 130."""
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
         self.counts: dict[str, float] = {}
-        self.profiler = profile()
+        self.profiler = torch.profiler.profile()
         self._show = warnings.showwarning
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -237,26 +230,15 @@ class Raw:
 
     def train(self, epochs: int) -> float:
         """Train without each epoch's incomplete batch, and return the seconds."""
-        synchronize()
-        began = time.perf_counter()
+        began = time_when_done(DEVICE)
         for _ in range(epochs):
             for rows in torch.randperm(self.images, device=DEVICE).split(self.batch)[: self.images // self.batch]:
                 self.step(rows)
-        synchronize()
-        return time.perf_counter() - began
-
-
-def synchronize() -> None:
-    """Wait for the device."""
-    if not CPU:
-        torch.cuda.synchronize()
+        return time_when_done(DEVICE) - began
 
 
 def lenet() -> None:
-    """Time LeNet with `fit` and with a hand-written loop: 10 epochs of 50,000 images at batch 64.
-
-    The two take turns. Then record where the time of their steps goes.
-    """
+    """Time LeNet with `fit` and with a hand-written loop, in turns: 10 epochs of 50,000 images at batch 64."""
     epochs, images = (1, SIZE) if CPU else (10, 50_000)
     raw = Raw(LeNet(), images, 64)
     flags = [*SGD, "--data.drop_last", "true", *options(test=False, limit_val_batches=0, log_every_n_steps=50)]
@@ -264,12 +246,6 @@ def lenet() -> None:
         seconds = record_of(fit("ten", *tiny(images + 8, 64, val_size=8, max_epochs=epochs), *flags))["train_s"]
         by_hand = raw.train(epochs)
         note(f"turn {turn}", {"ours_s": round(seconds, 3), "raw_s": round(by_hand, 3), "ratio": seconds / by_hand})
-    watched(*SGD).profiler.export_chrome_trace(str(FIGURES.with_name("ours.trace.json")))
-    with profile() as profiler:
-        for rows in torch.arange(30 * 64, device=DEVICE).remainder(images).split(64):
-            raw.step(rows)
-        synchronize()
-    profiler.export_chrome_trace(str(FIGURES.with_name("raw.trace.json")))
 
 
 def of_resnet() -> list[str]:
@@ -314,13 +290,12 @@ def mlp() -> None:
             break
         torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
         a = torch.randn(side, side, device=DEVICE, dtype=dtype)
-        for turn in range(4):
-            synchronize()
-            began = time.perf_counter() if turn else 0.0
+        for _ in range(4):
+            began = time_when_done(DEVICE)
             for _ in range(3):
                 a @ a
-            synchronize()
-        peaks[name] = 3 * 2 * side**3 / (time.perf_counter() - began)
+            ended = time_when_done(DEVICE)
+        peaks[name] = 3 * 2 * side**3 / (ended - began)
         note(f"TFLOP/s of a product in {name}", peaks[name] / 1e12)
     torch.set_float32_matmul_precision("highest")
     for repeats in (1,) if CPU else (24, 64):
