@@ -65,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if "APP_DEBUG" not in os.environ:  # hide c10d's warnings; torch reads the level when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Let OpenMP's idle threads sleep after 0.15 ms instead of 20. On a machine that other programs keep busy, they
-    # would spend that long on a core that the awaited thread needs. libgomp reads the number when torch is imported.
+    # spend that time on a core that the awaited thread needs. libgomp reads the number when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:

@@ -22,7 +22,7 @@ from PIL import Image
 from app.compare.figures import pictures
 from app.compare.results import COLUMNS
 from app.compare.runner import Outcome
-from app.record import PHASES, Epoch, Record
+from app.record import PHASES, DataSet, Epoch, Record
 from app.system.machine import own_seconds
 from app.variant import Variant
 
@@ -211,13 +211,13 @@ def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
 def test_curves_that_coincide_are_one_line() -> None:
     """The title counts the curves that coincide with the baseline's. If none does, the title describes the plot."""
 
-    def coinciding(*losses: list[float]) -> str:
+    def coinciding(*losses: list[float], data: DataSet | None = None) -> str:
         table = pd.DataFrame({"variant": [str(i) for i in range(len(losses))], "samples_per_s": 1.0, "replicas": 1})
         table = table.reindex(columns=list(COLUMNS)).assign(samples_per_s=math.nan)
         outcomes = []
         for name, curve in zip(table["variant"], losses, strict=True):
             epochs = [Epoch(epoch, train_loss=loss, seconds=1.0) for epoch, loss in enumerate(curve)]
-            outcomes.append(Outcome(Variant(name, ["fit"], Namespace()), {1: Record(epochs=epochs)}))
+            outcomes.append(Outcome(Variant(name, ["fit"], Namespace()), {1: Record(epochs=epochs, data=data)}))
         return pictures(table, outcomes, "0", None)["loss_epoch"].title
 
     assert coinciding([2.0, 1.0], [2.0, 1.0 + 3e-7], [2.0, 1.0]) == (
@@ -227,6 +227,10 @@ def test_curves_that_coincide_are_one_line() -> None:
     assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.0001]).startswith("2 of 3 loss curves coincide (")
     assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.1]) == "Training loss against epochs", "the baseline's is apart"
     assert coinciding([2.0, 1.0]) == coinciding([2.0, 1.0], [2.0, 1.1]) == "Training loss against epochs"
+    unlearnt, ten = "No variant has learnt yet: the loss curves say nothing", DataSet("x", 10)
+    assert coinciding([2.0, 1.99], [2.0, 1.99]) == unlearnt
+    assert coinciding([2.31, 2.3], [2.31, 2.3], data=ten) == unlearnt, "guessing has a loss of ln 10 = 2.303"
+    assert coinciding([2.2], [2.2], data=ten) == "Both loss curves coincide (to the last digit)"
 
 
 def test_nothing_can_run(app: App, experiment: Callable[..., Path]) -> None:

@@ -15,8 +15,10 @@ import pytest
 from harness import QUIET, App, fork_app, last_of, on_cpu, options, output_of, record_of, seen_colours, tiny
 
 from app.monitor.course import MOST, Course
-from app.monitor.report import leave_report
+from app.monitor.report import leave_report, make_report
+from app.monitor.summary import report
 from app.record import Record
+from app.record.words import duration
 from app.system.files import read_csv, write_csv
 from app.system.page import Section, page, plain, table
 
@@ -102,6 +104,29 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
     for stage in ("test", "validate", "predict"):
         output_of(*app(stage, *SMALL, "--ckpt_path", last_of(run), "--run.name", stage))
         assert not list((tmp_path / "runs" / stage).glob("**/report.html"))
+
+
+def test_where_other_programs_took_the_cores_no_remedy_is_for_the_model(app: App, tmp_path: Path) -> None:
+    """Report and summary agree on a busy machine, and give a slow step's time in seconds."""
+    output_of(*app("fit", *SMALL, *WINDOWS))
+    record = Record.load((run := tmp_path / "runs" / "x" / "version_0") / "run.json")
+    assert record.hardware
+    assert record.time_per_step
+    record.hardware.cores, record.time_per_step.forward_backward = 2, 7390.0
+    busy = "Other programs: 1.8 of 2 cores. Try again when they are done."
+    for others, expected in ((1.8, busy), (0.1, "The model's own computation")):
+        record.others_cores = others
+        reader = Reader(make_report(run, record))
+        assert "A step takes 7.4 s." in reader.text
+        assert expected in reader.text
+        assert ("; other programs took 1.8 of 2 cores" in "".join(report(record, [], fitted=True))) == (others > 1)
+
+
+DURATIONS = {2e-5: "20 µs", 0.00739: "7.39 ms", 0.9994: "999 ms", 0.9996: "1.0 s", 7.39: "7.4 s", 250: "4:10"}
+
+
+def test_durations_without_powers_of_ten() -> None:
+    assert {seconds: duration(seconds) for seconds in DURATIONS} == DURATIONS
 
 
 def test_a_run_does_not_read_its_record(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,10 @@ from typing import NamedTuple
 import pandas as pd
 
 from app.record import PHASES
-from app.record.words import bottleneck
+from app.record.words import BUSY, bottleneck, taken_cores
 from app.system.page import plain
 
 NEARLY_FULL = 80.0  # from this percentage of a device's memory on, a variant counts as limited by memory
-BUSY = 0.1  # other programs may take this share of the cores without disturbing a run
 NAMED = 3  # largest number of variants to name in a sentence
 
 
@@ -139,7 +138,8 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
         f"**{plain(variant)}: {plain(slow)}**, in each of its runs: the others wait for it in every step."
         for variant, slow in rows["slow_rank"].dropna().items()
     ]
-    return [*sentences, *_of_one_processor(rows, baseline, cores), *_limit(rows.loc[[result.recommended]].iloc[0])]
+    best = rows.loc[[result.recommended]].iloc[0]
+    return [*sentences, *_of_one_processor(rows, baseline, cores), *_limit(best, cores)]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -189,7 +189,7 @@ def ranks(table: pd.DataFrame) -> dict[str, int]:
     return {str(name): 1 if name in tied else place for place, name in enumerate(rows.index, 1)}
 
 
-def _limit(row: pd.Series) -> list[str]:
+def _limit(row: pd.Series, cores: int) -> list[str]:
     """Return a sentence with a remedy for each limit of a variant: its memory, and the bottleneck of its steps."""
     fullest, name = row[["memory_main_percent", "memory_others_percent"]].max(), plain(row.name)
     sentences = []
@@ -198,6 +198,7 @@ def _limit(row: pd.Series) -> list[str]:
         sentences.append(f"**Memory limits {name}**: {fullest:.0f} % of a device is used. Try {remedy}.")
     if row["rest_ms"] >= 0:  # false if no step was timed, because the time is then NaN
         times = {phase: float(row[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
-        limit, remedy = bottleneck(times, row["accelerator"] != "cpu", row["placement"])
+        taken = taken_cores(row["others_cores"], cores)
+        limit, remedy = bottleneck(times, row["accelerator"] != "cpu", row["placement"], taken)
         sentences.append(f"**{name} is limited by {limit[0].lower()}{limit[1:]}.** Try {remedy}.")
     return sentences

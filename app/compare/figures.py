@@ -1,5 +1,6 @@
 """Plots of a comparison, for the HTML report and as PNG files."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, label_lines
 
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a line's width.
 ALIKE = 0.005
+LEARNT = 0.98  # a variant has learnt if its loss fell below this fraction of the loss of guessing
+UNLEARNT = "No variant has learnt yet: the loss curves say nothing"
 NAMED = 5  # with more curves than this, only the baseline and the recommended variant get a colour and a label
 
 
@@ -61,7 +64,8 @@ def pictures(
     if lines:
         alike = _alike(lines, baseline)
         paint = partial(_loss, lines=lines, alike=alike, baseline=baseline, recommended=recommended)
-        drawn["loss_epoch"] = Picture(_coinciding(alike, len(lines)), paint)
+        title = _coinciding(alike, len(lines)) if _learnt(lines, outcomes) else UNLEARNT
+        drawn["loss_epoch"] = Picture(title, paint)
     timed = rows.dropna(subset=["rest_ms"]).rename(columns={f"{phase}_ms": phase for phase in PHASES})
     if len(timed):
         labels, steps = list(map(_short, timed.index)), list(timed.itertuples())
@@ -110,6 +114,13 @@ def _throughput(
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.figure.legend(handles=legend, loc="outside lower center", ncols=3, fontsize=9, handlelength=1.2)
+
+
+def _learnt(lines: dict[str, pd.DataFrame], outcomes: Sequence[Outcome]) -> bool:
+    """Return whether a variant's loss fell below that of guessing; if that is unknown, below its first epoch's."""
+    data = [record.data for outcome in outcomes for record in outcome.records.values() if record.data]
+    guessing = math.log(data[0].classes) if data and data[0].classes else None
+    return any(line["loss"].iloc[-1] < LEARNT * (guessing or line["loss"].iloc[0]) for line in lines.values())
 
 
 def _alike(lines: dict[str, pd.DataFrame], baseline: str) -> dict[str, float]:

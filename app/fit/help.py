@@ -20,7 +20,7 @@ DESCRIPTIONS = {  # replaces Lightning's descriptions
     "ckpt_path": "Checkpoint to start from: a file; `last` or `best` of the run whose config.yaml --config names, else "
     "of the newest run of --run.name; `auto`: the newest readable checkpoint of --run.name, if any",
     "trainer.strategy": "`auto`, `ddp`, `ddp_spawn`, `ddp_fork`, `dp`, `ddp_fp16`, `ddp_bf16`, `ddp_powersgd`, "
-    "`ddp_ring`, `ddp_dp`, `fsdp`, or a class (default: auto)",
+    "`ddp_ring`, `ddp_dp`, `fsdp` (GPUs), or a class (default: auto)",
     "trainer.devices": "Number or list of devices on each node: `2`, `0,1`, `auto` (default: auto, which is one for "
     "--trainer.strategy auto)",
     "trainer.num_nodes": "Number of nodes (default: 1)",

@@ -16,7 +16,7 @@ from torch import Tensor
 from app.errors import one_line
 from app.monitor.rank_times import NAMES, slow_ranks
 from app.record import PHASES, Record
-from app.record.words import batch, bottleneck, listed, percent, threads, way_of_running
+from app.record.words import batch, bottleneck, duration, listed, percent, taken_cores, threads, way_of_running
 from app.system import page
 from app.system.files import read_csv, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
@@ -109,7 +109,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
         "way of running": record.strategy and f"{way_of_running(record)}, {threads(record)}",
         "batch": record.global_batch_size and batch(record),
         "precision": record.precision,
-        "time": setup and trained is not None and f"{trained:,.1f} s of training, {setup:,.1f} s of set-up",
+        "time": setup and trained is not None and f"{duration(trained)} of training, {duration(setup)} of set-up",
         "resumed from": record.resumed_from,
         "hardware": machine and "; ".join([f"{machine.cpu}, {machine.cores} cores", *machine.gpus]),
         "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items() if version),
@@ -310,8 +310,9 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
         figures["memory"] = draw_line(draw_memory)
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
     if times and times.step:
-        limit, remedy = bottleneck(vars(times), record.accelerator != "cpu", record.placement)
-        blocks.append(f"A step takes {times.step:.3g} ms. **{limit}.** Try {remedy}.")
+        taken = taken_cores(record.others_cores, record.hardware and record.hardware.cores)
+        limit, remedy = bottleneck(vars(times), record.accelerator != "cpu", record.placement, taken)
+        blocks.append(f"A step takes {duration(times.step / 1000)}. **{limit}.** Try {remedy}.")
         figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
         shown.append('![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")')
     if 1 < len(ranks) <= CELLS:

@@ -14,9 +14,7 @@ from app.launch.process import trust_flags
 from app.monitor.loggers import trackers
 from app.monitor.rank_times import slow_ranks
 from app.record import Epoch, Metrics, Record
-from app.record.words import duration, percent
-
-OTHERS = 0.25  # the summary mentions other programs if they took at least this many cores
+from app.record.words import duration, percent, taken_cores
 
 
 def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | None = "test") -> Iterator[str]:
@@ -28,14 +26,11 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         fitted: Whether the command was `fit`.
         use: Command to suggest for the best checkpoint, such as `test`, or None.
     """
-    directory, losses, speed, epochs = Path(str(record.run_dir)), record.train_loss, record.throughput, record.epochs
+    directory, speed, epochs = Path(str(record.run_dir)), record.throughput, record.epochs
     validated = [row for row in epochs if row.val_acc is not None]
     if record.status != "completed":
         yield f"{record.status:<15} {record.error}"
-    if losses and all(loss is not None and math.isfinite(loss) for loss in vars(losses).values()):
-        steps = " -> ".join(f"{loss:.4f}" for loss in vars(losses).values())
-        yield f"training loss   {steps}  (first, middle, last of {len(epochs)} epoch{'s' * (len(epochs) > 1)})"
-    elif record.not_finite_since is not None:
+    if record.not_finite_since is not None:
         yield f"training loss   not finite since epoch {record.not_finite_since + 1}: the run has diverged"
     if validated:
         best = max(validated, key=lambda row: row.val_acc or 0.0)
@@ -52,8 +47,8 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         rate = f", {speed.median:,.0f} samples/s (median of {windows})" if speed.median else ""
         whole = f" in {len(record.parts) + 1} parts" if record.parts else ""
         trained, before = duration(record.train_s), duration(record.setup_s)
-        busy, cores = record.others_cores or 0.0, record.hardware and record.hardware.cores
-        others = f"; other programs took {busy:.1f} of {cores} cores" if busy >= OTHERS else ""
+        taken = taken_cores(record.others_cores, record.hardware and record.hardware.cores)
+        others = f"; other programs took {taken}" if taken else ""
         yield f"time            {trained} training{whole}, {before} set-up{rate}{others}"
         for slow in slow_ranks(record.ranks).values():
             yield f"slow            {slow}: the others wait for it in every step"

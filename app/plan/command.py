@@ -71,6 +71,7 @@ class Basis:
         source: Origin of the step's times, as text for the report.
         devices: Number of processes that the measured machine can run, each with its own GPU or cores.
         cautions: Sentences about effects that the predictions ignore.
+        taken: Cores that other programs took during the measurement, as text of `taken_cores`.
     """
 
     step: Step
@@ -81,6 +82,7 @@ class Basis:
     source: str
     devices: int
     cautions: list[str]
+    taken: str = ""
 
 
 def run(arguments: list[str]) -> int:
@@ -115,7 +117,9 @@ def run(arguments: list[str]) -> int:
 
     folder = claim_version(Path(options.root, "plan"))
     command = str(CommandLine(["plan", *arguments]))
-    title, text = heading(table, basis.config, basis.batch), "\n\n".join(advice(table, options.scale_batch))
+    doubts = " on a busy machine" if warning or basis.taken else ""
+    doubts += "" if basis.step.launch_known else " without the cost of launching a step"
+    title, text = heading(table, basis.config, basis.batch, doubts), "\n\n".join(advice(table, options.scale_batch))
     reading = "\n\n".join([*notes(table, machines), *basis.cautions])
     figures = "\n".join(f'![{caption}]({name} "{caption}")' for name, caption in PICTURES.items())
     rows = predictions(table)
@@ -185,8 +189,8 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
         gpus = len(records[0].hardware.gpus) if records[0].hardware else 0
         if len({timed(record).images for record in records}) == 1:
             cautions.append(
-                "The steps of `--run` have one batch size, so that the cost of launching a step is unknown: the "
-                "predictions are upper bounds, and dp is not predicted. Give a run with another batch, too."
+                "The steps of `--run` have one batch size, so that the cost of launching a step is unknown and counts "
+                "as none: real speed-ups are smaller, and dp is not predicted. Give a run with another batch, too."
             )
     devices = gpus if cuda else max(usable_cores() // threads, 1)
     _require_links(options, devices, cuda)
@@ -201,7 +205,10 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
     say("timing the gradients of a backward pass")
     backward, gradients = profile_gradients(fit, max(int(measured[0].images), 1))
     step = fit_step(measured, backward, make_buckets(gradients))
-    return Basis(step, batch, config, cuda, threads, source, devices, cautions)
+    taken = max(steps.taken for steps in measured)
+    if taken:
+        cautions.append(f"Other programs took {taken} while the steps were measured: measure again when they are done.")
+    return Basis(step, batch, config, cuda, threads, source, devices, cautions, taken)
 
 
 def _require_links(options: Namespace, devices: int, cuda: bool) -> None:

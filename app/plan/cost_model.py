@@ -146,11 +146,13 @@ class Timed:
         images: Number of images of a batch on the device.
         phases: Milliseconds of each phase, as `time_per_step` in run.json.
         windows: Step times of the fastest and the slowest logging window, relative to the median window's.
+        taken: Cores that other programs took meanwhile, as text of `taken_cores`.
     """
 
     images: float
     phases: dict[str, Any]
     windows: tuple[float, float] = (1.0, 1.0)
+    taken: str = ""
 
 
 def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucket]) -> Step:

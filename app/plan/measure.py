@@ -13,6 +13,7 @@ from app.fit.configuration import build, resolve
 from app.modules import ImageClassifier
 from app.plan.cost_model import Timed
 from app.record import Record
+from app.record.words import taken_cores
 from app.runs import run_fit
 from app.system.machine import time_when_done
 
@@ -76,7 +77,8 @@ def timed(record: Record) -> Timed:
         windows = rates.median / rates.max, rates.median / rates.min
     assert record.global_batch_size
     assert record.time_per_step
-    return Timed(record.global_batch_size / record.replicas, vars(record.time_per_step), windows)
+    taken = taken_cores(record.others_cores, record.hardware and record.hardware.cores)
+    return Timed(record.global_batch_size / record.replicas, vars(record.time_per_step), windows, taken)
 
 
 def read_record(path: str) -> Record:

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, because notebooks share its state
 
 from app.plan.cost_model import Machines, Step
+from app.record.words import duration
 from app.system.page import BLUE, GREY, ORANGE, draw, plain
 from app.system.page import table as page_table
 
@@ -25,12 +26,20 @@ def recommended(table: pd.DataFrame) -> pd.Series:
     return table[table["shared_equally"] & (table["efficiency_low"] > ENOUGH)].nlargest(1, "speed_up_low").iloc[0]
 
 
-def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int) -> str:
-    """Return the recommendation in one line."""
+def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int, doubts: str = "") -> str:
+    """Return the recommendation in one line, with the speed-up and its range as in the table.
+
+    Args:
+        table: Table of `predict`.
+        config: Resolved configuration.
+        batch: Global batch size.
+        doubts: Addition to `predicted`, such as ` on a busy machine`.
+    """
     model, row = config["model"], recommended(table)
     name = (model.get("init_args") or {}).get("network") or model["class_path"].rpartition(".")[2]
-    gain = f"{row['strategy']} on {_devices(row)}: at least {row['speed_up_low']:.2f} × one device, predicted"
-    return f"{name}, batch {batch}: take {gain if row['devices'] > 1 else 'one device'}"
+    gain = f"{row['speed_up']:.2f} × one device ({_range(row, 'speed_up', '.2f')}), predicted{doubts}"
+    taken = f"{row['strategy']} on {_devices(row)}: {gain}" if row["devices"] > 1 else "one device"
+    return f"{name}, batch {batch}: take {taken}"
 
 
 def _devices(row: pd.Series) -> str:
@@ -42,7 +51,7 @@ def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
     """Yield sentences that explain the recommendation."""
     row = recommended(table)
     if row["devices"] > 1:
-        yield f"Predicted: {_range(row, 'speed_up', '.2f')} times one device, {row['efficiency']:.0%} of the ideal."
+        yield f"This is {row['efficiency']:.0%} of the ideal."
     elif len(table) > 1:
         larger = "a larger `--data.batch_size`" + ("" if scaled else ", or `--scale_batch true`")
         yield f"No other variant certainly reaches half of the ideal. Try {larger}: more work per exchange."
@@ -86,8 +95,8 @@ def origin(step: Step, machines: Machines, source: str, network: str) -> Iterato
     """Yield paragraphs about the origin of the predictions: the step, the network, and the cost model."""
     buckets = ", ".join(f"{bucket.size / 2**20:.2f} MiB at {bucket.ready:.0%}" for bucket in step.buckets)
     links = {"in a node": machines.link if machines.per_node > 1 else None, "between nodes": machines.node_link}
-    known = [(link.bandwidth / 1e9, link.latency * 1e6, place) for place, link in links.items() if link]
-    speeds = ", ".join(f"{bandwidth:.3g} GB/s and {latency:.3g} µs {place}" for bandwidth, latency, place in known)
+    known = [(link.bandwidth / 1e9, duration(link.latency), place) for place, link in links.items() if link]
+    speeds = ", ".join(f"{bandwidth:.3g} GB/s and {latency} {place}" for bandwidth, latency, place in known)
     yield (
         f"Step: {plain(source)}. It took {step.spread[0]:.2f} to {step.spread[1]:.2f} times the fitted time. "
         f"Buckets of gradients, and when in the backward pass they are ready: {buckets}."

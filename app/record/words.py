@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from app.record import PHASES, Record
 
 OVERHEAD = 0.35  # a phase other than forward and backward is the bottleneck if it takes at least this share of a step
+BUSY = 0.1  # other programs may take this share of the cores without disturbing a run
 LAUNCH_BOUND = 0.9  # launching GPU work is the bottleneck if it takes at least this share of forward and backward
 BOTTLENECKS = {  # name and remedy of each phase
     "forward_backward": (
@@ -19,7 +20,10 @@ BOTTLENECKS = {  # name and remedy of each phase
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: `0.8 s`, `4:10`, `1:02:03`."""
+    """Format seconds: `20 µs`, `7.39 ms`, `7.4 s`, `4:10`, `1:02:03`."""
+    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        if factor * seconds < 999.5:
+            return f"{factor * seconds:.3g} {unit}"
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -64,14 +68,26 @@ def batch(record: Record) -> str:
     return f"{size:,}{share}{shards}"
 
 
-def bottleneck(milliseconds: Mapping[str, float], gpu: bool, placement: str | None) -> tuple[str, str]:
+def taken_cores(others: float | None, cores: int | None) -> str:
+    """Format the cores that other programs took: `1.8 of 2 cores`; an empty string if too few to disturb a run."""
+    if others is None or cores is None or others <= BUSY * cores:
+        return ""
+    return f"{others:.1f} of {cores} cores"
+
+
+def bottleneck(milliseconds: Mapping[str, float], gpu: bool, placement: str | None, taken: str = "") -> tuple[str, str]:
     """Return a step's bottleneck with its share of the step, and a remedy, in Markdown.
+
+    If other programs disturbed the CPU that computes, they are the bottleneck: the phases then say little.
 
     Args:
         milliseconds: Milliseconds of each phase, and of `launch`.
         gpu: Whether a GPU computes.
         placement: Placement of the images, such as `disk` or `memory`.
+        taken: Cores that other programs took, as text of `taken_cores`.
     """
+    if taken and not gpu:
+        return f"Other programs: {taken}", "again when they are done"
     phase = max((name for name in PHASES if name != "forward_backward"), key=lambda name: milliseconds[name])
     time, step = milliseconds[phase], sum(milliseconds[name] for name in PHASES)
     if time < OVERHEAD * step:
