@@ -9,6 +9,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from statistics import mean, median
 from types import CodeType, FrameType, SimpleNamespace
@@ -84,6 +85,7 @@ def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path)
     mode, marks = Counting(), []
     training_step = ImageClassifier.training_step
 
+    @wraps(training_step)  # keeps the module's name: Lightning copies the loss of a user's training step
     def step(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
         marks.append(mode.counts.copy())
         return training_step(self, batch, batch_idx)

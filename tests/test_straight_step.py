@@ -11,7 +11,9 @@ import torch
 import yaml
 from harness import ROOT, App, difference, fork_app, losses, on_cpu, options, output_of, record_of, tiny
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from user_code import TheirData, TwoOptimizers
@@ -123,6 +125,22 @@ class TakesNoIndex(Plain):
         return super().training_step(batch, 1)
 
 
+class KeepsLoss(Plain):
+    """Module that keeps its loss, while hooks change the other losses in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.loss = super().training_step(batch, batch_idx)
+        return self.loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        loss.mul_(0.5)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        CALLS.note("kept", self, outputs["loss"], self.loss)
+        outputs["loss"].zero_()
+        CALLS.note("kept", self, self.loss)
+
+
 class LBFGS(Plain):
     optimizer = staticmethod(lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3))
 
@@ -139,14 +157,6 @@ class Plateau(Plain):
 class Stops(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         trainer.should_stop = trainer.global_step == 7
-
-
-class ReplacesCallbacks(Callback):
-    """Callback that adds another one to the trainer in the middle of the second epoch."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2 and trainer.current_epoch == 1:
-            trainer.callbacks.append(recorder(CALLS, ["on_after_backward"]))
 
 
 class Stream(IterableDataset[Any]):
@@ -220,6 +230,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation that changes": {"callbacks": [lambda: GradientAccumulationScheduler({0: 1, 1: 2})]},
     "clipping by norm": {"gradient_clip_val": 0.01},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "clipping by a plugin": {"plugins": [lambda: ClipsEach()]},
     "bf16-mixed": {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
     "bf16-true": {"precision": "bf16-true"},
     "64-true": {"precision": "64-true"},
@@ -233,6 +244,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "outputs in a dictionary": {"model": Dict, "accumulate_grad_batches": 2},
     "a step that is skipped": {"model": Skips},
     "an epoch that is ended": {"model": EndsEpoch},
+    "a loss that changes": {"model": KeepsLoss},
     "no batch_idx": {"model": TakesNoIndex},
     "LBFGS": {"model": LBFGS},
     "validation within an epoch": {"val_check_interval": 2},
@@ -241,7 +253,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "some steps": {"max_steps": 7, "max_epochs": -1},
     "stopped": {"callbacks": [Stops], "max_epochs": 5},
     "a stream": {"data": StreamedData},
-    "a callback that comes later": {"callbacks": [ReplacesCallbacks]},
     "no window": {"log_every_n_steps": 0},
     "an epoch without gradients": {"callbacks": [lambda: StochasticWeightAveraging(0.01, 1)], "max_epochs": 3},
 }
@@ -275,6 +286,142 @@ def test_a_hook_that_is_set_on_an_object(tmp_path: Path) -> None:
     calls = [lambda: pl.callbacks.LambdaCallback(on_after_backward=lambda *_: CALLS.append(("lambda",)))]
     assert_alike(tmp_path, hooks=[], callbacks=calls)
     assert len(trained(True, tmp_path, hooks=[], callbacks=calls)[0]) == 10 + 2
+
+
+# -- changes in mid-epoch ---------------------------------------------------------------------------------------
+
+
+def wrap(owner: Any, name: str) -> None:
+    """Replace a method by one that records its call, then calls the method."""
+    method = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        CALLS.append(("wrapped", name))
+        return method(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def adam(trainer: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(trainer.lightning_module.parameters(), lr=0.05)
+
+
+def halving(trainer: Any) -> LRSchedulerConfig:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
+    return LRSchedulerConfig(scheduler, interval="step")
+
+
+def second_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return nn.functional.mse_loss(self.net(batch[0]), nn.functional.one_hot(batch[1], 2).float())
+
+
+class ClipsEach(Precision):
+    def clip_gradients(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            nn.utils.clip_grad_norm_(parameter, 0.01)
+
+
+class Halved(nn.Module):
+    """Wrapper like DDP's, around the module."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args) * 0.5
+
+
+def set_up_adam(trainer: Any) -> None:
+    trainer.lightning_module.configure_optimizers = lambda: adam(trainer)
+    trainer.strategy.setup_optimizers(trainer)
+
+
+def train_manually(trainer: Any) -> None:
+    module, optimizer = trainer.lightning_module, trainer.lightning_module.optimizers()
+
+    def step(batch: Any, batch_idx: int) -> None:
+        optimizer.zero_grad()
+        module.manual_backward(second_step(module, batch, batch_idx))
+        optimizer.step()
+
+    module.automatic_optimization, module.training_step = False, step
+
+
+def add_parameter(trainer: Any) -> None:
+    module = trainer.lightning_module
+    module.net.append(nn.Linear(2, 2))
+    trainer.optimizers[0].add_param_group({"params": module.net[-1].parameters()})
+
+
+def late() -> Callback:
+    return recorder(CALLS, [name for name in CALLBACK_HOOKS if "batch" in name or "backward" in name])
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "optimizers": lambda trainer: setattr(trainer.strategy, "optimizers", [adam(trainer)]),
+    "an optimizer": lambda trainer: trainer.optimizers.__setitem__(0, adam(trainer)),
+    "optimizers set up again": set_up_adam,
+    "an optimizer's step": lambda trainer: wrap(trainer.optimizers[0], "step"),
+    "an optimizer's zero_grad": lambda trainer: wrap(trainer.optimizers[0], "zero_grad"),
+    "a parameter group": add_parameter,
+    "schedulers": lambda trainer: setattr(trainer.strategy, "lr_scheduler_configs", [halving(trainer)]),
+    "a scheduler more": lambda trainer: trainer.lr_scheduler_configs.append(halving(trainer)),
+    "no scheduler": lambda trainer: trainer.lr_scheduler_configs.clear(),
+    "a scheduler's interval": lambda trainer: setattr(trainer.lr_scheduler_configs[0], "interval", "epoch"),
+    "the training step": lambda trainer: setattr(
+        trainer.lightning_module, "training_step", lambda batch: second_step(trainer.lightning_module, batch, 0)
+    ),
+    "the class's training step": lambda trainer: setattr(type(trainer.lightning_module), "training_step", second_step),
+    "manual optimization": train_manually,
+    "a callback more": lambda trainer: trainer.callbacks.append(late()),
+    "a callback before": lambda trainer: trainer.callbacks.insert(0, late()),
+    "other callbacks": lambda trainer: setattr(trainer, "callbacks", [late(), *trainer.callbacks]),
+    "a callback less": lambda trainer: trainer.callbacks.pop(0),
+    "a callback's method": lambda trainer: setattr(trainer.callbacks[0], "on_train_batch_end", None),
+    "a callback's class": lambda trainer: wrap(type(trainer.callbacks[0]), "on_train_batch_end"),
+    "clipping": lambda trainer: vars(trainer).update(gradient_clip_val=0.01),
+    "accumulation": lambda trainer: vars(trainer).update(accumulate_grad_batches=2),
+    "logging": lambda trainer: vars(trainer).update(log_every_n_steps=1),
+    "a profiler": lambda trainer: vars(trainer).update(profiler=SimpleProfiler()),
+    "validation": lambda trainer: vars(trainer).update(val_check_batch=2),
+    "an end": lambda trainer: vars(trainer).update(should_stop=True),
+    "the epoch's length": lambda trainer: vars(trainer.fit_loop).update(max_batches=4),
+    "max_steps": lambda trainer: vars(trainer.fit_loop.epoch_loop).update(max_steps=4),
+    "precision": lambda trainer: setattr(trainer.strategy, "precision_plugin", ClipsEach()),
+    "16 bits": lambda trainer: setattr(trainer.strategy, "precision_plugin", MixedPrecision("bf16-mixed", "cpu")),
+    "the model": lambda trainer: setattr(trainer.strategy, "model", Halved(trainer.lightning_module)),
+    "frozen": lambda trainer: trainer.lightning_module.net[1].requires_grad_(False),
+    "64 bits": lambda trainer: trainer.lightning_module.double(),
+}
+BACKWARD = ["pre_backward", "backward", "post_backward"]
+METHODS = {
+    "lightning_module": [name for name in MODULE_HOOKS if "epoch" not in name],
+    "datamodule": BATCH_HOOKS,
+    "strategy": [*BACKWARD, "training_step", "batch_to_device", "optimizer_step", "on_train_batch_start"],
+    "precision_plugin": [*BACKWARD, *("forward_context", "convert_input", "optimizer_step", "clip_gradients")],
+}
+for owner, names in METHODS.items():
+    for name in names:
+        CHANGES[f"{owner}.{name}"] = lambda trainer, owner=owner, name=name: wrap(getattr(trainer, owner), name)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_in_mid_epoch(change: str, tmp_path: Path) -> None:
+    """Whatever is replaced in mid-epoch takes effect at the same call as in Lightning's loop."""
+    hook = "on_train_batch_end" if change == "manual optimization" else "on_train_batch_start"
+    reason = change if change in ("a profiler", "manual optimization") else None
+
+    def changes() -> Callback:
+        def call(self: Any, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2 and not vars(self).setdefault("changed", False):
+                self.changed = True
+                CHANGES[change](trainer)
+
+        return type("Changes", (Callback,), {hook: call})()
+
+    model = lambda: type("Fresh", (ByStep,), {})()  # noqa: E731  # because a change may patch the class
+    assert_alike(tmp_path, reason, model=model, callbacks=[changes], max_epochs=1, limit_val_batches=0)
 
 
 class TakesIterator(Plain):

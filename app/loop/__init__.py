@@ -1,8 +1,9 @@
 """Copy of Lightning's training step that is faster, because it calls only overridden hooks.
 
 Lightning's step calls ten hooks of every callback, the module, the strategy and the precision plugin. It wraps each
-call in a profiler and in checks. The copy looks up the overridden hooks once per epoch. It calls them in the same
-order, with the same arguments, and leaves the same counters and results.
+call in a profiler and in checks. The copy calls only the overridden hooks, in the same order, with the same arguments,
+and leaves the same counters and results. A hook, a method or an optimizer that is replaced in mid-epoch takes effect at
+once, as in Lightning's step.
 
 * Gain: 650 Python calls a step instead of 4,169 (a width-4 MLP with the default callbacks; `tests/test_cost.py`).
 * Mirrors: Lightning 2.6, `loops/training_epoch_loop.py` and `loops/optimization/automatic.py`.

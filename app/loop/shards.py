@@ -11,13 +11,12 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
@@ -28,7 +27,7 @@ from app.data.global_order import order_of
 from app.data.shares import Shards
 from app.errors import UserError
 from app.loop.buffers import Buffers
-from app.loop.straight_step import Step, StraightLoop
+from app.loop.straight_step import Step, StraightLoop, backward_state, training_state
 from app.parallel.tree import Node, Tree
 from app.system.patches import expects
 from app.system.random_streams import own_streams, seed_of
@@ -64,7 +63,7 @@ class ShardSums:
         self.in_buckets = ddp = isinstance(model, DistributedDataParallel)
         group = model.process_group if ddp else None
         self.tree = Tree(count, strategy.global_rank if ddp else 0, strategy.world_size if ddp else 1, group)
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.parameters = [*module.parameters()]  # frozen ones, too, because a callback may unfreeze them
         self.place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         self.nodes: dict[Node, Gradients] = {}
         self.device = strategy.root_device
@@ -190,12 +189,16 @@ class ShardedStep(Step):
             loop.sums = ShardSums(self.module, self.strategy, loop.virtual_devices)
         self._sums, self._buffers = loop.sums, Buffers(self.module)
         self._device = self.strategy.root_device
-        self._alone: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if isinstance(self.strategy, ParallelStrategy):
-            self._alone = self.strategy.block_backward_sync
-        self._prepare_shard, self.preparation = self.preparation, [self._prepare]
-        self._log_step = self._part("training_step", lambda logged, *args: logged.log_step(*args))
+        self._alone, self.without_sync = self.without_sync, nullcontext  # each batch sums over the ranks
         self._checked = False
+
+    def _look_up_batch(self) -> None:
+        super()._look_up_batch()
+        self._prepare_shard, self.preparation = self.preparation, [self._prepare]
+
+    def _look_up_training(self) -> None:
+        super()._look_up_training()
+        self._log_step = self._part("training_step", lambda logged, *args: logged.log_step(*args))
 
     def _prepare(self, batch: Any) -> Shards:
         assert isinstance(batch, Shards)
@@ -207,14 +210,6 @@ class ShardedStep(Step):
                     shard = prepare(shard)
                 batch[place] = shard
         return batch
-
-    def _train(self, batch: Any, index: int, accumulating: bool) -> dict[str, Any]:
-        if not accumulating:
-            return super()._train(batch, index, accumulating)
-        self.batch, self.index = batch, index
-        self.compute()
-        assert self.outputs is not None
-        return self.outputs
 
     @torch.enable_grad()
     def compute(self) -> Tensor | None:
@@ -270,6 +265,8 @@ class ShardedStep(Step):
             with nullcontext() if last else self._alone():
                 seed(seed_of_shard(self.trainer, 5, self.index, number))
                 logged.values = {}
+                if training_state(self) != self._training_state:
+                    self._look_up_training()
                 output = self.training_step(shard, self.index)
                 loss, outputs = (output, {}) if isinstance(output, Tensor) else self._unpack(output, 1)
                 if loss is None:
@@ -284,6 +281,8 @@ class ShardedStep(Step):
                 self._sums.tree.add(vectors, (0, number), vector, torch.add)
                 if last:
                     sums = self._sums.sum(vectors)
+                if backward_state(self) != self._backward_state:
+                    self._look_up_backward()
                 self.backward(loss * (count / samples))
             if not last:
                 self._buffers.restore(changed)

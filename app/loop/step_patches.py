@@ -6,14 +6,16 @@ When you upgrade Lightning, compare
 
 * `LoggingLoop` with the methods of the same names, and `update_train_step_metrics`, in
   trainer/connectors/logger_connector/logger_connector.py;
-* `in_hook` with trainer/call.py.
+* `in_hook` and `Hook` with trainer/call.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
+from types import MethodType
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -42,6 +44,53 @@ def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Cal
         return result
 
     return called
+
+
+@expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
+class Hook:
+    """Hook of all callbacks and of the module.
+
+    Every call reads the Trainer's callbacks and the methods anew, because any hook may replace them.
+
+    Args:
+        trainer: The Trainer.
+        name: Name of the hook.
+    """
+
+    def __init__(self, trainer: Any, name: str) -> None:
+        self._trainer, self._module, self._name = trainer, trainer.lightning_module, name
+        self._method = attrgetter(name)  # unlike getattr, not a call for Python's profiler
+        idle = [MethodType(getattr(Callback, name), callback) for callback in trainer.callbacks]
+        self._idle = {None, MethodType(getattr(LightningModule, name), self._module), *idle}
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the overridden methods, and return the module's result."""
+        trainer, module, method, idle = self._trainer, self._module, self._method, self._idle
+        attributes = module.__dict__
+        before = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = self._name
+        for callback in trainer.callbacks:  # the list itself, because a hook may change it
+            if method(callback) not in idle:
+                method(callback)(trainer, module, *args)
+        result = method(module)(*args) if method(module) not in idle else None
+        attributes["_current_fx_name"] = before
+        return result
+
+
+@expects(
+    *(f"lightning.pytorch.strategies:Strategy.{name}" for name in ("_precision_plugin", "_model")),
+    "lightning.pytorch.strategies:Strategy._lightning_optimizers",
+    "lightning.pytorch.core.module:LightningModule._automatic_optimization",
+)
+def watch(
+    module: Sequence[str] = (), data: Sequence[str] = (), strategy: Sequence[str] = (), precision: Sequence[str] = ()
+) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that reads the Trainer's profiler and these attributes, for a `Step`.
+
+    It reads private attributes of the strategy instead of properties, because `attrgetter` then makes no Python call.
+    """
+    owners = {"module": module, "data": data, "strategy": strategy, "strategy._precision_plugin": precision}
+    return attrgetter("trainer.profiler", *(f"{owner}.{name}" for owner, names in owners.items() for name in names))
 
 
 @expects(
@@ -162,7 +211,7 @@ class LoggingLoop(WindowLoop):
         connector._current_fx = None  # set by the first call of `self.log`
         results.batch, results.batch_size, results.dataloader_idx = batch, size, None
 
-    def on_batch_end(self, accumulating: bool) -> None:
+    def on_batch_end(self) -> None:
         """Store this step's metrics; pass them to the loggers every `log_every_n_steps` steps and when training stops.
 
         Unlike Lightning, do not read metrics for the progress bar on every step.
@@ -174,5 +223,5 @@ class LoggingLoop(WindowLoop):
         self._results.batch = self._results.batch_size = None
         self.batch_progress.increment_completed()
         window_ends = every and ((self._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
-        if window_ends and not accumulating:
+        if window_ends:
             connector.update_train_step_metrics()

@@ -8,8 +8,10 @@ When you upgrade Lightning, compare
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,10 +26,25 @@ from torch import Tensor
 
 from app.data.global_order import order_of
 from app.errors import UserError
-from app.loop.step_patches import AUTOMATIC, EPOCH_LOOP, LoggingLoop, averages_models, hook_owner, in_hook
+from app.loop.step_patches import AUTOMATIC, EPOCH_LOOP, Hook, LoggingLoop, averages_models, hook_owner, in_hook, watch
 from app.system.patches import expects
 
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+FORWARD = ("train_step_context", "forward_context")
+BACKWARD = ("pre_backward", "backward", "post_backward")
+CLIPPING = ("configure_gradient_clipping", "clip_gradients")
+
+# Attributes that the step and its parts depend on. Right before each part, the step compares them with their values at
+# the part's look-up, because any hook may replace them.
+step_state = watch(module=["_automatic_optimization"], strategy=["post_training_step"])
+batch_state = watch(module=BATCH_HOOKS, data=BATCH_HOOKS, strategy=["batch_to_device"], precision=["convert_input"])
+training_state = watch(module=["training_step", "backward"], strategy=["_model", "training_step"], precision=FORWARD)
+backward_state = watch(strategy=BACKWARD, precision=BACKWARD)
+optimizer_state = watch(
+    module=["optimizer_step"], strategy=["_lightning_optimizers", "optimizer_step"], precision=["optimizer_step"]
+)
+clipping_state = watch(module=CLIPPING, precision=["clip_gradients"])
+interval_of = attrgetter("interval")
 
 
 def overrides(owner: Any, base: type, *names: str) -> bool:
@@ -51,15 +68,18 @@ class StraightLoop(LoggingLoop):
     _step: "Step | None" = None
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Look up the hooks, once per epoch."""
+        """Look up the step."""
         super().on_run_start(data_fetcher)
-        self.reason = self.why_not(data_fetcher)
-        self._step = self.make_step()
+        self._look_up(data_fetcher)
         if not self.restarting:
             self.val_loop.restarting = False
 
+    def _look_up(self, data_fetcher: Any) -> None:
+        self.reason = self.why_not(data_fetcher)
+        self._step = self.make_step()
+
     def make_step(self) -> "Step | None":
-        """Look up the hooks, and return the step; or return None, to use Lightning's step."""
+        """Return the step, or None to use Lightning's step."""
         order = order_of(self.trainer.train_dataloader)
         if self.reason and order is not None and order is not self.trainer.train_dataloader:
             raise UserError(f"--run.global_order true does not work with {self.reason}: leave one of them out")
@@ -88,17 +108,14 @@ class StraightLoop(LoggingLoop):
 
     def advance(self, data_fetcher: Any) -> None:
         """Take one step; call Lightning's method if there is no `Step`, or if a resumed run must validate first."""
-        step = self._step
-        trainer: Any = self.trainer
-        if step is None or (self.restarting and self._should_check_val_fx(data_fetcher)):
+        if self._step is None or step_state(self._step) != self._step.state:
+            self._look_up(data_fetcher)
+        if self._step is None or (self.restarting and self._should_check_val_fx(data_fetcher)):
             super().advance(data_fetcher)
             return
         if self.restarting:
             self.end_resumption()
-        if trainer.profiler is not step.profiler or trainer.callbacks != step.callbacks:
-            step = self._step = self.make_step()
-            assert step is not None
-        step(data_fetcher)
+        self._step(data_fetcher)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Count the step. Call Lightning's method if more is due: validation, schedulers, or the end of the epoch."""
@@ -106,7 +123,7 @@ class StraightLoop(LoggingLoop):
         batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
         if (
             self._step is None
-            or self._step.schedules
+            or "step" in map(interval_of, self._step.strategy.lr_scheduler_configs)
             or progress.is_last_batch
             or trainer.should_stop
             or every is None  # `val_check_interval` is a time
@@ -118,6 +135,13 @@ class StraightLoop(LoggingLoop):
             self._batches_that_stepped += 1
 
     @property
+    def accumulates(self) -> bool:
+        """Whether the current batch's gradients are kept for the next batch, without an optimizer step."""
+        progress, trainer = self.batch_progress, self.trainer
+        last = progress.is_last_batch or progress.current.ready == trainer.fit_loop.max_batches
+        return not last and progress.current.ready % trainer.accumulate_grad_batches != 0
+
+    @property
     def done(self) -> bool:
         """Whether the epoch has ended."""
         step, progress = self._step, self.batch_progress
@@ -125,7 +149,7 @@ class StraightLoop(LoggingLoop):
             step is None
             or self.trainer.should_stop
             or progress.is_last_batch
-            or progress.current.ready == step.batches
+            or progress.current.ready == self.trainer.fit_loop.max_batches
             or (self.max_steps != -1 and step.steps.total.completed >= self.max_steps)
         ):
             return super().done
@@ -144,72 +168,57 @@ class Step:
         loop: The loop.
 
     Attributes:
-        callbacks: The Trainer's callbacks when this object was created.
-        profiler: The Trainer's profiler when this object was created.
-        batches: Number of batches per epoch.
+        state: Values of `step_state` when this object was created.
         steps: Lightning's progress counter of optimizer steps.
-        schedules: Whether a scheduler advances with each step.
     """
 
     def __init__(self, loop: StraightLoop) -> None:
         trainer: Any = loop.trainer
         module, strategy = trainer.lightning_module, trainer.strategy
         self.loop, self.trainer, self.module, self.strategy = loop, trainer, module, strategy
-        self.callbacks, self.profiler = list(trainer.callbacks), trainer.profiler
-        self.batches = trainer.num_training_batches
+        self.data = getattr(trainer, "datamodule", None) or module
+        self.state = step_state(self)
         progress = loop.automatic_optimization.optim_progress.optimizer
         self.steps, self.zero_grads = progress.step, progress.zero_grad
-        self.schedules = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         order = order_of(trainer.train_dataloader)
         # the order weights the loss. An `ImageClassifier` weights its loss itself; only its loaders have `empty="keep"`
         self.order = None if getattr(order, "empty", None) == "keep" else order
-        self._window = trainer.accumulate_grad_batches, int(min(self.batches, sys.maxsize))
+        self.without_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if isinstance(strategy, ParallelStrategy):
+            self.without_sync = strategy.block_backward_sync
         self.batch, self.index = None, 0
         self.outputs: dict[str, Any] | None = None  # set by the training step
 
-        self.on_train_batch_start = self._hook("on_train_batch_start")
-        self.on_before_zero_grad = self._hook("on_before_zero_grad")
-        self.on_before_backward = self._hook("on_before_backward")
-        self.on_after_backward = self._hook("on_after_backward")
-        self.on_before_optimizer_step = self._hook("on_before_optimizer_step")
-        self.on_train_batch_end = self._hook("on_train_batch_end")
+        self._plain_zero_grad = MethodType(LightningModule.optimizer_zero_grad, module)
+        self.on_train_batch_start = Hook(trainer, "on_train_batch_start")
+        self.on_before_zero_grad = Hook(trainer, "on_before_zero_grad")
+        self.on_before_backward = Hook(trainer, "on_before_backward")
+        self.on_after_backward = Hook(trainer, "on_after_backward")
+        self.on_train_batch_end = Hook(trainer, "on_train_batch_end")
 
         self._look_up_batch()
         self._look_up_training()
+        self._look_up_backward()
         self._look_up_optimizer()
+        self._look_up_clipping()
 
     # -- lookup ---------------------------------------------------------------------------------------------------
 
     def _part(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a call so that `self.log` and the profiler see the call's name."""
-        call = in_hook(self.module, name, call)
-        if type(self.profiler) is PassThroughProfiler:
+        call, profiler = in_hook(self.module, name, call), self.trainer.profiler
+        if type(profiler) is PassThroughProfiler:
             return call
 
         def profiled(*args: Any, **kwargs: Any) -> Any:
-            with self.profiler.profile(f"[StraightLoop].{name}"):
+            with profiler.profile(f"[StraightLoop].{name}"):
                 return call(*args, **kwargs)
 
         return profiled
 
-    def _hook(self, name: str) -> Callable[..., Any]:
-        """Return a function that calls a hook of all callbacks and the module, and returns the module's result."""
-        trainer, module = self.trainer, self.module
-        overridden = (getattr(callback, name) for callback in self.callbacks if overrides(callback, Callback, name))
-        hooks = list(filter(callable, overridden))
-        module_hook = getattr(module, name) if overrides(module, LightningModule, name) else None
-        if not hooks and module_hook is None and type(self.profiler) is PassThroughProfiler:
-            return lambda *_: None
-
-        def call(*args: Any) -> Any:
-            for hook in hooks:
-                hook(trainer, module, *args)
-            return module_hook(*args) if module_hook is not None else None
-
-        return self._part(name, call)
-
     def _look_up_batch(self) -> None:
         """Look up the batch hooks of module and data module."""
+        self._batch_state = batch_state(self)
         strategy, device = self.strategy, self.strategy.root_device
         trainer = self.trainer
 
@@ -235,41 +244,59 @@ class Step:
             self.preparation.insert(0, strategy.precision_plugin.convert_input)
 
     def _look_up_training(self) -> None:
-        """Look up the training step and the backward pass; skip strategy and precision plugin if they add nothing."""
+        """Look up the training step; skip strategy and precision plugin if they add nothing."""
+        self._training_state = training_state(self)
         module, strategy, precision = self.module, self.strategy, self.strategy.precision_plugin
         alone = strategy.model is module and not overrides(strategy, Strategy, "training_step")
-        alone = alone and not overrides(precision, Precision, "train_step_context", "forward_context")
+        alone = alone and not overrides(precision, Precision, *FORWARD)
         step = module.training_step if alone else strategy.training_step
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.training_step = self._part("training_step", step if takes_index else lambda batch, index: step(batch))
+        # Lightning copies the loss, because user code may keep it or change it in place
+        package = getattr(module.training_step, "__module__", "").partition(".")[0]
+        changes = [overrides(callback, Callback, "on_before_backward") for callback in self.trainer.callbacks]
+        changes.append(overrides(module, LightningModule, "on_before_backward", "backward"))
+        self.shares_loss = package == "app" and not any(changes)
+
+    def _look_up_backward(self) -> None:
+        """Look up the backward pass; skip strategy and precision plugin if they add nothing."""
+        self._backward_state = backward_state(self)
+        module, strategy = self.module, self.strategy
 
         def backward(loss: Tensor) -> None:
             self.on_before_backward(loss)
             module.backward(loss)
             self.on_after_backward()
 
-        if self._can_bypass("pre_backward", "backward", "post_backward"):
+        if self._can_bypass(*BACKWARD):
             self.backward = self._part("backward", backward)
         else:
-            self.backward = self._part("backward", lambda loss: strategy.backward(loss, self.optimizer))
+            self.backward = self._part("backward", lambda loss: strategy.backward(loss, self.zeroed))
 
     def _look_up_optimizer(self) -> None:
-        """Look up the optimizer's hooks: zeroing, clipping and the update."""
+        """Look up the optimizer and its step."""
+        self._optimizer_state = optimizer_state(self)
         trainer, module, strategy = self.trainer, self.module, self.strategy
-        self.optimizer = optimizer = strategy.optimizers[0]
-        self.zero_grad: Callable[[], Any] = optimizer.zero_grad
-        if overrides(module, LightningModule, "optimizer_zero_grad"):
-            own_zero_grad = self._part("optimizer_zero_grad", module.optimizer_zero_grad)
-            self.zero_grad = lambda: own_zero_grad(trainer.current_epoch, self.index, optimizer)
-        self.clips = overrides(module, LightningModule, "configure_gradient_clipping", "clip_gradients")
-        self.clip = self._part("configure_gradient_clipping", module.configure_gradient_clipping)
+        wrapped = module.optimizers()
+        self.optimizer = optimizer = wrapped.optimizer
         if overrides(module, LightningModule, "optimizer_step"):
-            wrapped, own_step = module.optimizers(), self._part("optimizer_step", module.optimizer_step)
+            own_step = self._part("optimizer_step", module.optimizer_step)
             self.update = lambda: own_step(trainer.current_epoch, self.index, wrapped, self.compute)
         elif self._can_bypass("optimizer_step") and not averages_models(strategy):
             self.update = lambda: optimizer.step(closure=self.compute_and_clip)
         else:
             self.update = self._part("optimizer_step", lambda: strategy.optimizer_step(optimizer, self.compute))
+        hook = Hook(trainer, "on_before_optimizer_step")
+        self.on_before_optimizer_step = self._part("on_before_optimizer_step", hook)
+
+    def _look_up_clipping(self) -> None:
+        """Look up the clipping of gradients."""
+        self._clipping_state = clipping_state(self)
+        module = self.module
+        precision = self.strategy.precision_plugin
+        base = MixedPrecision if isinstance(precision, MixedPrecision) else Precision
+        self.clips = overrides(module, LightningModule, *CLIPPING) or overrides(precision, base, "clip_gradients")
+        self.clip = self._part("configure_gradient_clipping", module.configure_gradient_clipping)
 
     def _can_bypass(self, *names: str) -> bool:
         """Return whether the step may skip these methods of strategy and precision plugin, because they do nothing."""
@@ -289,16 +316,16 @@ class Step:
         Raises:
             StopIteration: When `on_train_batch_start` of the module ends the epoch.
         """
-        loop, progress = self.loop, self.loop.batch_progress
+        loop, trainer, progress = self.loop, self.trainer, self.loop.batch_progress
         batch, _, _ = next(data_fetcher)
         index = progress.current.ready
         progress.is_last_batch = data_fetcher.done
+        if batch_state(self) != self._batch_state:
+            self._look_up_batch()
         for prepare in self.preparation:
             batch = prepare(batch)
         progress.increment_ready()
         loop.on_batch_start(batch)
-        last = progress.is_last_batch or progress.current.ready == self.batches
-        accumulating = not last and progress.current.ready % self.trainer.accumulate_grad_batches != 0
         ends, outputs = False, None
         if batch is None:
             rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
@@ -307,25 +334,27 @@ class Step:
             self.strategy.on_train_batch_start(batch, index)
             if ends:
                 progress.increment_by(0, is_last_batch=True)
-                last = True
             else:
                 progress.increment_started()
-                outputs = self._train(batch, index, accumulating)
+                outputs = self._train(batch, index, loop.accumulates)
         progress.increment_processed()
-        if self.schedules:
+        if "step" in map(interval_of, self.strategy.lr_scheduler_configs):
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if last:
+        if progress.is_last_batch or progress.current.ready == trainer.fit_loop.max_batches:
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if ends:
             raise StopIteration
         self.on_train_batch_end(outputs, batch, index)
-        loop.on_batch_end(accumulating)
+        loop.on_batch_end()
 
     def _train(self, batch: Any, index: int, accumulating: bool) -> dict[str, Any]:
         self.batch, self.index, self.outputs = batch, index, None
+        self.zeroed = self.strategy.optimizers[0]
+        self.begins_window = index % self.trainer.accumulate_grad_batches == 0
+        if optimizer_state(self) != self._optimizer_state:
+            self._look_up_optimizer()
         if accumulating:
-            strategy = self.strategy
-            with strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext():
+            with self.without_sync():
                 self.compute()
         else:
             self.steps.increment_ready()
@@ -341,24 +370,39 @@ class Step:
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self.compute()
-        micro_batches = self.trainer.accumulate_grad_batches
+        if training_state(self) != self._training_state:
+            self._look_up_training()
         output = self.training_step(self.batch, self.index)
-        if isinstance(output, Tensor):
-            loss: Tensor | None = (output := output if micro_batches == 1 else output / micro_batches)
-            self.outputs = {"loss": output.detach()}
+        micro_batches = self.trainer.accumulate_grad_batches
+        loss: Tensor | None
+        if self.shares_loss and isinstance(output, Tensor):
+            loss = output if micro_batches == 1 else output / micro_batches
+            self.outputs = {"loss": loss.detach()}
         else:
             loss, self.outputs = self._unpack(output, micro_batches)
-        if self.index % micro_batches == 0:
+        if self.begins_window:
             self._zero()
+        if backward_state(self) != self._backward_state:
+            self._look_up_backward()
         if loss is not None:
             self.backward(loss if self.order is None else loss * self.order.weight(self.index, self._window))
         return self.outputs.get("loss")
 
+    @property
+    def _window(self) -> tuple[int, int]:
+        """Batches per accumulation window and per epoch."""
+        return self.trainer.accumulate_grad_batches, int(min(self.trainer.num_training_batches, sys.maxsize))
+
     def _zero(self) -> None:
         self.zero_grads.increment_ready()
-        self.on_before_zero_grad(self.optimizer)
+        module, optimizer = self.module, self.zeroed
+        self.on_before_zero_grad(optimizer)
         self.zero_grads.increment_started()
-        self.zero_grad()
+        if module.optimizer_zero_grad == self._plain_zero_grad:
+            optimizer.zero_grad()
+        else:
+            zero_grad = self._part("optimizer_zero_grad", module.optimizer_zero_grad)
+            zero_grad(self.trainer.current_epoch, self.index, optimizer)
         self.zero_grads.increment_completed()
 
     def compute_and_clip(self) -> Any:
@@ -370,6 +414,8 @@ class Step:
 
     def clip_gradients(self) -> None:
         """Clip the gradients, if the Trainer has a clip value or the module overrides a clipping hook."""
+        if clipping_state(self) != self._clipping_state:
+            self._look_up_clipping()
         value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
         if self.clips or value is not None:
             self.clip(self.optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
