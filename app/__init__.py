@@ -43,9 +43,10 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     networks            the CNNs and the MLP, networks of torchvision and timm, pretrained weights
     record              the run record (run.json); words (formats its figures)
     system              machine, interconnect, files, torch_files (weights and checkpoints), page (the style of all
-                        reports), terminal, random_streams, program (set-up of a process), tracebacks (origin of an
-                        exception); and patches: lightning_patches, torch_patches, wandb_patches and deferred_imports.
-                        Code elsewhere that uses a private name of a library declares it with patches.expects
+                        reports), terminal, random_streams, program (set-up of a process), trust (code that a config
+                        may run), tracebacks (origin of an exception); and patches: lightning_patches, torch_patches,
+                        wandb_patches and deferred_imports. Code elsewhere that uses a private name of a library
+                        declares it with patches.expects
     errors              user errors, and exit status of a run
 """
 

@@ -34,9 +34,10 @@ from collections.abc import Sequence
 
 import app
 from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
-from app.launch.process import AGENT, BEGAN, TRUST, begin, check_environment, is_task_of_srun
+from app.launch.process import AGENT, BEGAN, begin, check_environment, is_task_of_srun
 from app.system.program import set_up
 from app.system.tracebacks import users_part
+from app.system.trust import TRUST, chosen_modules
 
 # `--help` prints this module's docstring. Heavy imports stay inside functions, so that the help appears at once.
 
@@ -112,7 +113,7 @@ def _without_trust(argv: list[str]) -> list[str]:
     for module in known.trust:
         if not all(name.isidentifier() for name in module.split(".")):
             raise UserError(f"--trust {module}: give the name of a module")
-        os.environ[TRUST] = ",".join(filter(None, [os.environ.get(TRUST), module]))
+        os.environ[TRUST] = ",".join([*chosen_modules(), module])
     return rest
 
 

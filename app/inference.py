@@ -17,7 +17,7 @@ from app.data.transforms import Transform
 from app.errors import UserError, one_line
 from app.fit.arguments import read_yaml
 from app.fit.checkpoint_file import read
-from app.fit.parser import PlainParser, import_trusted_only, trusted_modules
+from app.fit.parser import PlainParser, import_trusted_only
 from app.modules import ImageClassifier
 from app.networks import checkpoint_of, load_weights
 
@@ -129,7 +129,7 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
         raise UserError(f"{file} has no class names: it is not of an ImageClassifier trained on an ImageData")
     config = read_yaml(str(folder / "config.yaml"))
     try:
-        module = _model(config.get("model") or {}, len(images["class_names"]), folder)
+        module = _model(config.get("model") or {}, len(images["class_names"]))
         load_weights(module, checkpoint["state_dict"], str(file), may_start_anew=False)
         sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
         device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
@@ -142,14 +142,11 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
         raise cause or UserError(f"{problem[:400]}: give another run") from error
 
 
-def _model(settings: dict[str, Any], num_classes: int, folder: Path) -> ImageClassifier:
+def _model(settings: dict[str, Any], num_classes: int) -> ImageClassifier:
     """Instantiate the model of a run's config, from trusted modules only."""
     import_trusted_only()
     parser = PlainParser()
     parser.add_subclass_arguments(ImageClassifier, "model", required=True)
     arguments = {**settings.get("init_args", {}), "num_classes": num_classes}
-    module, *inner = str(arguments.get("network")).split(".")
-    if inner and "/" not in module and module not in trusted_modules():
-        trust = f"its code is not trusted: give --trust {module} to run it, or in Python APP_TRUST={module}"
-        raise UserError(f"--model.network {arguments['network']} in {folder}/config.yaml: {trust}")
-    return parser.instantiate_classes(parser.parse_object({"model": {**settings, "init_args": arguments}})).model
+    parsed = parser.parse_object({"model": {**settings, "init_args": arguments}})
+    return parser.instantiate_classes(parsed).model

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from app.errors import UserError, nearest, one_line
 from app.system.files import downloading, open_file
 from app.system.torch_files import check_exists, load
+from app.system.trust import distrust, may_run
 
 
 class LeNet(nn.Module):
@@ -155,9 +156,16 @@ def names_of_torchvision() -> list[str]:
     return torchvision.models.list_models(module=torchvision.models)
 
 
+def own_network(name: str) -> str | None:
+    """Return the key of `NETWORKS` that a name means, ignoring case: `whitened` for WhitenedCNN."""
+    keys = {make.__name__.lower(): key for key, make in NETWORKS.items()} | {key: key for key in NETWORKS}
+    return keys.get(name.lower())
+
+
 def title(name: str) -> str:
     """Return the short name of a network: LeNet for `lenet`, Net for `my_code.Net`, vit for `timm/vit`."""
-    return NETWORKS[name].__name__ if name in NETWORKS else re.split("[./]", name)[-1]
+    key = own_network(name)
+    return NETWORKS[key].__name__ if key else re.split("[./]", name)[-1]
 
 
 def count_parameters(network: nn.Module, trainable: bool = False) -> int:
@@ -182,8 +190,8 @@ def make_network(name: str, num_classes: int) -> nn.Module:
     Raises:
         UserError: When there is no such network.
     """
-    if name in NETWORKS:
-        return NETWORKS[name](num_classes)
+    if key := own_network(name):
+        return NETWORKS[key](num_classes)
     if name in names_of_torchvision():
         one_head = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
         network = torchvision.models.get_model(name, num_classes=num_classes, **one_head)
@@ -193,10 +201,13 @@ def make_network(name: str, num_classes: int) -> nn.Module:
         if "." not in name:
             near = nearest(name, [*NETWORKS, *names_of_torchvision()])
             raise UserError(f"--model.network {name}: there is no such network{near}")
-        try:
-            make = pkgutil.resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"--model.network {name}: {error}") from error
+        make = _imported(name)
+        builder = getattr(make, "__name__", "")
+        if builder in names_of_torchvision() and make is torchvision.models.get_model_builder(builder):
+            return make_network(builder, num_classes)
+        if not (make in NETWORKS.values() or may_run(make, (nn.Module,))):
+            remedy = "give a subclass of torch.nn.Module, or a function of your own module"
+            raise UserError(f"--model.network {name}: {remedy}")
         network = make(num_classes)
         if not isinstance(network, nn.Module):
             raise UserError(f"--model.network {name} returns {type(network).__name__}: return a torch.nn.Module")
@@ -218,6 +229,22 @@ def shape_problem(network: nn.Module, image_shape: Sequence[int]) -> str | None:
     except Exception as error:  # networks raise exceptions of any type
         return one_line(str(error)) or type(error).__name__
     return None
+
+
+def refusal(name: str) -> str | None:
+    """Return the reason why a network's import path must not be imported, or None."""
+    is_path = "." in name and "/" not in name
+    return distrust(name) if is_path else None
+
+
+def _imported(name: str) -> Any:
+    """Return the class or function of a network's import path."""
+    if reason := refusal(name):
+        raise UserError(f"--model.network {name}: {reason}")
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"--model.network {name}: {error}") from error
 
 
 def _timm(name: str) -> Any:

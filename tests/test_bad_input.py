@@ -36,7 +36,7 @@ FLAGS = [
     (["--model", "os.system"], f"--model os.system: {REFUSED}"),
     (["--data", "os.system"], f"--data os.system: {REFUSED}"),
     (["--trainer.callbacks+=subprocess.Popen"], f"--trainer.callbacks subprocess.Popen: {REFUSED}"),
-    (["--trust", "yaml", "--model", "yaml.Loader"], "--model yaml.Loader: Import path does not correspond to a"),
+    (["--trust", "yaml", "--model", "yaml.Loader"], "--model yaml.Loader: expected a subclass of LightningMod"),
     (["--trust", "x y"], "--trust x y: give the name of a module"),
     (["--model.optimizer", "torch.hub.load"], "--model.optimizer torch.hub.load: expected a subclass of Optimizer"),
     (["--model.optimizer", "torch.nn.Linear"], "--model.optimizer torch.nn.Linear: expected a subclass of Optim"),

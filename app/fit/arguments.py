@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import app
 from app.errors import UserError, nearest, one_line
-from app.networks import names_of_torchvision
+from app.networks import names_of_torchvision, own_network
 from app.system.files import open_file
 
 STRATEGY = "--trainer.strategy"
@@ -60,9 +60,10 @@ def tokenise(words: Sequence[str]) -> list[Token]:
 
 
 def _network(token: Token) -> list[Token]:
-    """Expand `--model NAME` to `--model ImageClassifier --model.network NAME` for a torchvision or timm network."""
+    """Expand `--model NAME` to `--model ImageClassifier --model.network NAME` for the name of a network."""
     name = token.value or ""
-    if token.name != "--model" or not (name in names_of_torchvision() or name.startswith("timm/")):
+    is_network = own_network(name) or name in names_of_torchvision() or name.startswith("timm/")
+    if token.name != "--model" or not is_network:
         return [token]
     return [Token.of("--model", "ImageClassifier"), Token.of("--model.network", name)]
 

@@ -15,10 +15,11 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from app.data import ImageData
 from app.data.shares import shards_beyond
 from app.errors import nearest
-from app.fit.parser import parameters, trusted_modules
+from app.fit.parser import parameters
 from app.fit.resolved import Resolved, class_of
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
+from app.networks import refusal
 from app.parallel import DDP, SplitForward
 
 # smallest allowed values of flags; Lightning checks other flags itself
@@ -110,9 +111,9 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
 
 def _execution(s: Resolved) -> Iterator[str]:
     """Reject execution settings that do not work with the strategy, the model, or each other."""
-    module, *inner = str(s.given("model.network") or "").split(".")
-    if inner and "/" not in module and module not in trusted_modules():
-        yield f"--model.network {s.given('model.network')}: its code is not trusted: give --trust {module} to run it"
+    network = s.given("model.network")
+    if isinstance(network, str) and (reason := refusal(network)):
+        yield f"--model.network {network}: {reason}"
     remedy = f"does not work with --trainer.strategy {s.name}, which copies or splits models: use ddp, or leave it out"
     if s.model is not None and s.given("model.channels_last") is True and not s.model.convolutional:
         yield f"--model.channels_last true: {s.model.__name__} has no convolutions: leave it out"

@@ -30,7 +30,7 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
     if key is None:
         return text.removeprefix("argument ")
     nested = re.search(r"NestedArg\(key='([^']+)', val=(?:'([^']*)'|(.*?))\)", text)
-    flag = f"--{key[1]}.{nested[1]}" if nested else f"--{key[1]}"
+    flag = f"--{key[1]}.{nested[1]}".removesuffix(".class_path") if nested else f"--{key[1]}"
     if inner := NESTED.search(text):  # message of a nested parser
         within = [known for known in flags if known.startswith(f"{flag}.") and known.endswith(f".{inner[1]}")]
         is_typed = nested is not None and f".{nested[1]}".endswith(f".{inner[1]}")
@@ -54,8 +54,14 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         if importlib.util.find_spec(match[2]) is None:
             remedy = f"No module named '{match[2]}'"
         return f"{flag} {match[1]}: {remedy}"
+    if match := re.search(r"Refused '([^']+)'", text):
+        return (
+            f"{flag} {match[1]}: a library's code runs only if it is a torch.nn.Module: call it in a module of your own"
+        )
     if match := re.search(r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)", text):
         return f"{flag} {match[1]}: expected a subclass of {match[2]}"
+    if match := re.search(r"Import path (?:(\S+) )?does not correspond to a subclass of (\w+)", text):
+        return f"{flag} {match[1] or value}: expected a subclass of {match[2]}"
     if match := re.search(r"Unable to load config ['\"](.*?)['\"]", text):
         return f"{flag} {match[1]}: neither a file nor settings"
     names = [NAMES.get(name, name) for name, _ in EXPECTED.findall(text) if name not in ("", "NoneType", "int")]

@@ -1,54 +1,136 @@
 """Parsers with one-line errors, and the classes that a command line may choose."""
 
 import argparse
+import functools
 import inspect
-import os
 import pkgutil
 import re
-import sys
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
+from jsonargparse import ArgumentParser, _typehints, set_loader, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
+from torch import nn
 from torchvision.transforms import v2
 
 from app.errors import ExitStatus, UserError
 from app.fit.arguments import load_yaml, subclasses
 from app.fit.help import page
 from app.fit.messages import rejection
-from app.launch.process import TRUST
 from app.modules import ImageClassifier
 from app.networks import names_of_torchvision
 from app.parallel import DDP
 from app.recipe import Recipe
 from app.system.patches import expects
+from app.system.trust import is_within, may_run, module_of, trusted_modules
 
-# modules that a config may name; other modules are rejected, because instantiation runs their code
-TRUSTED = ("app", "torch", "torchvision", "lightning", "torchmetrics")
+# classes of libraries for a parameter whose type names no class, such as `Any` or `Callable`
+OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+HOOKS = ("app.parallel.comm_hooks", "torch.distributed.algorithms.ddp_comm_hooks")  # modules, for such parameters
 
 
-def trusted_modules() -> list[str]:
-    """Return the top-level modules that a config may name.
+def bases_of(hint: Any) -> tuple[type, ...]:
+    """Return the classes that a type names; for a callable, the classes that it returns."""
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        members = [bases_of(member) for member in arguments if member is not NoneType]
+        return () if () in members else sum(members, ())
+    if origin in (Callable, type):
+        return bases_of(arguments[-1]) if arguments else ()
+    is_open = not isinstance(origin, type) or origin in (Any, object) or getattr(origin, "_is_protocol", False)
+    return () if is_open else (origin,)
 
-    These are TRUSTED, the modules of `--trust`, and the modules in the current folder or in a folder of PYTHONPATH.
+
+def refuse_code(path: str, value: Any, hint: Any) -> None:
+    """Reject a class or function that a flag must not call.
+
+    Args:
+        path: Its import path.
+        value: The class or function.
+        hint: The flag's type.
+
+    Raises:
+        ValueError: When it is of a library and no subclass of the flag's type, or a function and the type is a class.
     """
-    folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
-    files = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
-    local = {path.stem for path in files if path.suffix == ".py" or path.is_dir()} - sys.stdlib_module_names
-    extra = filter(None, os.environ.get(TRUST, "").split(","))
-    return [*TRUSTED, *(name for name in local if name.isidentifier() and name != "jsonargparse"), *extra]
+    bases = bases_of(hint)
+    is_kind = isinstance(value, type) or _typehints.is_callable_type(hint)
+    if is_kind and (may_run(value, bases or OPEN) or (not bases and is_within(module_of(value), HOOKS))):
+        return
+    if bases:
+        raise ValueError(f"Expected '{path}' to be a subclass of {bases[0]}.")
+    raise ValueError(f"Refused '{path}'.")
+
+
+_NAMES = (
+    "adapt_typehints",
+    "import_object",
+    "is_callable_type",
+    "is_subclass_spec",
+    "get_parsing_setting",
+    "ActionTypeHint._check_type",
+)
+
+
+@expects(*(f"jsonargparse._typehints:{name}" for name in _NAMES))
+def guard_types() -> None:
+    """Make jsonargparse check each class and function that a value names before calling it.
+
+    jsonargparse only checks modules, and classes against a type that names some; it would call any function with the
+    arguments of a config. At an upgrade: does `adapt_typehints` still convert each value, nested ones, too?
+    """
+    adapt, check_type = _typehints.adapt_typehints, _typehints.ActionTypeHint._check_type
+    defaults: list[Any] = [None]  # default values of the parameters that are being converted, the innermost last
+
+    def check(value: Any, hint: Any, given: Any = None) -> None:
+        if isinstance(value, dict | list) and not bases_of(hint):  # jsonargparse creates the classes in it, too
+            for member in value.values() if isinstance(value, dict) else value:
+                check(member, hint)
+        if _typehints.is_subclass_spec(value) and hint is not NoneType:
+            refuse_code(value["class_path"], _typehints.import_object(value["class_path"]), hint)
+        elif isinstance(given, str) and callable(value):
+            is_default = isinstance(defaults[-1], str) and given == defaults[-1]
+            if not is_default:
+                refuse_code(given, value, hint)
+
+    def guarded(value: Any, hint: Any, serialize: bool = False, instantiate_classes: bool = False, **more: Any) -> Any:
+        creates = not _typehints.accepts_any_value(hint) or _typehints.instantiate_subclass_spec_in_any()
+        if creates and instantiate_classes:
+            check(value, hint)
+        converted = adapt(value, hint, serialize, instantiate_classes, **more)
+        if creates and not instantiate_classes and not serialize:
+            check(converted, hint, value)
+        return converted
+
+    @functools.wraps(check_type)  # because jsonargparse reads its signature
+    def check_with_default(action: Any, *args: Any, **more: Any) -> Any:
+        defaults.append(action.default)
+        try:
+            return check_type(action, *args, **more)
+        finally:
+            defaults.pop()
+
+    if adapt.__name__ != guarded.__name__:
+        _typehints.adapt_typehints = guarded
+        _typehints.ActionTypeHint._check_type = check_with_default
+
+
+def create_in_any(value: bool) -> None:
+    """Set whether a class in a value of type `Any` is created. In an experiment file, it is a value of a flag."""
+    set_parsing_settings(validate_subclass_spec_in_any=value, instantiate_subclass_spec_in_any=value)
 
 
 def import_trusted_only() -> None:
-    """Make jsonargparse reject repeated keys, and reject classes of untrusted modules before it imports them."""
+    """Make jsonargparse reject repeated keys, and code that is not trusted, before it imports or runs it."""
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
+    create_in_any(True)
+    guard_types()
 
 
 class PlainParser(ArgumentParser):
@@ -59,6 +141,8 @@ class PlainParser(ArgumentParser):
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the arguments. A boolean flag needs no value: `--flag` means `--flag true`."""
+        import_trusted_only()
+        create_in_any(False)
         for action in self._actions:
             if isinstance(action.default, bool):
                 action.nargs, action.const = "?", True
@@ -123,7 +207,7 @@ def find_class(section: str, name: str) -> type | None:
     return cls if isinstance(cls, type) else None
 
 
-@cache
+@functools.cache
 def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
     """Return the `__init__` parameters of a class and its bases. For an `ImageClassifier`, add those of `Recipe`."""
     merged: dict[str, inspect.Parameter] = {}

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from app.errors import UserError
+from app.system.trust import TRUST, chosen_modules
 
 # environment variables
 AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
 STARTER = "APP_STARTER"  # process id of the command, such as `compare`, that started this run
 SPAWNED = "APP_SPAWNED"  # set for the processes of SpawnLauncher; app/__init__.py reads it
 BEGAN = "APP_BEGAN"  # start of the command, in seconds since 1970
-TRUST = "APP_TRUST"  # modules of `--trust`, separated by commas
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
@@ -59,7 +59,7 @@ def check_environment() -> None:
 
 def trust_flags() -> list[str]:
     """Return a `--trust` flag for each module in APP_TRUST. `app.cli` adds the command line's modules to APP_TRUST."""
-    return [word for module in os.environ.get(TRUST, "").split(",") if module for word in ("--trust", module)]
+    return [word for module in chosen_modules() for word in ("--trust", module)]
 
 
 def is_task_of_srun() -> bool:
