@@ -254,7 +254,7 @@ def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_pa
 @pytest.mark.parametrize(
     ("train", "test", "problem"),
     [
-        ((List(BOTH), [[0, 1], [1]]), None, "column label has several labels per image: give a column"),
+        ((List(BOTH), [[0, 1], [1]]), None, "column label has several labels per sample: give a column"),
         ((Value("float32"), [0.0, 1.0]), None, "column label has float32 values: give a column with one name"),
         ((TEXT, ["cat", "dog"]), (TEXT, ["dog", "cow"]), "row 1 of test has label 'cow', which no training image has"),
         ((BOTH, [0, 1]), (ClassLabel(names=["Dog"]), [0]), "row 0 of test has label 'Dog', others have 'dog'"),
@@ -267,6 +267,14 @@ def test_labels_that_are_no_classes(train: Any, test: Any, problem: str, tmp_pat
     with pytest.raises(UserError) as error:
         HuggingFace(path, label_column="label")
     assert f"--data.path {path}: {problem}" in str(error.value)
+
+
+def test_several_images_in_a_row(tmp_path: Path) -> None:
+    features = datasets.Features({"image": List(Image()), "label": BOTH})
+    made = datasets.Dataset.from_dict({"image": [[None, None]], "label": [0]}, features=features)
+    made.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match="column image has several images per sample: give a column with one to --data"):
+        HuggingFace(str(tmp_path / "saved"), image_column="image")
 
 
 def test_a_row_that_is_no_image(saved: Path, image_root: Path) -> None:

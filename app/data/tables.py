@@ -40,8 +40,9 @@ def number_classes(
     missing = {"", "-1"} - {*classes}
     spellings: dict[str, str] = {}
     for split, names in labels.items():
-        is_unlabelled = split == "test" and missing.issuperset(names)
-        for name in () if is_unlabelled else dict.fromkeys(names):
+        if split == "test" and missing.issuperset(names):  # images to predict
+            continue
+        for name in dict.fromkeys(names):
             where = place(split, names.index(name))
             if name in missing:
                 raise UserError(f"{where} has no label: give it one, or delete it")
