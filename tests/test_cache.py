@@ -190,7 +190,7 @@ def test_a_changed_bit_is_noticed(
     expected = content()
     path = next(cache.glob("train-*"))
     size = path.stat().st_size
-    names = path.read_bytes().rindex(b"[")
+    names = path.read_bytes().rindex(b"[[")
     for place in (0, 20, HEADER - 1, HEADER, names - 300, names - 100, names - 5, names - 1, names + 10, size - 3):
         before = path.stat()
         with path.open("r+b") as file:

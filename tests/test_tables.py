@@ -94,14 +94,13 @@ def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App) 
     "text",
     [
         "file,label,split\na.png,cat,train\nb.png,dog,train\nc.png,cat,val\n",
-        "file;label;split\na.png;cat;train\nb.png;dog;train\nc.png;cat;val\n",
         "file\tlabel\tsplit\na.png\tcat\ttrain\nb.png\tdog\ttrain\nc.png\tcat\tval",
         "\ufefffile,label,split\r\na.png,cat,train\r\n\r\nb.png,dog,train\r\nc.png,cat,val\r\n,,\r\n",
         "Split, File, Label \rtrain, a.png, cat\rTRAIN, b.png, dog \rVal , c.png, cat\r",
-        '"file","label",note,"split"\n"a.png","cat ",";;","train"\nb.png,"dog","one, two",train,\nc.png,cat,,valid\n',
+        '"file";"label";note;"split"\n"a.png";"cat ";",,";"train"\nb.png;"dog";"one; two";train;\nc.png;cat;;valid\n',
         "file,label,split\n.\\a.png,cat,train\n./b.png,dog,train\n{folder}/c.png,cat,val\n",
     ],
-    ids=["comma", "semicolon", "tab", "byte order mark", "spaces", "quotes", "paths"],
+    ids=["comma", "tab", "byte order mark", "spaces", "quotes", "paths"],
 )
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path) -> None:
@@ -122,21 +121,16 @@ def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path) -> None:
     [
         ("file,label\na.png,cat, small\n", 'line 2 has 3 cells, not 2 as the header: write a cell that contains ","'),
         ("file,label\na.png,cat\nb.png\n", "line 3 has 1 cells, not 2 as the header"),
-        ("file,label\na.png,cat\n./a.png,cat\n", "lines 2 and 3 have the same file ./a.png: keep one of them"),
-        ("file,label,split\na.png,cat,train\n\na.png,cat,val\n", "lines 2 and 4 have the same file a.png"),
+        ("file,label,split\na.png,cat,train\n\n./a.png,cat,val\n", "lines 2 and 4 have the same file ./a.png"),
         ("./a.png,cat\nb.png,dog\n", "begins with an image: insert a first line, such as file,label"),
         ("file,label,label\na.png,cat,dog\n", "has 2 columns label: rename all but one"),
         ("file,label\na.png,cat\nb.png,Cat\n", "line 3 has label 'Cat', others have 'cat': spell one class alike"),
         ("file,label\na.png,caf\u00e9\nb.png,cafe\u0301\n", "line 3 has label 'cafe\u0301', others have 'caf\u00e9'"),
         ("file,label\na.png,cat\nb.png,c\u200bat\n", r"line 3 has label 'c\u200bat', others have 'cat'"),
-        ("file,label\na.png,1\nb.png,01\n", "line 3 has label '01', others have '1'"),
         ("file,label\na.png,1\nb.png,1.0\n", "line 3 has label '1.0', others have '1'"),
-        ("file,label,split\na.png,cat,train\nb.png,,test\nc.png,cat,test\n", "line 3 has no label"),
-        ('file,label\na.png,"cat"s\n', "line 2 cannot be read"),
         ('file,label\na.png,"cat\nb.png,dog\n', "cannot be read (unexpected end of data): correct its quotes"),
         ("file,label\na.png,c\0at\n", "cannot be read (it has null characters): give a CSV file in UTF-8"),
         ("file,label\na.png,c\udce4t\n", "invalid continuation byte): give a CSV file in UTF-8"),
-        ("\n\n", "has no rows"),
     ],
 )
 def test_tables_that_are_ambiguous(text: str, problem: str, tmp_path: Path) -> None:
@@ -249,11 +243,10 @@ TEXT = Value("string")
         ((BOTH, [1, 0]), (DOG, [0, 0]), "cat dog", [[1, 0], [1, 1]]),
         ((ClassLabel(names=["b", "a", "a "]), [0, 1, 2]), (TEXT, ["a", " b"]), "b a", [[0, 1, 1], [1, 0]]),
         ((TEXT, ["b", "a"]), (ClassLabel(names=["b", "a"]), [0, 1]), "a b", [[1, 0], [1, 0]]),
-        ((Value("int64"), [10, 9]), (Value("int8"), [9, 10]), "9 10", [[1, 0], [0, 1]]),
         ((Value("int64"), [-1, 1]), (Value("int64"), [1, -1]), "-1 1", [[0, 1], [1, 0]]),
         ((Value("bool"), [True, False]), (Value("bool"), [True]), "False True", [[1, 0], [1]]),
     ],
-    ids=["classes", "spaces", "strings", "numbers", "signs", "truths"],
+    ids=["classes", "spaces", "strings", "signs", "truths"],
 )  # fmt: skip
 def test_labels_go_by_name(train: Any, test: Any, names: str, numbers: list[list[int]], tmp_path: Path) -> None:
     """Each split of a data set of Hugging Face may number its classes differently."""
@@ -271,11 +264,9 @@ def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_pa
 @pytest.mark.parametrize(
     ("train", "test", "problem"),
     [
-        ((List(BOTH), [[0, 1], [1]]), None, "column label has several labels per image: give a column"),
-        (({"cat": Value("bool")}, [{"cat": True}]), None, "column label has several labels per image"),
+        ((List(BOTH), [[0, 1], [1]]), None, "column label has several labels per sample: give a column"),
         ((Value("float32"), [0.0, 1.0]), None, "column label has float32 values: give a column with one name"),
         ((TEXT, ["cat", "dog"]), (TEXT, ["dog", "cow"]), "row 1 of test has label 'cow', which no training image has"),
-        ((BOTH, [0, 1]), (ClassLabel(names=["cow"]), [0]), "row 0 of test has label 'cow'"),
         ((BOTH, [0, 1]), (ClassLabel(names=["Dog"]), [0]), "row 0 of test has label 'Dog', others have 'dog'"),
         ((TEXT, ["cat", "dog"]), (TEXT, ["dog", None]), "row 1 of test has no label"),
         ((BOTH, [0, -1]), None, "row 1 of train has no label"),
@@ -286,6 +277,14 @@ def test_labels_that_are_no_classes(train: Any, test: Any, problem: str, tmp_pat
     with pytest.raises(UserError) as error:
         HuggingFace(path, label_column="label")
     assert f"--data.path {path}: {problem}" in str(error.value)
+
+
+def test_several_images_in_a_row(tmp_path: Path) -> None:
+    features = datasets.Features({"image": List(Image()), "label": BOTH})
+    made = datasets.Dataset.from_dict({"image": [[None, None]], "label": [0]}, features=features)
+    made.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match="column image has several images per sample: give a column with one to --data"):
+        HuggingFace(str(tmp_path / "saved"), image_column="image")
 
 
 def test_a_row_that_is_no_image(saved: Path, image_root: Path) -> None:

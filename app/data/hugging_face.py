@@ -99,11 +99,12 @@ class HuggingFaceSource(EncodedSource):
         feature = table.features.get(self._label)
         if feature is None:
             return [""] * len(table)
-        has_one = type(feature).__name__ in ("ClassLabel", "Value")
-        if not has_one or not re.fullmatch(r"u?int\d+|bool|.*string.*", feature.dtype):
-            kind = f"{feature.dtype} values" if has_one else "several labels per image"
+        kind = type(feature).__name__
+        if kind in ("ClassLabel", "Value"):
+            kind = feature.dtype
+        if not re.fullmatch(r"u?int\d+|bool|.*string.*", kind):
             remedy = "give a column with one name or whole number per image to --data.label_column"
-            raise UserError(f"--data.path {self.root}: column {self._label} has {kind}: {remedy}")
+            raise UserError(f"--data.path {self.root}: column {self._label} has {kind} values: {remedy}")
         names = dict(enumerate(getattr(feature, "names", None) or ()))
         return ["" if value is None else names.get(value, str(value)) for value in table[self._label]]
 
@@ -115,7 +116,11 @@ class HuggingFaceSource(EncodedSource):
         if len(columns) != 1 or columns[0] not in features:
             listed = ", ".join(f"{column} ({type(feature).__name__})" for column, feature in features.items())
             raise UserError(f"--data.path {self.root} has the columns {listed}: give one to --data.{name}_column")
-        return columns[0]
+        column = columns[0]
+        if type(features[column]).__name__ in ("List", "LargeList"):
+            remedy = f"give a column with one to --data.{name}_column"
+            raise UserError(f"--data.path {self.root}: column {column} has several {name}s per sample: {remedy}")
+        return column
 
     def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
         return [*super().settings(split), self._image, self._label]

@@ -40,17 +40,19 @@ def number_classes(
     missing = {"", "-1"} - {*classes}
     spellings: dict[str, str] = {}
     for split, names in labels.items():
-        distinct = dict.fromkeys(names)
-        for name in [name for name in distinct if name not in missing]:
-            where = f"{place(split, names.index(name))} has label {name!r}"
+        if split == "test" and missing.issuperset(names):  # images to predict
+            continue
+        for name in dict.fromkeys(names):
+            where = place(split, names.index(name))
+            if name in missing:
+                raise UserError(f"{where} has no label: give it one, or delete it")
             first = spellings.setdefault(_spelling(name), name)
             if first != name:
-                raise UserError(f"{where}, others have {first!r}: spell one class alike, name two classes differently")
+                alike = f"others have {first!r}: spell one class alike, name two classes differently"
+                raise UserError(f"{where} has label {name!r}, {alike}")
             if name not in numbers:
-                raise UserError(f"{where}, which no training image has: correct it, or add such training images")
-        unlabelled = [index for index, name in enumerate(names) if name in missing]
-        if unlabelled and (split != "test" or len(unlabelled) < len(names)):
-            raise UserError(f"{place(split, unlabelled[0])} has no label: give it one, or delete it")
+                remedy = "correct it, or add such training images"
+                raise UserError(f"{where} has label {name!r}, which no training image has: {remedy}")
     return classes, {split: [numbers.get(name, -1) for name in names] for split, names in labels.items()}
 
 
@@ -94,6 +96,7 @@ class TableSource(EncodedSource):
     def __init__(self, path: str, file_column: str, label_column: str, split_column: str) -> None:
         self.root, self._label = path, label_column
         self._rows: dict[SplitName, list[tuple[int, str, str]]] = {"train": []}  # line, file, label
+        folder = Path(path).parent
         first: dict[str, int] = {}
         columns = {"file": file_column, "label": label_column, "split": split_column}
         for line, (file, label, split_name) in _rows(path, columns):
@@ -102,12 +105,12 @@ class TableSource(EncodedSource):
                 raise UserError(f"{path}, line {line} has split {split_name!r}, not train, val or test: correct it")
             if not file:
                 raise UserError(f"{path}, line {line} has no file: give it one, or delete it")
-            name = str(Path(path).parent / file)
+            name = str(folder / file)
             if "\\" in file and not os.path.exists(name):  # written on Windows
-                name = str(Path(path).parent / file.replace("\\", "/"))
-            if first.setdefault(os.path.normpath(name), line) != line:
-                lines = f"{first[os.path.normpath(name)]} and {line}"
-                raise UserError(f"{path}, lines {lines} have the same file {file}: keep one of them")
+                name = str(folder / file.replace("\\", "/"))
+            other = first.setdefault(os.path.normpath(name), line)
+            if other != line:
+                raise UserError(f"{path}, lines {other} and {line} have the same file {file}: keep one of them")
             self._rows.setdefault(split, []).append((line, name, label))
         if not self._rows["train"]:
             raise UserError(f"{path} has no rows of training images: give one for each image")
