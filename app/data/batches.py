@@ -57,8 +57,9 @@ class RawBatch(NamedTuple):
     def to(self, device: torch.device) -> "RawBatch":
         """Copy the batch to a device; copies from pinned memory are asynchronous."""
         later = device.type == "cuda"
-        moved = (value if value is None else value.to(device, non_blocking=later) for value in self[:3])
-        return RawBatch(*moved, self.mix)
+        draws = None if self.draws is None else self.draws.to(device, non_blocking=later)
+        images, labels = self.images.to(device, non_blocking=later), self.labels.to(device, non_blocking=later)
+        return RawBatch(images, labels, draws, self.mix)
 
 
 class Reader:
