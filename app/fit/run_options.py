@@ -127,7 +127,7 @@ def decide(
     if newest is not None:
         rank_zero_info(f"resuming from {newest}")
     elif checkpoint not in (None, "auto"):
-        newest = find_checkpoint(str(checkpoint), [str(file) for file in config.config or []], root, name)
+        newest = requested_checkpoint(config, checkpoint)
     is_kept = is_recorded(config.trainer)
     place, earlier = _folder(stage, config.run, Path(root, name), newest, dump) if is_kept else (None, None)
     if place is not None and place.is_relative_to(root):
@@ -139,6 +139,16 @@ def decide(
         "earlier": earlier,
         "launchers": launchers,
     }
+
+
+def requested_checkpoint(config: Namespace, checkpoint: str) -> str:
+    """Return the path of the checkpoint that `--ckpt_path` names.
+
+    Raises:
+        UserError: When the checkpoint is missing or damaged.
+    """
+    configs = [str(file) for file in config.config or []]
+    return find_checkpoint(checkpoint, configs, config.run.root, config.run.name or default_name(config))
 
 
 def _folder(
