@@ -448,8 +448,8 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     """
     try:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror})") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise UserError(f"{folder} cannot be read ({getattr(error, 'strerror', error)})") from error
     for entry in entries:
         with suppress(OSError):  # raised for a link to itself
             if entry.is_dir() or entry.is_file():
