@@ -167,12 +167,8 @@ class ImageClassifier(LightningModule):
             problem = f"{type(self).__name__} with {type(self.network).__name__} takes images of {text}"
             remedy = "--data or --model (Synthetic: --data.like; your own images: --data.size and --data.channels)"
             raise UserError(f"{problem}, but the data set has {'×'.join(map(str, shape))}: choose another {remedy}")
-        if None not in wanted:
-            return
         reason = shape_problem(self.network, shape)
-        if reason is None:
-            return
-        for size in SIZES:
+        for size in SIZES if reason else ():
             if shape_problem(self.network, (shape[0], size, size)) is None:
                 problem = f"{title(self.network_name)} does not take images of {shape[1]}×{shape[2]} ({reason})"
                 raise UserError(f"{problem}: give your own images --data.size {size}, or choose another --model")

@@ -221,9 +221,9 @@ def shape_problem(network: nn.Module, image_shape: Sequence[int]) -> str | None:
 
     The forward pass runs on the meta device, which computes only shapes.
     """
-    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    tensors = [*network.named_parameters(), *network.named_buffers()]
     try:
-        state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        state = {name: tensor.to("meta") for name, tensor in tensors}
         with torch.random.fork_rng(devices=[]):
             functional_call(network, state, torch.empty(2, *image_shape, device="meta"))
     except Exception as error:  # networks raise exceptions of any type

@@ -176,7 +176,7 @@ def test_what_a_folder_of_images_must_not_hold(
         return scandir(folder)
 
     monkeypatch.setattr(os, "scandir", denied)  # patched, because a superuser may read a folder without permissions
-    assert "train/dog cannot be read (Permission denied)" in rejection(image_root)
+    assert "/dog cannot be read (Permission denied)" in rejection(image_root)
 
 
 def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> None:

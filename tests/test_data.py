@@ -145,11 +145,10 @@ def test_layouts_of_folders(
         with pytest.raises(UserError, match=remark):
             ImageFolder(root)
         return
-    data = ImageFolder(root)
     with caplog.at_level("INFO"):
-        data.source.prepare()
+        data = ImageFolder(root)
     assert list(data.class_names) == classes.split()
-    assert list(data.source.splits) == [*splits.split(), *["predict"] * ("test" in folders)]
+    assert {*data.source.splits} == {*splits.split(), *["predict"] * ("test" in folders)}
     assert remark in caplog.text
     assert bool(remark) == bool(caplog.text)
 

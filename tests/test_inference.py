@@ -96,11 +96,19 @@ def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
 
 
 def test_loading_leaves_wrong_input_out(trained: Path, model: Classifier, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("text")
+    empty = tmp_path / "bad" / "empty.jpg"
+    empty.parent.mkdir()
+    empty.touch()
     for images, problem in (
         ("gone.jpg", "gone.jpg cannot be read"),
         (torch.rand(3, 8, 8), "an image of float32 and shape (8, 8, 3): give pixels of uint8"),
         (np.zeros((8, 8), np.uint8), "an image of uint8 and shape (8,)"),
-        (tmp_path, "holds no images"),
+        (np.zeros((0, 8, 3), np.uint8), "an image of uint8 and shape (0, 8, 3): give pixels of uint8"),
+        ("a\0b", "cannot be read (embedded null byte)"),
+        (tmp_path / "notes", "notes holds no images: 1 .txt"),
+        (empty, "empty.jpg cannot be read (not an image)"),
     ):
         with pytest.raises(UserError) as error:
             model.predict(images)

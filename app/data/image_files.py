@@ -234,7 +234,6 @@ class FolderSource(EncodedSource):
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._remarks: list[str] = []
         given = _existing(root)
         place = _inner(given)
         names = _folders(place)
@@ -242,7 +241,7 @@ class FolderSource(EncodedSource):
         beside = listed([name for name in names if name not in splits.values()])
         if "train" in splits and _folders(place / splits["train"]):
             if beside:
-                self._remarks.append(f"{place}: {beside} not read, because no split has such a name")
+                rank_zero_info(f"{place}: {beside} not read, because no split has such a name")
         elif beside:  # class folders, of which one may be named train
             words = re.split(r"[\W\d_]", " ".join(names))
             if {"val", "test"} & {split_of(word) for word in words}:
@@ -261,7 +260,7 @@ class FolderSource(EncodedSource):
         for split, folder in [*self._places.items()]:
             labelled = {*_folders(folder)}
             if len(labelled) < 2 and not labelled & {*self._classes}:
-                self._remarks.append(f"{folder} has no class folders, so that only `predict` reads its images")
+                rank_zero_info(f"{folder} has no class folders, so that only `predict` reads its images")
                 self.predict_dir = [*(self.predict_dir or []), str(self._places.pop(split))]
         self.splits = [*self._places]
         # replace bytes that are not UTF-8, because they cannot be printed
@@ -277,8 +276,6 @@ class FolderSource(EncodedSource):
             if empty and (split == "train" or not labels):
                 where = place / empty[0]
                 raise UserError(f"{where} holds no images: put some there, or hide it as .{where.name}")
-        for remark in self._remarks:
-            rank_zero_info(remark)
         super().prepare()
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
@@ -391,8 +388,8 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     """
     try:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror})") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise UserError(f"{folder} cannot be read ({getattr(error, 'strerror', error)})") from error
     for entry in entries:
         with suppress(OSError):  # raised for a link to itself
             if entry.is_dir() or entry.is_file():

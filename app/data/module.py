@@ -109,18 +109,28 @@ class ImageData(LightningDataModule):
         self.alternate = flip == "alternate"
         # YAML reads an unquoted `off` as false
         self.cache = None if cache in ("off", False) else ImageCache(None if cache in ("auto", True) else str(cache))
+        self._adopted: Sequence[str] = ()  # classes of a trained model
         self._prepared: set[SplitName] = set()
         self._splits: dict[str, tuple[Split, Tensor]] = {}
 
     @property
     def class_names(self) -> Sequence[str]:
         """Name of each class."""
-        return self.source.class_names
+        return self._adopted or self.source.class_names
 
     @property
     def num_classes(self) -> int:
         """Number of classes."""
-        return len(self.source.class_names)
+        return len(self.class_names)
+
+    def adopt_classes(self, names: Sequence[str]) -> None:
+        """Number the classes as in another list, for evaluation; ignore a list that lacks some of them.
+
+        Args:
+            names: Name of each class of a trained model.
+        """
+        if {*self.source.class_names} <= {*names}:
+            self._adopted = names
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -188,6 +198,9 @@ class ImageData(LightningDataModule):
         if split is None and self.source.skips and self.source.encoded(name):
             raise UserError("--data.on_bad_image skip: decoded images are missing from --data.cache: start again")
         split = split or self.source.load(name)
+        if self._adopted:
+            numbers = [self._adopted.index(label) for label in self.source.class_names]
+            split.labels = torch.tensor([*numbers, -1])[split.labels]  # the last one is for images without a label
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:

@@ -236,23 +236,23 @@ def split_of(name: str) -> SplitName | None:
     return next((split for split, names in SPLIT_NAMES.items() if name in names), None)
 
 
-def splits_in(place: object, names: Collection[str]) -> dict[SplitName, str]:
-    """Return the name of each split, in the order of `SPLIT_NAMES`; names that mean no split are ignored.
+def splits_in(place: object, names: Iterable[str]) -> dict[SplitName, str]:
+    """Return the name of each split; names that mean no split are ignored.
 
     Args:
         place: Place of the names, for messages.
         names: Names of folders or tables.
 
     Raises:
-        UserError: When several names mean the same split.
+        UserError: When two names mean the same split.
     """
     splits: dict[SplitName, str] = {}
-    for split in SPLIT_NAMES:
-        matches = [name for name in names if split_of(name) == split]
-        if len(matches) > 1:
-            raise UserError(f"{place} has {' and '.join(matches)}, which mean the same split {split}: keep one of them")
-        if matches:
-            splits[split] = matches[0]
+    for name in names:
+        split = split_of(name)
+        if split in splits:
+            raise UserError(f"{place} has {splits[split]} and {name}, which mean the same split {split}: keep one")
+        if split is not None:
+            splits[split] = name
     return splits
 
 

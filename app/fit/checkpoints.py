@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from app.loop.shards import ShardedLoop
 from app.modules import ImageClassifier
 from app.networks import checkpoint_of
 from app.record import Record
+from app.record.words import listed
 from app.system.lightning_patches import is_stopped
 from app.system.patches import expects
 from app.system.torch_files import check_exists
@@ -256,6 +256,11 @@ def check_checkpoint(
             already reached `max_epochs` or `max_steps`, and `may_be_finished` is false.
     """
     checkpoint = read(Path(path))
+    trained = (checkpoint.get("images") or {}).get("class_names")
+    if trained and isinstance(data, ImageData) and trained != list(data.class_names):
+        difference = listed(sorted({*trained} ^ {*data.class_names})) or "in another order"
+        problem = f"--ckpt_path {path} was trained on other classes ({difference}) than --data has"
+        raise UserError(f"{problem}: give images with the same class names")
     saved = checkpoint["state_dict"]
     weights = model.state_dict()
     known = [key for key, value in weights.items() if not is_lazy(value)]
@@ -267,11 +272,6 @@ def check_checkpoint(
             shapes = f"{key} is {there or 'missing'} in the checkpoint and {here or 'missing'} in the model"
             problem = f"--ckpt_path {path} is of another model than {type(model).__name__}: {shapes}"
             raise UserError(f"{problem}: give the --model (or --config) that it was trained with")
-    trained = (checkpoint.get("images") or {}).get("class_names")
-    if trained and isinstance(data, ImageData) and trained != list(data.class_names):
-        before, now = next(names for names in zip_longest(trained, data.class_names) if names[0] != names[1])
-        problem = f"--ckpt_path {path} was trained on other classes: {before}, where --data has {now}"
-        raise UserError(f"{problem}: give images with the same class names")
     if resumed_by is not None:
         _check_resumable(path, checkpoint, model, resumed_by, may_be_finished)
 

@@ -25,13 +25,13 @@ import app.modules
 from app.data.global_order import put_in_order
 from app.errors import ExitStatus, UserError, one_line
 from app.fit.assembly import callbacks, drop_callbacks, patch, plugins
-from app.fit.checkpoint_file import FLAG
+from app.fit.checkpoint_file import FLAG, read
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.flag_rules import leaves
 from app.fit.outcome import can, close, exit_code, fail, record_of, stopped_by
 from app.fit.rules import check
-from app.fit.run_options import decide, is_recorded, release_folders
+from app.fit.run_options import decide, is_recorded, release_folders, requested_checkpoint
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.elastic import RUN_DIR, launch, note
 from app.launch.failures import explaining_errors
@@ -136,6 +136,15 @@ class CLI(Flags):
     def before_instantiate_classes(self) -> None:
         """Remove the checkpoint from the saved config, so that the config can start new runs."""
         self.requested_checkpoint, self.flags.ckpt_path = self.flags.ckpt_path, None
+
+    def count_classes(self, data: app.data.ImageData) -> int:
+        """Return the number of classes; for evaluation, let the data number its classes as the checkpoint does."""
+        checkpoint = self.requested_checkpoint
+        if self.subcommand != "fit" and checkpoint not in (None, "auto"):
+            with contextlib.suppress(UserError):  # rank zero reports it later
+                images = read(Path(requested_checkpoint(self.flags, checkpoint))).get("images") or {}
+                data.adopt_classes(images.get("class_names", []))
+        return super().count_classes(data)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Pass rank zero's checkpoint. Suppress returned predictions and, for an `ImageClassifier`, result tables."""

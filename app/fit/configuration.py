@@ -92,7 +92,7 @@ class Flags(LightningCLI):
         parser.set_defaults(self.defaults)
         parser.chosen = self.classes  # type: ignore[attr-defined]
         if takes_classes_of_data(self.classes):
-            parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
+            parser.link_arguments("data", "model.init_args.num_classes", self.count_classes, apply_on="instantiate")
         parser.add_class_arguments(Run, "run")
         parser.add_class_arguments(Cluster, "cluster")
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
@@ -111,6 +111,10 @@ class Flags(LightningCLI):
                 "last_checkpoint.enable_version_counter": False,
             }
         )
+
+    def count_classes(self, data: app.data.ImageData) -> int:
+        """Return the number of classes for the model."""
+        return data.num_classes
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the arguments that get no flag, by command.

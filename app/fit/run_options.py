@@ -127,8 +127,7 @@ def decide(
     if newest is not None:
         rank_zero_info(f"resuming from {newest}")
     elif checkpoint not in (None, "auto"):
-        configs = [str(file) for file in config.config or []]
-        newest = find_checkpoint(str(checkpoint), configs, root, name, resumes=stage == "fit")
+        newest = requested_checkpoint(config, checkpoint, resumes=stage == "fit")
     is_kept = is_recorded(config.trainer)
     place, earlier = _folder(stage, config.run, Path(root, name), newest, dump) if is_kept else (None, None)
     if place is not None and place.is_relative_to(root):
@@ -140,6 +139,17 @@ def decide(
         "earlier": earlier,
         "launchers": launchers,
     }
+
+
+def requested_checkpoint(config: Namespace, checkpoint: str, resumes: bool = False) -> str:
+    """Return the path of the checkpoint that `--ckpt_path` names.
+
+    Raises:
+        UserError: When the checkpoint is missing or damaged.
+    """
+    configs = [str(file) for file in config.config or []]
+    name = config.run.name or default_name(config)
+    return find_checkpoint(checkpoint, configs, config.run.root, name, resumes)
 
 
 def _folder(
