@@ -1,5 +1,6 @@
 """Networks in plain torch, and pretrained weights. Each network maps images to class scores (logits)."""
 
+import os
 import pkgutil
 import re
 from collections import Counter
@@ -272,7 +273,7 @@ def checkpoint_of(path: Path, resumes: bool = False) -> Path:
         path: Path of a checkpoint or of a run's folder.
         resumes: Whether to prefer the last checkpoint to the best.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path.is_dir, false for a name that is too long
         return path
     best, last = path / "checkpoints" / "best.ckpt", path / "checkpoints" / "last.ckpt"
     preferred, other = (last, best) if resumes else (best, last)
@@ -377,8 +378,9 @@ def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: 
         raise UserError(f"{problem}: {first}, where the network has {', '.join([*initial][:3])}")
     head = head_of(network)[0]
     replaced = [key for key in initial if key not in weights or not _fits(weights[key], initial[key])]
-    # weights of old versions of torch lack the counters of BatchNorm
-    kept = [key for key in replaced if key not in weights and key.endswith(".num_batches_tracked")]
+    # weights of old versions of torch lack the counters of BatchNorm, and averaged weights have them as floats
+    counters = {key for key in initial if key.endswith(".num_batches_tracked")}
+    kept = counters - weights.keys()
     wrong = [key for key in replaced if key not in kept and (key.rpartition(".")[0] != head or not may_start_anew)]
     if wrong:
         entries = (
@@ -388,7 +390,8 @@ def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: 
         raise UserError(f"{problem}: {len(wrong)} of {len(initial)} tensors differ: {'; '.join(entries)}")
     loaded = {key: weights[key] for key in initial if key not in replaced}
     for key, value in loaded.items():
-        if (form := _form(value)) != (expected := _form(initial[key])):
+        form, expected = _form(value), _form(initial[key])
+        if form != expected and key not in counters:
             raise UserError(f"--model.weights {source}: {key} is {form}, here {expected}: convert it, and save it anew")
     network.load_state_dict({**initial, **loaded})
     left = [key for key in weights if key not in initial]
@@ -397,7 +400,8 @@ def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: 
         line += f" from {prefix[:-1]}"
     if others:
         line += f" (it also has {', '.join(name[:-1] or 'others' for name in others)})"
-    if new := [key for key in replaced if key not in kept]:
+    new = [key for key in replaced if key not in kept]
+    if new:
         line += f", {head} starts anew" + " for another number of classes" * (new[0] in weights)
     if left:
         line += f", {len(left)} left out, such as {left[0]}"

@@ -152,12 +152,17 @@ CONTAINERS: dict[str, tuple[Any, str]] = {
     "nested containers": ({"checkpoint": [{"net": prefixed("module.")}]}, " from checkpoint.0.net.module"),
     "nested prefixes": (prefixed("module._orig_mod.model.backbone."), " from module.model.backbone"),
     "a wrapper inside": ({name.replace(".", "._orig_mod.", 1): value for name, value in SQUEEZENET.items()}, ""),
-    "nested modules": ({"features": {k[9:]: v for k, v in SQUEEZENET.items() if k[0] == "f"}, **SQUEEZENET}, ""),
+    "nested modules": (
+        {
+            part: {k.removeprefix(part): v for k, v in SQUEEZENET.items() if part in k}
+            for part in ("features", "classifier")
+        },
+        "",
+    ),
     "an average": (
         {"state_dict": ZEROS, "state_dict_ema": SQUEEZENET},
         " from state_dict_ema (it also has state_dict)",
     ),
-    "an average first": ({"ema": SQUEEZENET, "net": ZEROS}, " from ema (it also has net)"),
     "two encoders": (
         {"epoch": torch.tensor(3), "model": {"encoder_q": SQUEEZENET, "encoder_k": ZEROS}},
         " from model.encoder_q (it also has model.encoder_k)",
@@ -166,9 +171,7 @@ CONTAINERS: dict[str, tuple[Any, str]] = {
         STUDENT | {f"teacher.{k}": torch.zeros(3) for k in SQUEEZENET},
         " from student (it also has teacher)",
     ),
-    "an optimizer": ({"model": SQUEEZENET, "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}}}, " from model"),
     "options": ({"model": SQUEEZENET, "args": Namespace(lr=1)}, " from model"),
-    "half precision": ({name: value.bfloat16() for name, value in SQUEEZENET.items()}, ""),
 }
 
 
@@ -193,11 +196,11 @@ def test_weights_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_weights_without_counters_and_head() -> None:
-    """Weights of old versions of torch have no counters of BatchNorm; a backbone has no head."""
-    state = make_network("resnet18", 10).state_dict()
-    kept = {name: value for name, value in state.items() if "num_batches" not in name and "fc" not in name}
-    line = load_weights(make_network("resnet18", 10), kept, "x")
-    assert line == "Weights of x: 100 tensors loaded, fc starts anew"
+    """Weights of old versions of torch have no counters of BatchNorm, averages have floats; a backbone has no head."""
+    backbone = {k: v.float() for k, v in make_network("resnet18", 10).state_dict().items() if "fc" not in k}
+    for state, count in ((backbone, 120), ({k: v for k, v in backbone.items() if "num_batches" not in k}, 100)):
+        line = load_weights(make_network("resnet18", 10), state, "x")
+        assert line == f"Weights of x: {count} tensors loaded, fc starts anew"
 
 
 def changed(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -216,10 +219,7 @@ UNFIT: dict[str, tuple[Any, str]] = {
         "6 of 52 tensors differ: features.7.squeeze.weight",
     ),
     "integer keys": (dict(enumerate(SQUEEZENET.values())), "0, 1, 2, where the network has features.0.weight, "),
-    "other names": ({"a": {"b": SQUEEZENET["features.0.bias"]}}, "network than SqueezeNet: a.b, where the network has"),
     "empty": ({}, "it holds no tensors, where the network has features.0.weight"),
-    "a list": ([1, "x"], "it holds no tensors"),
-    "a number": (7, "it holds no tensors"),
 }
 UNFIT["itself"] = ([], "it holds no tensors")
 UNFIT["itself"][0].append(UNFIT["itself"][0])

@@ -133,31 +133,20 @@ class WindowLoop(_TrainingEpochLoop):
         trainer, batches = self.trainer, self.trainer.accumulate_grad_batches
         if batches == 1 or not trainer.checkpoint_callbacks:
             return
-        every: Any = trainer.val_check_batch
-        if trainer.enable_validation and not self._validates_between_windows(every):
+        every, epoch = trainer.val_check_batch, trainer.num_training_batches
+        # without check_val_every_n_epoch, batches are counted over all epochs; an interval of time ends anywhere
+        counted = 0 if trainer.check_val_every_n_epoch else epoch
+        fits = every in (epoch, float("inf")) or (every is not None and every % batches == counted % batches == 0)
+        if trainer.enable_validation and not fits:
             flag = f"--trainer.val_check_interval {trainer.val_check_interval}"
             problem = f"{flag} validates and saves inside the {batches} batches of an optimizer step"
-            fitting = max(int(every or 0) // batches, 1) * batches
-            remedy = f"give a multiple of --trainer.accumulate_grad_batches, such as {fitting}"
-            raise UserError(f"{problem}: {remedy}")
+            multiple = max(int(every or 0) // batches, 1) * batches
+            raise UserError(f"{problem}: give a multiple of --trainer.accumulate_grad_batches, such as {multiple}")
         for callback in trainer.checkpoint_callbacks:
             for name in ("on_train_batch_end", "on_exception"):
                 hook = getattr(callback, name)
                 if not isinstance(hook, partial):
                     setattr(callback, name, partial(_call_between_windows, hook))
-
-    def _validates_between_windows(self, every: float | None) -> bool:
-        """Return whether a validation every few batches never falls inside a window.
-
-        Args:
-            every: Number of batches, infinite for the end of an epoch; None for an interval of time.
-        """
-        trainer = self.trainer
-        epoch, batches = trainer.num_training_batches, trainer.accumulate_grad_batches
-        if every is None:
-            return False
-        counts_epochs = trainer.check_val_every_n_epoch is None  # batches are counted over all epochs
-        return every in (epoch, float("inf")) or (every % batches == 0 and not (counts_epochs and epoch % batches))
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Validate if it is due, but because of a stop only at the end of a window."""

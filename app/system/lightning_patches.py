@@ -112,7 +112,7 @@ def in_window(trainer: Trainer) -> bool:
 
     A checkpoint has no gradients, so that a run resumed from one saved now would lose those of these batches.
     """
-    progress = trainer.fit_loop.epoch_loop.batch_progress
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     trained = progress.current.processed
     ends = trained >= trainer.num_training_batches or (progress.is_last_batch and trained == progress.current.ready)
     return trained % trainer.accumulate_grad_batches != 0 and not ends

@@ -4,6 +4,7 @@ Torch's files are zip archives. They hold a checksum of each member, so that a c
 torch does not verify them. Its old format has none.
 """
 
+import os
 import re
 import warnings
 import zipfile
@@ -28,6 +29,7 @@ def load(path: Path, flag: str = "") -> Any:
     Raises:
         UserError: When the file is missing, damaged, or holds other objects.
     """
+    check_exists(path, flag)
     try:
         with open_file(path) as file:
             if (reason := _damage(file)) is None:
@@ -35,9 +37,6 @@ def load(path: Path, flag: str = "") -> Any:
                 allowed = torch.serialization.safe_globals([Namespace])  # the options of many published trainings
                 with allowed, warnings.catch_warnings(action="ignore"):
                     return torch.load(file, "cpu", weights_only=True)
-    except (FileNotFoundError, NotADirectoryError):
-        check_exists(path, flag)
-        reason = "it was removed"
     except OSError as error:
         reason = f"it cannot be read ({error.strerror or error})"
     except Exception as error:  # unpickling arbitrary bytes can raise anything
@@ -72,20 +71,17 @@ def check_exists(path: Path, flag: str = "") -> None:
     Raises:
         UserError: When there is no such file; the message has the nearest existing name.
     """
-    if not path.exists():
-        raise UserError(f"{flag} {path}: there is no such file{nearest_file(path)}".lstrip())
+    if not os.path.exists(path):  # unlike Path.exists, false for a name that is too long
+        raise UserError(f"{flag} {path}: there is no such file{_nearest(path)}".lstrip())
 
 
-def nearest_file(path: Path) -> str:
-    """Return `: did you mean PATH?` for a path with mistyped parts; else the names beside the missing one."""
-    found = Path(path.anchor)
-    for part in path.parts[len(found.parts) :]:
+def _nearest(path: Path) -> str:
+    """Return `: did you mean PATH?` for a path with mistyped parts; else some names beside the missing one."""
+    start = found = Path(path.anchor)
+    for part in path.parts[len(start.parts) :]:
         names = sorted(entry.name for entry in found.glob("*"))
         similar = [part] if part in names else get_close_matches(part, names, 1)
         if not similar:
-            alike = [name for name in names if path.suffix and name.endswith(path.suffix)]
-            if found != Path(path.anchor):
-                alike = alike or names
-            return f": {found} has {', '.join(alike[:3])}" if alike else ""
+            return f": {found} has {', '.join(names[:3])}" if names and found != start else ""
         found /= similar[0]
     return f": did you mean {found}?"
