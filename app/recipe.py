@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from jsonargparse.typing import ClosedUnitInterval, OpenUnitInterval, PositiveFloat, PositiveInt
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -200,8 +200,8 @@ _AVERAGING = "lightning.pytorch.callbacks.weight_averaging:WeightAveraging"
 
 
 @expects(f"{_AVERAGING}._average_model", f"{_AVERAGING}._latest_update_step", "torch:_foreach_lerp_")
-class MovingAverage(EMAWeightAveraging):
-    """Lightning's exponential moving average of the weights, updated in one call without a device-to-host sync.
+class MovingAverage(WeightAveraging):
+    """Exponential moving average of the weights, updated in one call without a device-to-host sync.
 
     Args:
         decay: Decay at each optimizer step.
@@ -209,7 +209,7 @@ class MovingAverage(EMAWeightAveraging):
     """
 
     def __init__(self, decay: float, device: torch.device) -> None:
-        super().__init__(device, decay=decay)
+        super().__init__(device)
         self._decay = decay
         self._averages: list[Tensor] = []
         self._values: list[Tensor] = []

@@ -1,5 +1,6 @@
 """The straight step makes the same calls in the same order as Lightning's, with the same losses and checkpoints."""
 
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from harness import ROOT, App, difference, fork_app, losses, on_cpu, options, output_of, record_of, tiny
+from harness import RECIPE, ROOT, App, difference, fork_app, losses, on_cpu, options, output_of, record_of, tiny
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import SimpleProfiler
@@ -504,6 +505,37 @@ WAYS = [
 def test_ways_of_running(more: list[str], app: App, tmp_path: Path) -> None:
     flags = tiny(103, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3, name="x")
     assert_alike_by_command(app, tmp_path / "runs" / "x", *flags, *more)
+
+
+class Pickles(Callback):
+    """Callback that pickles the Trainer, as a loader does that spawns workers with a data module's `collate_fn`."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1:
+            copy = pickle.loads(pickle.dumps(trainer))
+            assert copy.current_epoch == 1
+
+
+PICKLED = {
+    "all callbacks": [*RECIPE, "--run.on_nonfinite", "skip", "--run.wandb", "offline"],
+    "Lightning's loop": options(loop="lightning"),
+    "virtual devices": options(virtual_devices=2),
+    "dp": options(strategy="dp", devices=2),
+    "a user's loaders": [
+        "--model",
+        "user_code.TheirModel",
+        "--data",
+        "user_code.TheirData",
+        *options(global_order=True),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_the_trainer_can_be_pickled(name: str, app: App) -> None:
+    flags = [] if name == "a user's loaders" else tiny(64, 16)
+    flags += options(accelerator="cpu", max_epochs=2, limit_train_batches=3, test=False)
+    output_of(*app("fit", *flags, *PICKLED[name], "--trainer.callbacks+=test_straight_step.Pickles"))
 
 
 @pytest.mark.slow

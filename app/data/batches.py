@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from app.data.shares import GlobalOrder, Shards, stream
+from app.data.shares import GlobalOrder, Shards, first_step, stream
 from app.data.sources import Split, Workers
 from app.data.transforms import DRAW_RANGE, FLIP, Mix, draw_mix
 from app.errors import UserError
@@ -105,6 +105,14 @@ def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
             yield batch
 
 
+class Batches(chain[Any]):
+    """Iterator over batches that pickles as an empty one, because a generator cannot be pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the recipe of an empty iterator."""
+        return iter, ((),)
+
+
 @expects(
     "torch.utils.data:DataLoader._iterator",
     "lightning.pytorch.utilities.combined_loader:_shutdown_workers_and_reset_iterator",
@@ -168,7 +176,7 @@ class GlobalBatches(GlobalOrder):
         crop: Callable[[Tensor], Tensor] | None = None,
         augment: Sequence[nn.Module] = (),
         empty: Literal["keep", "stand_in", "skip"] = "keep",
-        position: Callable[[], int] = lambda: 0,
+        position: Callable[[], int] = first_step,
     ) -> None:
         super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position)
         self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
@@ -226,6 +234,10 @@ class GlobalBatches(GlobalOrder):
         return torch.randperm(len(self.rows), generator=generator)
 
     def __iter__(self) -> Iterator[RawBatch | Shards]:
+        """Return an iterator over the epoch's batches, from `position` on."""
+        return Batches(self._batches())
+
+    def _batches(self) -> Iterator[RawBatch | Shards]:
         steps = range(self.position(), len(self) // (self._turns or 1))
         for step, batch in zip(steps, self._shares_of(steps), strict=True):
             if self.virtual_devices is None:

@@ -1,7 +1,9 @@
 """Global order of samples, and each rank's share of a global batch."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -58,6 +60,16 @@ def unequal_shares(batch_size: int, world_size: int) -> str:
     nearest = f"{below} or {below + world_size}" if below else f"{world_size}"
     problem = f"a global batch of {batch_size} cannot be shared equally by {world_size} ranks"
     return f"{problem}: use --data.batch_size {nearest}, or another --trainer.devices"
+
+
+def first_step() -> int:
+    """Return 0, because evaluation begins at its first step."""
+    return 0
+
+
+def next_step(trainer: Any) -> Callable[[], int]:
+    """Return a function that returns the epoch's next training step. Unlike a lambda, it can be pickled."""
+    return partial(attrgetter("epoch_loop.batch_progress.current.ready"), trainer.fit_loop)
 
 
 class GlobalOrder:

@@ -85,6 +85,10 @@ class StraightLoop(LoggingLoop):
             raise UserError(f"--run.global_order true does not work with {self.reason}: leave one of them out")
         return None if self.reason else Step(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the step, which is looked up anew: a spawned worker may unpickle the Trainer."""
+        return {**vars(self), "_step": None}
+
     def teardown(self) -> None:
         """Drop the step at the end of training."""
         self._step = None

@@ -56,7 +56,6 @@ class RankTimes:
         self._busy = self._own = self._delay = self._started = 0.0
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = None
-        self._process: Any = None
         self._pending: tuple[float, list[Tensor], Any] | None = None
         self._windows: deque[list[list[float]]] = deque(maxlen=KEPT)  # data, compute, wait and memory of each rank
 
@@ -68,7 +67,7 @@ class RankTimes:
 
     def begin(self, trainer: Trainer) -> None:
         """Store the CPU times at the start of training, and gather each rank's node and cores. Collective."""
-        self._started, self._process = time.perf_counter(), psutil.Process()
+        self._started = time.perf_counter()
         self.memory = Course(trainer.world_size)
         self._cores = tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
         self._busy, self._own, self._delay = busy_seconds(self._cores), own_seconds(), core_wait_seconds()
@@ -125,7 +124,7 @@ class RankTimes:
 
     def _memory(self, device: torch.device) -> float:
         cuda = device.type == "cuda"
-        return (torch.cuda.memory_reserved(device) if cuda else self._process.memory_info().rss) / GIB
+        return (torch.cuda.memory_reserved(device) if cuda else psutil.Process().memory_info().rss) / GIB
 
     def hear(self, seconds: float, rows: list[list[float]]) -> None:
         """Process a window's figures of all ranks.
