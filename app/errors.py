@@ -6,7 +6,9 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-EXIT_CODES = {"Ctrl-C": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM}
+# signals that stop a run, and their names for the user; the kernel sends SIGHUP when the terminal closes
+CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+EXIT_CODES = {name: 128 + number for number, name in CAUSES.items()}
 
 
 class UserError(Exception):
@@ -57,7 +59,7 @@ class ExitStatus:
 
     @classmethod
     def stopped_by(cls, name: str) -> "ExitStatus":
-        """Return the status of a run that a signal ended: `Ctrl-C` or `SIGTERM`."""
+        """Return the status of a run that a signal ended: `Ctrl-C`, `SIGTERM` or `SIGHUP`."""
         return cls(EXIT_CODES[name], "interrupted", f"by {name}")
 
     @classmethod
@@ -66,8 +68,8 @@ class ExitStatus:
         if isinstance(error, SystemExit):
             if isinstance(error.__context__, KeyboardInterrupt):  # Lightning exits with 1 after Ctrl-C
                 return cls.stopped_by("Ctrl-C")
-            if error.code == EXIT_CODES["SIGTERM"]:
-                return cls.stopped_by("SIGTERM")
+            if error.code in EXIT_CODES.values():
+                return cls.stopped_by(CAUSES[error.code - 128])  # type: ignore[operator]
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             return cls(code, "failed", f"exit code {code}") if code else cls()
         if isinstance(error, KeyboardInterrupt):

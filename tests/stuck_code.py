@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,6 +102,33 @@ class ReducesAlone(CIFARCNN):
         if must_hang(self.trainer):
             distributed.all_reduce(torch.zeros(1))
         return super().training_step(batch, batch_idx)
+
+
+class WaitsElsewhere(CIFARCNN):
+    """Model whose two ranks wait for each other in collective calls of different groups."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step >= HANGS:
+            groups = [distributed.new_group() for _ in range(2)]
+            mark_stuck(self.trainer)
+            distributed.barrier(groups[self.global_rank])
+        return super().training_step(batch, batch_idx)
+
+
+class LoopsOnRankOne(CIFARCNN):
+    """Model that never returns from a step of rank 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step >= HANGS:
+            mark_stuck(self.trainer)
+        while must_hang(self.trainer):
+            pass
+        return super().training_step(batch, batch_idx)
+
+
+def mark_stuck(trainer: Trainer) -> None:
+    """Create a file in the run's directory, because this rank will not leave its step."""
+    Path(str(trainer.log_dir), f"stuck_{trainer.global_rank}").touch()
 
 
 class SlowRank(CIFARCNN):

@@ -1,9 +1,6 @@
 """Code for CUDA. Most tests need no GPU: they patch torch to report one, or use fake devices."""
 
 import os
-import signal
-import time
-from ctypes import CDLL
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from harness import QUIET, App, difference, error_of, losses, on_gpu, output_of, record_of, start_app, tiny
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from app.cli import main
 from app.errors import RankLostError, UserError
 from app.launch import failures
 from app.launch.failures import explaining_errors
-from app.launch.signals import Signals, StopTogether
+from app.launch.signals import StopTogether
 from app.modules import CIFARCNN
 from app.parallel import DDP, DataParallelStrategy
 from app.parallel.data_parallel import Replica
@@ -124,27 +120,6 @@ def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(error: BaseE
     with pytest.raises(type(error)), explaining_errors():
         fail(error)
     assert nccl == ["aborted"], "and not again"
-
-
-def test_a_signal_in_a_device_read_leaves_nccl(nccl: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal aborts NCCL even while the main thread waits in C code, where Python runs no signal handler."""
-    monkeypatch.setattr("app.launch.signals.GRACE", 0.1)
-    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(fn=TrainerFn.FITTING), strategy=strategy, world_size=2, is_global_zero=True,
-        _accelerator_connector=SimpleNamespace(cluster_environment=None),
-    )  # fmt: skip
-    signals = Signals(trainer)  # type: ignore[arg-type]
-    signals.register_signal_handlers()
-    try:
-        CDLL(None).system(b"kill -TERM %d; sleep 1" % os.getpid())  # C code that continues after a signal
-        assert (nccl, signals.noted) == (["aborted"], signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.3)
-        assert nccl == ["aborted"], "the main thread has taken the signal"
-    finally:
-        signals.teardown()
-    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_what_nccl_said_is_understood_after_its_group_was_left(nccl: list[str]) -> None:

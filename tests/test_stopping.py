@@ -1,19 +1,41 @@
 """Ctrl-C and SIGTERM: every process ends, the record has the reason, and the resumed run has the same bits."""
 
+import itertools
+import multiprocessing
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+from ctypes import CDLL
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import psutil
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import App, difference, family, last_of, on_cpu, options, output_of, record_of, started, tiny
+from harness import (
+    App,
+    difference,
+    family,
+    fork_app,
+    last_of,
+    on_cpu,
+    options,
+    output_of,
+    record,
+    record_of,
+    started,
+    tiny,
+)
+from lightning.pytorch import Trainer
 
+from app.launch import signals
 from app.launch.process import TASK
+from app.launch.watchdog import watched
+from app.record import Record
 
 SMALL = tiny(203, 20, flip=True)
 DDP = on_cpu("ddp")
@@ -22,9 +44,11 @@ SLOW = pytest.mark.slow
 
 SIGNALS = [
     ("disk", "SIGTERM", "group"),  # the signal also reaches worker processes
-    ("auto", "SIGTERM", "main"),
+    ("auto", "SIGHUP", "main"),
     *(pytest.param("ddp", "SIGTERM", "all", marks=SLOW), pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW)),
     pytest.param("ddp", "SIGINT", "group", marks=SLOW),
+    pytest.param("ddp", "SIGHUP", "main", marks=SLOW),
+    pytest.param("ddp_spawn", "SIGHUP", "group", marks=SLOW),
     pytest.param("ddp_spawn", "SIGTERM", "main", marks=SLOW),
     pytest.param("ddp_fork", "SIGINT", "main", marks=SLOW),
 ]
@@ -34,10 +58,10 @@ SIGNALS = [
 def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> None:
     way = options(placement="disk", num_workers=2) if strategy == "disk" else on_cpu(strategy, 1 + (strategy != "auto"))
     with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
-        out = run.trained(3).get(name, whom).end(60, code={"SIGINT": 130, "SIGTERM": 143}[name])
+        out = run.trained(3).get(name, whom).end(60, code=128 + getattr(signal, name))
     assert "Traceback" not in out
     saved = run.record
-    assert (saved["status"], saved["error"]) == ("interrupted", {"SIGINT": "by Ctrl-C", "SIGTERM": "by SIGTERM"}[name])
+    assert (saved["status"], saved["error"]) == ("interrupted", "by Ctrl-C" if name == "SIGINT" else f"by {name}")
     assert saved["throughput"]["n"] > 0
     assert saved["test"] is None
     assert Path(saved["checkpoint"]["last"]).exists()
@@ -194,3 +218,75 @@ def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
 def test_no_process_outlives_the_main_one(strategy: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *on_cpu(strategy), *FOR_EVER) as run:
         run.trained(3).get("SIGKILL", "main").end(30)
+
+
+HUNG_UP = (129, "interrupted", "by SIGHUP")
+
+
+@SLOW
+@pytest.mark.parametrize(("strategy", "command"), [("auto", []), ("ddp", []), ("ddp", ["nohup"])])
+def test_closing_the_terminal(strategy: str, command: list[str], tmp_path: Path) -> None:
+    """The run saves a checkpoint, as after SIGTERM, although it can write no longer. Under nohup, it completes."""
+    flags = [*SMALL, *on_cpu(strategy, 1 + (strategy == "ddp")), "--trainer.max_epochs", "30", "--run.root", tmp_path]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execvp("env", ["env", *command, sys.executable, "-m", "app", "fit", *map(str, flags)])
+    awaited(lambda: len(record(tmp_path)["epochs"]) > 2, 100)
+    os.close(terminal)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    saved = record(tmp_path)
+    assert (code, saved["status"], saved["error"]) == ((0, "completed", None) if command else HUNG_UP)
+    assert Path(saved["checkpoint"]["last"]).exists()
+
+
+def block(root: Path, saves: bool) -> None:
+    """Wait in C code, as in a collective call, after a SIGTERM."""
+    signals.GRACE = signals.START_GRACE = 1
+    library = CDLL(None)
+
+    def wait(*_: object, **__: object) -> None:
+        library.system(b"kill -TERM %d; sleep 5" % os.getpid())
+
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    Record(status="running").save(root / "run.json")
+    with watched(60.0, root / "stacks", 0), signals.ended_in_time(root / "stacks"):
+        trainer = MagicMock(strategy=Mock(save_checkpoint=wait))
+        Trainer.save_checkpoint(trainer, "last.ckpt") if saves else wait()
+
+
+@pytest.mark.parametrize(("saves", "code", "status"), [(False, 143, "interrupted"), (True, 0, "running")])
+def test_a_rank_without_progress_ends_after_a_signal(saves: bool, code: int, status: str, tmp_path: Path) -> None:
+    """A rank that blocks in C code, where Python runs no handler, ends in time. A rank that saves does not."""
+    process = multiprocessing.get_context("fork").Process(target=block, args=(tmp_path, saves))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
+    assert record_of(tmp_path)["status"] == status
+
+
+WAITS = [("ddp", "WaitsElsewhere"), ("ddp_fork", "WaitsElsewhere"), ("ddp", "LoopsOnRankOne")]
+
+
+@SLOW
+@pytest.mark.parametrize(("strategy", "model"), WAITS)
+def test_one_signal_ends_ranks_that_wait_for_each_other(strategy: str, model: str, tmp_path: Path) -> None:
+    with started(tmp_path, *SMALL, *on_cpu(strategy), "--model", f"stuck_code.{model}", *FOR_EVER) as run:
+        awaited(lambda: len(list(tmp_path.rglob("stuck_*"))) == 2, 60)
+        out = run.get("SIGTERM", "main").end(signals.GRACE + 30, code=143)
+    assert "by SIGTERM: no progress for 21 s, so this rank ends without saving" in out
+    assert (run.record["status"], run.record["error"]) == ("interrupted", "by SIGTERM")
+
+
+STAGES = itertools.product(("auto", "ddp"), ("setup", "step", "test end"))
+MANY = [("auto", "test"), *(pytest.param(*case, marks=SLOW) for case in STAGES)]
+
+
+@pytest.mark.parametrize(("strategy", "stage"), MANY)
+def test_many_signals(strategy: str, stage: str, tmp_path: Path) -> None:
+    """Of 300 SIGTERMs to the command, the first one ends the run in order, and the others do not disturb the end."""
+    flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy, 1 + (strategy == "ddp")), "--run.root", tmp_path]
+    flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
+    code, out = fork_app("fit", *flags, "--trainer.callbacks.way=many SIGTERM", "--trainer.callbacks.rank=0")
+    assert code == 143, out
+    assert "Traceback" not in out
+    assert (record(tmp_path)["status"], record(tmp_path)["error"]) == ("interrupted", "by SIGTERM")

@@ -29,14 +29,15 @@ from app.fit.checkpoint_file import FLAG, read
 from app.fit.checkpoints import check_checkpoint
 from app.fit.configuration import Flags, shared_settings
 from app.fit.flag_rules import leaves
-from app.fit.outcome import can, close, exit_code, fail, record_of, stopped_by
+from app.fit.outcome import can, close, end_early, exit_code, record_of, stopped_by
 from app.fit.rules import check
 from app.fit.run_options import decide, is_recorded, release_folders, requested_checkpoint
 from app.launch.agree import agree, connect, gather_objects
-from app.launch.elastic import RUN_DIR, launch, note
+from app.launch.elastic import ENDED, PROCESS, RUN_DIR, launch, note
 from app.launch.failures import explaining_errors
 from app.launch.process import end_in_order, end_undisturbed, trust_flags
 from app.launch.rendezvous import NodeRendezvous
+from app.launch.signals import ended_in_time
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
 from app.monitor.loggers import make_loggers, trackers, tracking_mode
@@ -72,9 +73,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     lightning_patches.hide_lines()
+    note(f"{PROCESS}{os.getpid()}")
     try:
-        with explaining_errors():
-            return CLI(argv).exit_code
+        with explaining_errors(translate_exit=False):
+            code = CLI(argv).exit_code
+        note(ENDED)
+        return code
     except SystemExit as end:
         if isinstance(end.code, str):
             raise
@@ -164,7 +168,7 @@ class CLI(Flags):
         config = self.flags
         if self.processes:
             rendezvous = NodeRendezvous(config.cluster, config.trainer.num_nodes, self.resolved.devices)
-            self.exit_code = launch(self.argv, self.processes, rendezvous, fail)
+            self.exit_code = launch(self.argv, self.processes, rendezvous, end_early)
             return
         try:
             super().instantiate_classes()
@@ -304,7 +308,7 @@ class CLI(Flags):
         # Lightning resets the seed only in a run of several processes. Without this call, a hook that draws weights
         # would draw other ones in a run of one process
         reset_seed()
-        with watched(timeout, stacks, trainer.global_rank), explaining_errors():
+        with watched(timeout, stacks, trainer.global_rank), ended_in_time(stacks), explaining_errors():
             try:
                 super()._run_subcommand(subcommand)
             finally:

@@ -16,7 +16,7 @@ from app.launch.spawn import SpawnLauncher
 from app.monitor.loggers import trackers
 from app.monitor.run_record import RunRecord
 from app.monitor.summary import report
-from app.record import Record, mark_failed
+from app.record import Record, mark_ended
 
 
 def record_of(trainer: Trainer, callback: RunRecord | None) -> Record:
@@ -32,7 +32,7 @@ def record_of(trainer: Trainer, callback: RunRecord | None) -> Record:
 
 
 def stopped_by(trainer: Trainer, record: Record) -> str | None:
-    """Return the signal that ended the run (`Ctrl-C`, `SIGTERM` or `SIGUSR1`), or None."""
+    """Return the signal that ended the run (`Ctrl-C`, `SIGTERM`, `SIGHUP` or `SIGUSR1`), or None."""
     spawned = isinstance(trainer.strategy.launcher, SpawnLauncher) and record.status == "interrupted"
     return cause(trainer) or (str(record.error).removeprefix("by ") if spawned else None)
 
@@ -40,8 +40,9 @@ def stopped_by(trainer: Trainer, record: Record) -> str | None:
 def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> int:
     """Return the process's exit code, and requeue the SLURM job after SIGUSR1.
 
-    After Ctrl-C or SIGTERM, the code is nonzero, so that torchrun can continue without this node. Under our agent, only
-    local rank 0 of each node returns the nonzero code. Under srun, only rank zero does. The other ranks return 0.
+    After Ctrl-C, SIGTERM or SIGHUP, the code is nonzero, so that torchrun can continue without this node. Under our
+    agent, only local rank 0 of each node returns the nonzero code. Under srun, only rank zero does. The other ranks
+    return 0.
     """
     signal = stopped_by(trainer, record)
     if signal == "SIGUSR1":
@@ -65,9 +66,9 @@ def can(stage: str, model: LightningModule, data: LightningDataModule) -> bool:
     return has_images and is_overridden("validation_step" if name == "val" else f"{name}_step", model)
 
 
-def fail(directory: str, reason: str) -> None:
-    """Write the reason of a failure into a run's record and report."""
-    mark_failed(directory, reason)
+def end_early(directory: str, end: ExitStatus) -> None:
+    """Write a run's end into its record and report, on behalf of ranks that could not."""
+    mark_ended(directory, end)
     write_report(directory)
 
 

@@ -13,27 +13,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 from torch import distributed
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from app.errors import EXIT_CODES, RankError, RankLostError, UserError
-from app.launch.failures import explain, lost, message_of, root_cause
-from app.launch.process import AGENT, heard, restored_signals
+from app.errors import CAUSES, ExitStatus, RankError, RankLostError, UserError
+from app.launch.failures import explain, lost, message_of, root_cause, stopped
+from app.launch.process import AGENT, heard, restored_signals, stop_only_once
 from app.launch.rendezvous import NodeRendezvous
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of lines to print from the end of a failed rank's output
-# files that a rank writes beside torch's error file: one holds the run's directory, one the exit code after a signal
-RUN_DIR, STOPPED = "run_dir", "stopped"
+# files that a rank writes beside torch's error file: the run's directory, the exit code after a signal, the rank's
+# process, whose id is part of the name, and a mark at the end of the run
+RUN_DIR, STOPPED, PROCESS, ENDED = "run_dir", "stopped", "process_", "ended"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
 
 
 def launch(
-    argv: Sequence[str], processes: int, rendezvous: NodeRendezvous, on_failure: Callable[[str, str], None]
+    argv: Sequence[str], processes: int, rendezvous: NodeRendezvous, on_end: Callable[[str, ExitStatus], None]
 ) -> int:
     """Start this node's ranks, and wait for them.
 
@@ -41,10 +43,10 @@ def launch(
         argv: Arguments of `python -m app`.
         processes: Number of this node's ranks.
         rendezvous: Rendezvous with the other nodes, and the settings of the launch.
-        on_failure: Function called with the run's directory and the reason when a rank of this node fails.
+        on_end: Function called with the run's directory and status when ranks of this node fail or are stopped.
 
     Returns:
-        Exit code: 0 for success, 130 or 143 when a signal ended the ranks cleanly.
+        Exit code: 0 for success, 129, 130 or 143 when a signal ended the ranks.
 
     Raises:
         UserError: When a rank raised a UserError.
@@ -65,9 +67,32 @@ def launch(
             attempts = sorted(folder.glob(f"{rendezvous.run_id}_*/attempt_*"), key=os.path.getmtime)
             return sorted(attempts[-1].glob(pattern)) if attempts else []
 
-        def mark(reason: str) -> None:
+        def mark(end: ExitStatus) -> None:
             for note in files(f"*/{RUN_DIR}"):
-                on_failure(note.read_text(), reason)
+                on_end(note.read_text(), end)
+
+        def end_by(signal_name: str) -> int:
+            """Return the exit code after a signal. If ranks did not end in order, they have not marked the record."""
+            end = ExitStatus.stopped_by(signal_name)
+            if not files(f"*/{STOPPED}") and len(files(f"*/{ENDED}")) < processes:
+                mark(end)
+            return end.code
+
+        def early_ends() -> dict[int, ProcessFailure]:
+            """Return the ranks that ended with exit code 0 before the end of the run, as by `os._exit(0)`."""
+            failures = {}
+            for file in files(f"*/{PROCESS}*"):
+                process, local_rank = int(file.name.removeprefix(PROCESS)), int(file.parent.name)
+                # look for the process first, because it writes the mark before it ends
+                if not psutil.pid_exists(process) and not file.with_name(ENDED).exists():
+                    failure = ProcessFailure(local_rank, process, 0, str(file.with_name("error.json")))
+                    failures[rendezvous.rank * processes + local_rank] = failure
+            return failures
+
+        def check_ranks() -> None:
+            """Raise if a rank has ended early, because the other ranks would wait for it."""
+            for rank, failure in early_ends().items():
+                raise explain(rank, failure)
 
         def refuse_restart() -> None:
             """Raise after a signal or a UserError, to prevent a restart; else print the reason for the restart."""
@@ -81,9 +106,15 @@ def launch(
             for file in files(f"*/{STOPPED}"):
                 raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))
             print(f"{reason}: restarting all ranks", file=sys.stderr, flush=True)
-            mark(f"{reason}, and all ranks were restarted")
+            mark(ExitStatus(1, "failed", f"{reason}, and all ranks were restarted"))
 
-        rendezvous.before_restart = refuse_restart
+        def stop(number: int, *_: object) -> None:
+            stop_only_once()
+            raise SignalException("stopped", signal.Signals(number))
+
+        rendezvous.before_restart, rendezvous.while_running = refuse_restart, check_ranks
+        for number in heard((signal.SIGTERM, signal.SIGHUP)):
+            signal.signal(number, stop)
         config = LaunchConfig(
             min_nodes=rendezvous.world_size,
             max_nodes=rendezvous.world_size,
@@ -99,27 +130,31 @@ def launch(
                 tee={0: Std.ALL} if cluster.log_dir else Std.NONE,
             ),
             log_line_prefix_template="[${role_name} ${rank}] ",
-            signals_to_handle=",".join(signal.Signals(n).name for n in heard((signal.SIGTERM, signal.SIGINT))),
+            signals_to_handle=",".join(signal.Signals(number).name for number in heard([signal.SIGINT])),
         )
         try:
             # escape `$`, because torch replaces `${local_rank}`
             elastic_launch(config, sys.executable)("-m", "app", *(argument.replace("$", "$$") for argument in argv))
+            check_ranks()
             return 0
         except SignalException as ended:
-            return 128 + ended.sigval
+            return end_by(CAUSES[ended.sigval])
+        except RankError as early_end:
+            error = early_end
         except distributed.DistError as lost_node:
             error = RankLostError(f"lost the connection to another node: {str(lost_node).splitlines()[0]}")
         except ChildFailedError as failed:
-            rank, failure = root_cause(failed.failures)
-            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # negative: killed by a signal
-            if code in EXIT_CODES.values():
-                return code
+            failures = failed.failures
+            early = {rank: failure for rank, failure in early_ends().items() if rank not in failures}
+            rank, failure = root_cause(early | failures, rendezvous.world_size)
+            if signal_name := stopped(failure.exitcode):
+                return end_by(signal_name)
             error = explain(rank, failure)
             if type(error) is RankError and failure.local_rank:
                 for log in reversed(files(f"{failure.local_rank}/*.log")):  # stdout.log, then stderr.log
                     for line in log.read_text(errors="replace").splitlines()[-TAIL:]:
                         print(f"[rank {rank}] {line}", file=sys.stderr)
-        mark(str(error))
+        mark(ExitStatus.of(error))
     raise error
 
 
@@ -142,11 +177,11 @@ def _agent(processes: int, timeout: float) -> Iterator[None]:
         os.environ.update(before)
 
 
-def note(name: str, text: str) -> None:
+def note(name: str, text: str = "") -> None:
     """Write a file for our agent, if it started this rank.
 
     Args:
-        name: `RUN_DIR` or `STOPPED`.
+        name: Name of the file, such as `RUN_DIR`.
         text: The run's directory, or the exit code.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")

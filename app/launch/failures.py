@@ -2,14 +2,16 @@
 
 import re
 import signal
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from app.errors import EXIT_CODES, RankError, RankLostError, RankSilentError, UserError, out_of_memory
+from app.errors import CAUSES, RankError, RankLostError, RankSilentError, UserError, out_of_memory
 from app.launch import watchdog
 from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
@@ -78,9 +80,13 @@ def leave_nccl() -> None:
 def explained(error: BaseException) -> BaseException:
     """Replace a run's exception by one with a one-line message for the user, if its cause is known.
 
-    A communication error becomes a RankError. An out-of-memory error, an exception in an object that a flag created,
-    and a known complaint of Lightning become a UserError. Any other exception is returned unchanged.
+    A communication error and `sys.exit(0)` become a RankError. An out-of-memory error, an exception in an object that a
+    flag created, and a known complaint of Lightning become a UserError. Any other exception is returned unchanged.
     """
+    if isinstance(error, SystemExit) and not error.code:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno} {place.name}"
+        return RankError(f"sys.exit() in {where} ended the run early: set trainer.should_stop to end it in order")
     has_group = _has_left or distributed.is_initialized()
     communicates = type(error) is RuntimeError or isinstance(error, distributed.DistError)
     is_communication = (has_group and communicates) or isinstance(error, distributed.DistBackendError)
@@ -94,8 +100,11 @@ def explained(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def explaining_errors() -> Iterator[None]:
+def explaining_errors(translate_exit: bool = True) -> Iterator[None]:
     """Translate the block's exceptions with `explained`, and abort an NCCL process group after an error.
+
+    Args:
+        translate_exit: Whether to translate SystemExit, too; outside a run, `--help` raises it.
 
     Raises:
         RankError: When another rank is lost or silent.
@@ -105,31 +114,49 @@ def explaining_errors() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        translated = explained(error)
+        translated = explained(error) if translate_exit or not isinstance(error, SystemExit) else error
         leave_nccl()
         if translated is not error:
             raise translated from error
         raise
 
 
-def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+def root_cause(failures: Mapping[int, ProcessFailure], nodes: int = 1) -> tuple[int, ProcessFailure]:
     """Return the rank whose failure caused the others, and this failure.
 
     Torch selects the rank that failed in the earliest second. This rank may have failed because of another one: it may
     have lost a connection, received a signal, or timed out while another rank hung.
+
+    Args:
+        failures: Failures by rank, in the order in which they were seen.
+        nodes: Number of nodes.
     """
 
-    def order(rank: int) -> tuple[bool | int, ...]:
-        """Return a sort key: causes before their consequences, and equal failures by rank."""
+    def order(rank: int) -> tuple[bool, ...]:
+        """Return a sort key: causes before their consequences."""
         code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
-        was_stopped = code in (-signal.SIGTERM, -signal.SIGINT, *EXIT_CODES.values())
         has_lost = message.startswith(RankLostError.__name__)
+        was_stopped = stopped(code) is not None
+        # on a single node, a signal is the cause of lost connections. Elsewhere, the launcher may have sent it because
+        # of them
         # prefer a message that names the lost node to one that says "another rank". The watchdog kills a hung rank by
         # SIGKILL, and other ranks time out. Prefer their timeout, because only its message names the hung rank
-        return was_stopped, has_lost, has_lost and ANOTHER in message, code == -signal.SIGKILL, rank
+        is_killed = code == -signal.SIGKILL
+        return was_stopped and nodes > 1, has_lost, has_lost and ANOTHER in message, was_stopped, is_killed
 
-    cause = min(failures, key=order)
+    first = next(iter(failures))
+    # the launcher stops the other ranks only after the first failure, so another process has stopped the first rank
+    cause = first if stopped(failures[first].exitcode) else min(failures, key=order)
     return cause, failures[cause]
+
+
+def stopped(exit_code: int) -> str | None:
+    """Return the name of the signal that stopped a process, such as `SIGTERM`, or None.
+
+    Args:
+        exit_code: The process's exit code; negative if a signal killed it.
+    """
+    return CAUSES.get(exit_code - 128 if exit_code > 0 else -exit_code)
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
@@ -140,8 +167,12 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
         return UserError(f"rank {rank}: {text}" if failure.local_rank else text)
     if kind := {"RankLostError": RankLostError, "RankSilentError": RankSilentError}.get(name):
         return kind(text)
+    if name == RankError.__name__:
+        return RankError(f"rank {rank}: {text}")
     code, reason = failure.exitcode, f": {message.splitlines()[0]}" if message else ""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    if code == 0:
+        how = "ended with exit code 0 before the end of the run"
     return RankError(f"rank {rank} (process {failure.pid}) {how}{reason}", 2 if code == 2 else 1)
 
 

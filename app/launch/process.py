@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from app.errors import UserError
+from app.errors import CAUSES, UserError
 from app.system.trust import TRUST, chosen_modules
 
 # environment variables
@@ -78,7 +78,7 @@ def is_worker() -> bool:
 
 
 def begin() -> None:
-    """Make this process exit with its parent: its agent, or a command such as `compare`. Also handle SIGTERM.
+    """Make this process exit with its parent: its agent, or a command such as `compare`. Also handle signals.
 
     Also set NCCL's error handling to mode 2: after an error, NCCL's watchdog only aborts communicators. In mode 1,
     torch elastic's default, it would also end the process, even while Python reports the error.
@@ -93,11 +93,12 @@ def begin() -> None:
         return
     if is_worker():
         _handle(signal.SIG_DFL, signal.SIG_DFL)  # end at once, because a starting rank has nothing to save
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # our agent blocks them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)  # our agent blocks them
         if os.environ["LOCAL_RANK"] != "0":
             os.environ["PYTHONBREAKPOINT"] = "0"  # ignore breakpoint(): only local rank 0 has the terminal
         return
-    signal.signal(signal.SIGTERM, _end)
+    for number in heard((signal.SIGTERM, signal.SIGHUP)):
+        signal.signal(number, _end)
     if is_task_of_srun():
         task = os.getpid()
         # a loader's worker inherits this handler, and must not requeue
@@ -123,16 +124,15 @@ def end_undisturbed() -> None:
 
 
 def _handle(interrupt: Any, terminate: Any) -> None:
-    """Set the handlers of SIGINT and SIGTERM in a rank that an agent started; an ignored signal stays ignored."""
-    if is_worker() and threading.current_thread() is threading.main_thread():
-        for number in heard((signal.SIGINT, signal.SIGTERM)):
-            signal.signal(number, interrupt if number == signal.SIGINT else terminate)
+    """Set the signal handlers in a rank that an agent started; an ignored signal stays ignored."""
+    for number in heard(CAUSES) if is_worker() else ():
+        signal.signal(number, interrupt if number == signal.SIGINT else terminate)
 
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """Restore this process's handlers of SIGTERM and SIGINT, and its signal mask, after the block."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Restore this process's signal handlers and mask after the block, except after `stop_only_once`."""
+    handlers = {number: signal.getsignal(number) for number in CAUSES}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         yield
@@ -140,16 +140,29 @@ def restored_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                if signal.getsignal(number) is not _ignore:
+                    signal.signal(number, handler)
 
 
 def heard(numbers: Iterable[int]) -> list[int]:
-    """Return the signals that this process does not ignore; a script's background job, for example, ignores SIGINT."""
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    """Return the signals to handle. A script's background job ignores SIGINT, nohup SIGHUP, and a thread all."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def _end(*_: object) -> None:
-    sys.exit(128 + signal.SIGTERM)
+def stop_only_once() -> None:
+    """Ignore further SIGTERMs and SIGHUPs, because they would interrupt the end that the first one has begun."""
+    for number in heard((signal.SIGTERM, signal.SIGHUP)):
+        signal.signal(number, _ignore)
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing. Unlike SIG_IGN, child processes do not inherit this handler."""
+
+
+def _end(number: int, *_: object) -> None:
+    stop_only_once()
+    sys.exit(128 + number)
 
 
 def requeue() -> bool:

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from app.errors import UserError
+from app.errors import CAUSES, UserError
 from app.system.files import read_json, write_json
 from app.system.interconnect import outward_address, use_interface_to
 
@@ -147,6 +147,7 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     Attributes:
         before_restart: Function called before ranks are restarted; raises to prevent the restart.
+        while_running: Function called several times a second while ranks run; raises to end them.
     """
 
     def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
@@ -166,6 +167,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         self.where = str(self.file or f"{address}:{port}")
         self.flags = {"--trainer.num_nodes": num_nodes, "--trainer.devices": devices}
         self.before_restart: Callable[[], None] = lambda: None
+        self.while_running: Callable[[], None] = lambda: None
         self._rounds = 0
 
     def get_backend(self) -> str:
@@ -186,16 +188,17 @@ class NodeRendezvous(StaticTCPRendezvous):
         self._wait_for_all(store, Deadline(self.timeout.total_seconds()))
         # block signals, because a starting rank would print a traceback on Ctrl-C; the rank unblocks them in
         # `process.begin`
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(store, self.rank, self.world_size, place)
 
     def num_nodes_waiting(self) -> int:
         """Return 0, because nodes never join later.
 
-        Also unblock the signals that `next_rendezvous` has blocked: the agent calls this as soon as its ranks run.
+        Also unblock the signals that `next_rendezvous` has blocked: the agent calls this while its ranks run.
         """
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
+        self.while_running()
         return 0
 
     def store(self) -> Store:

@@ -7,11 +7,14 @@ in a collective call.
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -24,26 +27,26 @@ from torch import distributed
 from torch.utils.data import DataLoader
 
 from app.data.sources import work_apart
+from app.errors import CAUSES, ExitStatus
+from app.launch import watchdog
 from app.launch.agree import host_group
 from app.launch.cluster_environment import in_slurm_job
 from app.launch.failures import leave_nccl
-from app.launch.process import heard, is_worker
+from app.launch.process import heard, is_worker, stop_only_once
+from app.record import mark_ended
 from app.system.lightning_patches import leave_out_sigterm_broadcast, signal_connector
 from app.system.patches import expects
 
-CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-GRACE = 5.0  # seconds for the main thread to handle a signal; afterwards, the rank aborts NCCL
+GRACE = 20  # seconds without progress after a signal, before a rank ends; torchrun kills its ranks after 30 s
+START_GRACE = 3  # the same before training, when there is nothing to save
 IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # SLURM's warning before the job ends: `--signal=SIGUSR1@90`
 
 
 @expects(f"{_SignalConnector.__module__}:_SignalConnector.register_signal_handlers")
 class Signals(_SignalConnector):
-    """Signal connector that records SIGINT and SIGTERM during training. Outside training, they end the process at once.
+    """Signal connector that records signals during training. Outside training, they end the process at once.
 
     Replaces Lightning's connector, whose handler makes a collective call that other ranks do not join.
-
-    Python runs no handler while the main thread blocks on a device that waits for another rank. In this case, a
-    second thread aborts NCCL after `GRACE` seconds.
 
     Attributes:
         noted: Number of the signal that this process received, or 0.
@@ -52,7 +55,7 @@ class Signals(_SignalConnector):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self.noted = self.stopped_by = self._process = self._writer = 0
+        self.noted = self.stopped_by = self._process = 0
 
     def register_signal_handlers(self) -> None:
         """Install the handlers for training. Lightning calls this in every process; `teardown` undoes it."""
@@ -63,29 +66,12 @@ class Signals(_SignalConnector):
         super().register_signal_handlers()  # saves the current handlers for `teardown`
         for number in numbers:
             signal.signal(number, self._note)
-        if self.trainer.strategy.root_device.type == "cuda" and self.trainer.world_size > 1:
-            reader, self._writer = os.pipe()
-            os.set_blocking(self._writer, False)
-            signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # workers must not use the pipe
-            threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def teardown(self) -> None:
-        """Restore the earlier handlers, and end the thread."""
+        """Restore the earlier handlers, unless a signal has stopped training."""
         super().teardown()
-        if self._writer:
-            signal.set_wakeup_fd(-1)
-            os.close(self._writer)
-            self._writer = 0
-
-    def _watch(self, reader: int) -> None:
-        with open(reader, "rb", buffering=0) as signals:
-            while number := signals.read(1):
-                if number[0] not in IN_SLURM:
-                    continue
-                time.sleep(GRACE)
-                if not self.noted and self._writer:
-                    leave_nccl()
+        if self.noted in (signal.SIGTERM, signal.SIGHUP):
+            stop_only_once()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
@@ -94,13 +80,72 @@ class Signals(_SignalConnector):
         has_launcher = is_worker() or multiprocessing.parent_process() is not None
         if self.noted:
             # an agent forwards a first Ctrl-C as SIGINT, a second one as SIGTERM
-            if number != self.noted if has_launcher else number == signal.SIGINT:
+            forwarded = {number, self.noted} == {signal.SIGINT, signal.SIGTERM}
+            if forwarded if has_launcher else number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
         self.noted = number
         if number == signal.SIGINT and self.trainer.is_global_zero:
             # not print(), because the signal may have interrupted another print()
             os.write(2, b"\nstopping after this step, with a checkpoint (Ctrl-C again: at once)\n")
+
+
+@contextmanager
+def ended_in_time(stacks: Path | None) -> Iterator[None]:
+    """End this rank after a signal if it makes no progress for `GRACE` seconds, except while it saves a checkpoint.
+
+    Ranks may wait for each other in different collective calls, or one of them in a loop. Python runs no handler while
+    the main thread blocks in a collective call, so a second thread reads the signals, from Python's wakeup pipe.
+
+    Args:
+        stacks: Folder of the stacks in the run's directory, or None.
+    """
+    if watchdog.heartbeat is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # workers must not use the pipe
+    over = threading.Event()
+    directory = stacks.parent if stacks else None
+    threading.Thread(target=_end_in_time, args=(reader, watchdog.heartbeat, directory, over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(-1)
+        os.close(writer)  # ends the thread, which leaves the pipe open for further signals
+
+
+def _end_in_time(reader: int, beat: watchdog.Heartbeat, directory: Path | None, over: threading.Event) -> None:
+    number = 0
+    while number not in CAUSES:
+        received = os.read(reader, 1)
+        if not received:
+            return
+        number = received[0]
+    end = ExitStatus.stopped_by(CAUSES[number])
+    still, last = 0, [0, 0, 0]
+    while not over.wait(1.0):
+        now = beat.values[:3].tolist()
+        still = still + 1 if now == last and now[1] != watchdog.ELSEWHERE and not _is_saving() else 0
+        last = now
+        is_starting = now[1] == watchdog.SET_UP
+        if still <= (START_GRACE if is_starting else GRACE):
+            continue
+        if not is_starting:
+            print(f"{end.reason}: no progress for {still} s, so this rank ends without saving", file=sys.stderr)
+        if beat.rank == 0 and directory is not None:
+            mark_ended(str(directory), end)
+        os._exit(end.code)
+
+
+@expects("sys:_current_frames")
+def _is_saving() -> bool:
+    """Return whether the main thread saves a checkpoint, or waits for the rank that saves it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return any(inner.f_code is Trainer.save_checkpoint.__code__ for inner, _ in walk_stack(frame) if frame)
 
 
 class StopTogether(Callback):

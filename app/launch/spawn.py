@@ -1,13 +1,14 @@
 """Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`. When one process fails or is stopped, all processes end."""
 
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Callable
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,23 +17,25 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 
-from app.errors import EXIT_CODES, UserError
-from app.launch.failures import callstack, explain, explaining_errors, root_cause
-from app.launch.process import SPAWNED, end_with_parent, heard, restored_signals
+from app.errors import CAUSES, EXIT_CODES, UserError
+from app.launch.failures import callstack, explain, explaining_errors, root_cause, stopped
+from app.launch.process import SPAWNED, end_with_parent, heard, restored_signals, stop_only_once
 from app.launch.rendezvous import host_store
-from app.launch.signals import CAUSES
+from app.launch.signals import ended_in_time
 from app.launch.watchdog import watched
 from app.system import lightning_patches
 from app.system.interconnect import use_loopback
 from app.system.patches import expects
 from app.system.tracebacks import MADE_BY, users_part
 
+PAUSE = 0.5  # seconds between two checks of the processes
+SHUTDOWN = 30.0  # seconds that the other processes have to end after a failure, as under torch elastic
 _LAUNCHER = f"{_MultiProcessingLauncher.__module__}:_MultiProcessingLauncher"
 
 
 @expects(*(f"{_LAUNCHER}.{name}" for name in ("_wrapping_function", "_strategy", "_start_method", "launch", "kill")))
 class SpawnLauncher(_MultiProcessingLauncher):
-    """Lightning's multiprocessing launcher, which also forwards SIGINT and SIGTERM to its processes.
+    """Lightning's multiprocessing launcher, which also forwards signals to its processes.
 
     The first signal ends the processes cleanly, a second Ctrl-C at once.
 
@@ -46,6 +49,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         self.timeout, self.stopped_by = timeout, 0
         self.stacks: Path | None = None
         self._error_file = ""  # path of the processes' error files, with {} for a process's index
+        self._failures: list[int] = []  # indices of failed processes, in the order of their ends
         self.made_by = MADE_BY  # an attribute, so that pickle copies MADE_BY into the processes
         super().__init__(strategy, start_method)
 
@@ -54,7 +58,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
 
         Raises:
             KeyboardInterrupt: When Ctrl-C killed the processes.
-            SystemExit: When SIGTERM killed the processes.
+            SystemExit: When SIGTERM or SIGHUP killed the processes.
             RankError: When a rank failed.
             UserError: When a rank raised a UserError, or model or data cannot be pickled.
         """
@@ -62,9 +66,10 @@ class SpawnLauncher(_MultiProcessingLauncher):
         os.environ[SPAWNED] = "1"
         with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder, restored_signals():
             self._error_file = f"{folder}/error_{{}}.json"
-            for number in heard(CAUSES) if threading.current_thread() is threading.main_thread() else ():
+            for number in heard(CAUSES):
                 signal.signal(number, self._forward)
-            resource_tracker.ensure_running()  # before `pthread_sigmask`, because the tracker's start unblocks signals
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # the tracker, which inherits it, must not end
+            resource_tracker.ensure_running()  # before the other signals, because the tracker's start unblocks them
             # block signals, because a process that still imports would print a traceback on Ctrl-C; the setter of
             # `procs` unblocks them
             signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
@@ -74,23 +79,27 @@ class SpawnLauncher(_MultiProcessingLauncher):
                 raise self._explained(error) from (error if "APP_DEBUG" in os.environ else None)
             finally:
                 del os.environ[SPAWNED]
+                if self.stopped_by:
+                    stop_only_once()
         if self.stopped_by and trainer:
             lightning_patches.signal_connector(trainer).stopped_by = self.stopped_by
         return results
 
     def _explained(self, error: Exception) -> BaseException:
         """Kill all processes, and return the exception to raise for a failed launch."""
-        failures = {
-            index: ProcessFailure(index, process.pid, process.exitcode, self._error_file.format(index))
-            for index, process in enumerate(self._processes)
-            if process.exitcode
-        }
+        failures = {}
+        for index in self._failures:
+            process = self._processes[index]
+            failures[index] = ProcessFailure(index, process.pid, process.exitcode, self._error_file.format(index))
         for process in multiprocessing.active_children():
             process.kill()
-        if self.stopped_by:
-            return KeyboardInterrupt() if self.stopped_by == signal.SIGINT else SystemExit(EXIT_CODES["SIGTERM"])
+        signal_name = CAUSES.get(self.stopped_by)
         if failures:
             rank, failure = root_cause(failures)
+            signal_name = signal_name or stopped(failure.exitcode)
+        if signal_name:
+            return KeyboardInterrupt() if signal_name == "Ctrl-C" else SystemExit(EXIT_CODES[signal_name])
+        if failures:
             cause = explain(rank, failure)
             if not isinstance(cause, UserError):
                 print(users_part(callstack(failure)) or "", end="", file=sys.stderr)
@@ -102,7 +111,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
 
     @property
     def procs(self) -> list[Any]:
-        """The processes; Lightning sets this after all have started, and then joins them."""
+        """The processes; Lightning sets this after all have started, and then joins the ones that ended."""
         return self._processes
 
     @procs.setter
@@ -112,9 +121,40 @@ class SpawnLauncher(_MultiProcessingLauncher):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
             if self.stopped_by:
                 self.kill(signal.SIGKILL)
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait until all processes have ended. End the others if one fails, or ends early, as by `os._exit(0)`.
+
+        Lightning would not notice an early end with exit code 0, and the other processes would wait for this one.
+
+        Raises:
+            ChildProcessError: When a process has failed.
+        """
+        running = {process.sentinel: index for index, process in enumerate(self._processes)}
+        self._failures, deadline = [], math.inf
+        while running:
+            for sentinel in connection.wait(running, PAUSE):
+                index = running.pop(sentinel)  # type: ignore[call-overload]
+                self._processes[index].join()
+                if self._processes[index].exitcode or not self._mark(index).exists():
+                    self._failures.append(index)
+            if self._failures and deadline == math.inf:
+                self.kill(signal.SIGTERM)
+                deadline = time.monotonic() + SHUTDOWN
+            if time.monotonic() > deadline:
+                self.kill(signal.SIGKILL)
+        if self._failures:
+            raise ChildProcessError
+
+    def _mark(self, index: int) -> Path:
+        """Return the file that a process creates at the end of the run."""
+        return Path(self._error_file.format(index)).with_suffix(".ended")
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         again = self.stopped_by and number == signal.SIGINT
+        if self.stopped_by and not again:
+            return
         self.stopped_by = self.stopped_by or number
         # while the processes start, `procs` is empty, and `kill` has no effect; the setter of `procs` kills them later
         self.kill(signal.SIGKILL if again else number)
@@ -127,13 +167,14 @@ class SpawnLauncher(_MultiProcessingLauncher):
         end_with_parent(multiprocessing.parent_process().pid)  # type: ignore[union-attr, arg-type]
         os.environ["TORCHELASTIC_ERROR_FILE"] = self._error_file.format(process_idx)
         record(self._run)(process_idx, *args, **kwargs)
+        self._mark(process_idx).touch()
 
     def _run(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         strategy: Any = self._strategy
         os.environ["LOCAL_RANK"] = str(process_idx)
         lightning_patches.hide_lines()
         MADE_BY.update(self.made_by)
-        with watched(self.timeout, self.stacks, process_idx), explaining_errors():
+        with watched(self.timeout, self.stacks, process_idx), ended_in_time(self.stacks), explaining_errors():
             if self.timeout is not None:
                 use_loopback()
                 if process_idx == 0:  # torch's own store would listen on all addresses

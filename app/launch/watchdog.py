@@ -24,7 +24,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 LATER = 5  # seconds for the other ranks to report the hung rank
-BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the run's signals, which the watchdog ignores
+BLOCKED = {
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+}  # the run's signals, which the watchdog ignores
 # A rank is in one of these phases. No other rank waits for a rank that is `elsewhere`.
 PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
@@ -37,12 +42,13 @@ class Heartbeat:
 
     Attributes:
         values: Step, phase, and a counter that shows progress. Callers assign them directly, because that is fast.
+        rank: The rank.
         folder: Folder of the stacks.
         file: File of the stacks, `rank_N.txt`.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.file = folder, folder / f"rank_{rank}.txt"
+        self.rank, self.folder, self.file = rank, folder, folder / f"rank_{rank}.txt"
         self.files = os.memfd_create("heartbeat"), os.memfd_create("stacks")
         os.ftruncate(self.files[0], SIZE)
         self._memory = mmap.mmap(self.files[0], SIZE)

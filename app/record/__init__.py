@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
+from app.errors import ExitStatus
 from app.system.files import read_json, write_json
 
 PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
@@ -292,19 +293,18 @@ class Record(Part):
         return "cuda" if self.hardware and self.hardware.gpus else "cpu"
 
 
-def mark_failed(directory: str, reason: str) -> None:
-    """Mark a run's record as failed, on behalf of a process that was killed. A completed run's record is kept.
+def mark_ended(directory: str, end: ExitStatus) -> None:
+    """Write the end of a run into its record, on behalf of a process that could not.
 
     Args:
         directory: Directory of the run.
-        reason: Reason in one line.
+        end: How the run ended.
     """
     path = Path(directory, "run.json")
-    with suppress(ValueError, OSError):  # no file, a damaged one, or a full disk
-        record = Record.load(path)
-        if record.status != "completed":
-            record.status, record.error = "failed", reason
-            record.save(path)
+    with suppress(ValueError, OSError):  # a damaged file, or a full disk
+        record = Record.load(path) if path.exists() else Record(run_dir=directory)
+        record.status, record.error = end.status, end.reason
+        record.save(path)
 
 
 def _without_nulls(value: Any) -> Any:

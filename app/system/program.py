@@ -1,8 +1,11 @@
 """Set-up of this program's processes; programs that import `app` as a library do not need it."""
 
+import io
 import logging
 import os
+import sys
 import warnings
+from typing import Any
 
 from app.system.deferred_imports import defer_imports
 
@@ -15,11 +18,48 @@ IGNORED = (  # patterns of the first words of ignored warnings
 )
 
 
+class _Output(io.FileIO):
+    """Standard stream that drops unwritable text, so that a closed pipe or terminal, or a full disk, ends no run."""
+
+    is_noted = False
+
+    def write(self, text: Any) -> int:
+        """Write bytes. After the first error on stdout, print a line on stderr."""
+        try:
+            return super().write(text)
+        except OSError as error:
+            if self.fileno() == 1 and not self.is_noted:
+                self.is_noted = True
+                print(f"stdout cannot be written ({error.strerror}): the command continues", file=sys.stderr)
+            return len(text)
+
+
+def keep_output() -> None:
+    """Make output that cannot be written harmless. Open a closed standard stream, because a file would take its place.
+
+    A stream that another program has replaced, such as a notebook's, is left alone.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell, as by `>&-`
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w"))
+        elif stream is getattr(sys, f"__{name}__") and name != "stdin":
+            stream.flush()
+            output: Any = _Output(stream.fileno(), "w", closefd=False)
+            if not stream.write_through:  # PYTHONUNBUFFERED is not set
+                output = io.BufferedWriter(output)
+            options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(output, stream.encoding, stream.errors, **options))
+
+
 def set_up() -> None:
-    """Defer imports that most runs never use, and hide warnings that users cannot fix. Safe to call again.
+    """Make output safe, defer imports that most runs never use, and hide warnings that users cannot fix.
 
     Prepare deterministic training on a GPU, because torch reads the variable only once, at the first matrix product.
+    Safe to call again.
     """
+    keep_output()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     defer_imports()
     for message in IGNORED:

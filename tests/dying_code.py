@@ -1,0 +1,80 @@
+"""Code of a user that ends its own process at one stage of a run."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+AT_IMPORT = "TEST_ENDS_AT_IMPORT"  # variable with the way in which rank 1 ends while it imports this module
+
+
+def end(way: str) -> None:
+    """End this process."""
+    if way in ("SIGKILL", "SIGTERM", "SIGHUP"):
+        os.kill(os.getpid(), getattr(signal, way))
+        time.sleep(0.01)  # Python runs the handler
+    elif way == "many SIGTERM":
+        command = os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()
+        shell = f"for i in $(seq 300); do kill -TERM {command}; sleep 0.005; done"
+        subprocess.Popen(["bash", "-c", shell], start_new_session=True, stderr=subprocess.DEVNULL)
+        time.sleep(0.1)
+    elif way.startswith("_exit"):
+        os._exit(int(way[5:]))
+    elif way.startswith("exit"):
+        sys.exit(int(way[4:]))
+    else:
+        raise RuntimeError(way)
+
+
+class Ends(Callback):
+    """Ends the process of a rank at a stage.
+
+    Args:
+        stage: The stage, such as `setup`, `step`, `test` or `teardown test`.
+        way: A signal, `_exit0`, `exit0` or the text of an error.
+        rank: The rank; of a single process, 0.
+    """
+
+    def __init__(self, stage: str, way: str, rank: int = 1) -> None:
+        self.stage, self.way, self.rank = stage, way, rank
+
+    def _reach(self, stage: str, trainer: Trainer) -> None:
+        if stage == self.stage and trainer.global_rank == min(self.rank, trainer.world_size - 1):
+            end(self.way)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._reach("setup", trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach("fit start", trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self._reach("step", trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach("validation", trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
+        self._reach("save", trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach("test", trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach("test end", trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        assert trainer.state.fn is not None
+        self._reach(f"teardown {trainer.state.fn.value}", trainer)
+
+
+WAY = os.environ.get(AT_IMPORT)
+# under ddp_spawn, a rank that imports this module has only a name
+if WAY and (os.environ.get("LOCAL_RANK") == "1" or multiprocessing.current_process().name == "SpawnProcess-2"):
+    end(WAY)

@@ -1,0 +1,54 @@
+"""End of a rank's process at each stage of a run: the named rank, the exit code, and the run's record."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from harness import fork_app, on_cpu, options, record, tiny
+
+SLOW = pytest.mark.slow
+WAYS = {  # exit code, and pattern of the record's error
+    "SIGKILL": (1, r"rank 1 \(process \d+\) was ended by SIGKILL"),
+    "_exit0": (1, r"rank 1 \(process \d+\) ended with exit code 0 before the end of the run"),
+    "_exit3": (1, r"rank 1 \(process \d+\) failed with exit code 3"),
+    "exit0": (1, r"rank 1: sys\.exit\(\) in dying_code\.py:\d+ end ended the run early: .*"),
+    "mine": (1, r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: mine"),
+    "SIGTERM": (143, "by SIGTERM"),
+    "SIGHUP": (129, "by SIGHUP"),
+}
+STAGES = ("setup", "fit start", "step", "validation", "save", "test", "test end", "teardown fit", "teardown test")
+TELLING = [
+    ("ddp_fork", "setup", "SIGKILL"),
+    ("ddp_fork", "fit start", "_exit0"),
+    ("ddp_fork", "setup", "SIGTERM"),
+    ("ddp_fork", "test end", "exit0"),
+    ("ddp", "test end", "SIGKILL"),
+]
+ALL = itertools.product(("ddp", "ddp_fork", "ddp_spawn"), STAGES, WAYS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage", "way"), [*TELLING, *(pytest.param(*case, marks=SLOW) for case in ALL if case not in TELLING)]
+)
+def test_a_rank_s_end(strategy: str, stage: str, way: str, tmp_path: Path) -> None:
+    """Rank 1 ends at a stage. The other rank ends at once, too, although the timeout is long."""
+    flags = [*tiny(64, 16), *options(max_epochs=2), *on_cpu(strategy), "--run.root", tmp_path]
+    flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
+    code, out = fork_app("fit", *flags, f"--trainer.callbacks.way={way}", timeout=100)
+    expected, pattern = WAYS[way]
+    assert code == expected, out
+    saved = record(tmp_path)
+    assert saved["status"] == ("failed" if code == 1 else "interrupted"), saved["error"]
+    assert re.fullmatch(pattern, saved["error"])
+    if code == 1:
+        assert f"error: {saved['error']}\n" in out
+
+
+@pytest.mark.parametrize(("stage", "way"), [("step", "exit0"), ("test end", "SIGHUP")])
+def test_the_end_of_a_single_process(stage: str, way: str, tmp_path: Path) -> None:
+    flags = [*tiny(64, 16, max_epochs=2), "--run.root", tmp_path, "--trainer.callbacks+=dying_code.Ends"]
+    code, out = fork_app("fit", *flags, f"--trainer.callbacks.stage={stage}", f"--trainer.callbacks.way={way}")
+    expected, pattern = WAYS[way]
+    assert code == expected, out
+    assert re.fullmatch(pattern.removeprefix("rank 1: "), record(tmp_path)["error"])
