@@ -69,8 +69,9 @@ class HuggingFaceSource(EncodedSource):
         is_parquet = path.endswith(".parquet")
         is_saved = any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
         try:
-            for file in Path(path).rglob("*.*") if is_saved else ():
-                open_file(file).close()  # rejects pipes, where `datasets` would wait
+            for file in Path(path).rglob("*") if is_saved else ():
+                if file.suffix in (".arrow", ".json"):
+                    open_file(file).close()  # rejects pipes, where `datasets` would wait
             if is_parquet:
                 made = datasets.load_dataset("parquet", data_files=path)
             else:
