@@ -380,7 +380,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
             return train(*args, **kwargs)
 
     def noting(step: Step, fetcher: Any) -> None:
-        clock = next(callback for callback in step.callbacks if isinstance(callback, StepClock))
+        clock = next(callback for callback in step.trainer.callbacks if isinstance(callback, StepClock))
         ends = (step.trainer.global_step + 1) % log_window(step.trainer) == 0
         fake.place = "profiled" if clock.timing else "window" if ends else "step"
         fake.counts[fake.place] += 1

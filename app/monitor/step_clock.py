@@ -60,17 +60,11 @@ class StepClock(Callback):
         self.ranks = ranks
         self._beat: Any = [0, 0, 0]  # step, phase and a counter; without a watchdog, nobody reads them
         self._now: Callable[[], Any] = time.perf_counter
-        self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
-        self._steps: list[tuple[Any, ...]] = []
-        self._last_window: list[tuple[Any, ...]] = []  # read one window later, when the GPU has finished its steps
         self._handles: list[Any] = []
         self._last_parameter: Tensor | None = None
-        self._step = self._window = self._left = 0
-        self._accumulated = 1
         self._seen = 0
         self._phases: list[dict[str, float]] = []
         self._profiler: _PhaseProfiler | None = None
-        self._on_gpu = False
 
     # -- watchdog -------------------------------------------------------------------------------------------
 
@@ -102,9 +96,14 @@ class StepClock(Callback):
         """Choose the clock, and register gradient hooks. Collective."""
         device = trainer.strategy.root_device.type
         self._on_gpu = device != "cpu"
-        self._now, self._seconds = (_recorded, _since_first) if device == "cuda" else (time.perf_counter, list)
+        self._now = time.perf_counter
+        self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
+        if device == "cuda":
+            self._now, self._seconds = _recorded, _since_first
         self._ready = self._averaged = self._began = self._waited_since = self._now()
-        self._steps, self._last_window, self._accumulated = [], [], trainer.accumulate_grad_batches
+        self._steps: list[tuple[Any, ...]] = []
+        self._last_window: list[tuple[Any, ...]] = []  # read one window later, when the GPU has finished its steps
+        self._accumulated = trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
         self.ranks.begin(trainer)
         if trainer.world_size > 1:
