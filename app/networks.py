@@ -346,7 +346,8 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
         sizes = {"size": size, "resize": round(size / preset.crop_pct)}
         return {"mean": [*preset.mean], "std": [*preset.std], "interpolation": preset.interpolation, **sizes}
     content = None if source == "DEFAULT" else _read(source)
-    if not (images := content.get("images") if isinstance(content, dict) else None):
+    images = content.get("images") if isinstance(content, dict) else None
+    if not isinstance(images, dict) or "image_shape" not in images:  # not a checkpoint of this application
         return {}
     names = ("mean", "std", "resize", "interpolation")
     known = {name: images[name] for name in names if images.get(name) is not None}

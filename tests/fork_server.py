@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # PYTHONPATH, for the tests' own models and data
 ADDRESS = "APP_TEST_SERVER"  # environment variable with the path of the server's socket
 
 
@@ -25,14 +26,13 @@ def start_server() -> Callable[[], None]:
     """Start the server, and return a function that ends it. The server imports nothing before its first connection."""
     folder = tempfile.mkdtemp()
     os.environ[ADDRESS] = f"{folder}/socket"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.environ[ADDRESS])
         listener.listen(99)
         number = listener.fileno()
         server = subprocess.Popen(
             [sys.executable, "-c", f"import fork_server; fork_server.serve({number})"], pass_fds=[number], cwd=ROOT,
-            stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS},
         )  # fmt: skip
 
     def end() -> None:

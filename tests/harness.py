@@ -28,7 +28,7 @@ import pandas as pd
 import pytest
 import torch
 from cluster.hosts import awaited
-from fork_server import ADDRESS, ROOT
+from fork_server import ADDRESS, PATHS, ROOT
 from jsonargparse._optionals import parse_docstring
 from jsonargparse._parameter_resolvers import get_signature_parameters
 from jsonargparse._util import get_import_path, resolved_import_paths
@@ -420,7 +420,8 @@ class ForkServer:
         Raises:
             TimeoutError: When the command does not end in time.
         """
-        variables = {key: value for key, value in {**os.environ, **(env or {})}.items() if value is not None}
+        environment = {"PYTHONPATH": PATHS, **os.environ, **(env or {})}
+        variables = {key: value for key, value in environment.items() if value is not None}
         forked = self.start([*map(str, args)], variables, self.out, self.cwd)
         timers = [threading.Timer(seconds, forked.kill)]
         if signal_after:

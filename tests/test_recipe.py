@@ -171,7 +171,7 @@ CONTAINERS: dict[str, tuple[Any, str]] = {
         STUDENT | {f"teacher.{k}": torch.zeros(3) for k in SQUEEZENET},
         " from student (it also has teacher)",
     ),
-    "options": ({"model": SQUEEZENET, "args": Namespace(lr=1)}, " from model"),
+    "options": ({"model": SQUEEZENET, "args": Namespace(lr=1), "images": torch.zeros(3)}, " from model"),
 }
 
 
@@ -184,6 +184,7 @@ def test_weights_of_files(name: str, tmp_path: Path) -> None:
     line = load_weights(network, read_weights(str(tmp_path / "x.pth"), "squeezenet1_1"), "x.pth")
     expected = f"Weights of x.pth: 50 tensors loaded{origin}, classifier.1 starts anew for another number of classes"
     assert line == expected
+    assert image_settings(str(tmp_path / "x.pth"), None) == {}
     torch.testing.assert_close(network.features[0].weight.data, SQUEEZENET["features.0.weight"], rtol=0.01, atol=0)
 
 

@@ -182,7 +182,7 @@ def test_shares_without_virtual_devices(accumulated: str, tmp_path: Path) -> Non
 
     Each rank's mean loss is weighted by its share, and a rank without a sample takes part.
     """
-    flags = [*PLAIN, "--data.images", "10", "--model.normalized", "false", "--data.batch_size", "9"]
+    flags = [*PLAIN, "--data.size", "10", "--model.normalized", "false", "--data.batch_size", "9"]
     flags += ["--trainer.enable_model_summary", "true", "--trainer.accumulate_grad_batches", accumulated]
     assert difference(*(train(tmp_path / str(devices), flags, devices) for devices in (1, 2))) <= 1e-6
 

@@ -18,7 +18,7 @@ DESCRIPTIONS = {  # replaces Lightning's descriptions
     "data": "The LightningDataModule: CIFAR10, FashionMNIST, HuggingFace, ImageFolder, ImageTable, Synthetic, or "
     "the import path of your own class (default: CIFAR10)",
     "ckpt_path": "Checkpoint to start from: a file or a run's folder; `last` or `best` of the run whose config.yaml "
-    "--config names, else of the newest run of --run.name; `auto`: the newest readable checkpoint of --run.name",
+    "--config names, else of the newest run of --run.name; `auto`: the newest readable one of --run.name, if any",
     "trainer.strategy": "`auto`, `ddp`, `ddp_spawn`, `ddp_fork`, `dp`, `ddp_fp16`, `ddp_bf16`, `ddp_powersgd`, "
     "`ddp_ring`, `ddp_dp`, `fsdp` (GPUs), or a class (default: auto)",
     "trainer.devices": "Number or list of devices on each node: `2`, `0,1`, `auto` (default: auto, which is one for "
