@@ -185,8 +185,8 @@ class ImageClassifier(LightningModule):
             if shape_problem(self.network, other) is None:
                 first, second = ("×".join(map(str, sides)) for sides in (shape, other))
                 problem = f"{title(self.network_name)} takes images of {second}, for example, not of {first} ({reason})"
-                remedy = "--data or --model (Synthetic: --data.like; your own images: --data.size and --data.channels)"
-                raise UserError(f"{problem}: choose another {remedy}")
+                remedy = f"Synthetic: --data.like; your own images: --data.size {size} --data.channels {channels}"
+                raise UserError(f"{problem}: choose another --data or --model ({remedy})")
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, classes) of images (B, C, H, W); in evaluation, the mean over their views."""
