@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, Literal, Self
 
 import torch
@@ -35,9 +36,9 @@ class ImageClassifier(LightningModule):
     samples of all ranks. `train_loss_step` is logged every `log_every_n_steps` steps, all other metrics once per epoch.
 
     Args:
-        network: Network that maps images to logits. Its optional `image_shape`, such as (3, None, None), restricts the
-            images. As text: `lenet`, `resnet18_cifar`, a network of `torchvision.models`, `timm/NAME`,
-            or the import path of a function or class that takes the number of classes.
+        network: Network that maps images to logits. As text: `lenet`, `resnet18_cifar`, a network of
+            `torchvision.models`, `timm/NAME`, or the import path of a function or class that takes the number of
+            classes.
         num_classes: Number of classes; on the command line, it comes from the data.
         weights: Weights to begin with: a file (torch or safetensors), a run's folder, or `DEFAULT` for the published
             weights of torchvision or timm. The last layer keeps its random weights if its size differs.
@@ -161,17 +162,16 @@ class ImageClassifier(LightningModule):
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
         """Raise a UserError if the network does not accept images of a shape (C, H, W), but others."""
-        wanted: Any = getattr(self.network, "image_shape", (None, None, None))
-        if len(shape) != len(wanted) or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True)):
-            text = "×".join("any" if w is None else str(w) for w in wanted) + " (channels × height × width)"
-            problem = f"{type(self).__name__} with {type(self.network).__name__} takes images of {text}"
-            remedy = "--data or --model (Synthetic: --data.like; your own images: --data.size and --data.channels)"
-            raise UserError(f"{problem}, but the data set has {'×'.join(map(str, shape))}: choose another {remedy}")
         reason = shape_problem(self.network, shape)
-        for size in SIZES if reason else ():
-            if shape_problem(self.network, (shape[0], size, size)) is None:
-                problem = f"{title(self.network_name)} does not take images of {shape[1]}×{shape[2]} ({reason})"
-                raise UserError(f"{problem}: give your own images --data.size {size}, or choose another --model")
+        if reason is None or "meta" in reason:  # the network cannot run on the meta device
+            return
+        for channels, size in product((shape[0], 3, 1), SIZES):
+            other = (channels, size, size)
+            if shape_problem(self.network, other) is None:
+                first, second = ("×".join(map(str, sides)) for sides in (shape, other))
+                problem = f"{title(self.network_name)} takes images of {second}, for example, not of {first} ({reason})"
+                remedy = f"Synthetic: --data.like; your own images: --data.size {size} --data.channels {channels}"
+                raise UserError(f"{problem}: choose another --data or --model ({remedy})")
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, classes) of images (B, C, H, W); in evaluation, the mean over their views."""

@@ -30,8 +30,6 @@ class LeNet(nn.Module):
     "Gradient-based learning applied to document recognition", 1998.
     """
 
-    image_shape = (3, 32, 32)
-
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
         self.features = nn.Sequential(
@@ -66,8 +64,6 @@ class MLP(nn.Module):
     that data parallelism communicates. Each batch is repeated on the device; the data set is not.
     """
 
-    image_shape = (1, 28, 28)
-
     def __init__(self, repeats: int, hidden: Sequence[int], num_classes: int) -> None:
         super().__init__()
         self.repeats = repeats
@@ -97,7 +93,6 @@ def resnet18_cifar(num_classes: int) -> nn.Module:
     Source: section 4.2 of https://arxiv.org/abs/1512.03385.
     """
     network = torchvision.models.resnet18(num_classes=num_classes)
-    network.image_shape = (3, None, None)
     network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
     network.maxpool = nn.Identity()
     return network
@@ -109,8 +104,6 @@ class WhitenedCNN(nn.Module):
     The other convolutions are initialised to copy their input channels; further output channels start at random.
     Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", https://arxiv.org/abs/2404.00498.
     """
-
-    image_shape = (3, None, None)
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -147,7 +140,7 @@ class WhitenedCNN(nn.Module):
         return self.head(features) / 9
 
 
-SIZES = (64, 96, 128, 192, 224, 256, 299, 336, 384, 448, 512, 518)  # usual heights and widths of images
+SIZES = (28, 32, 64, 96, 128, 192, 224, 256, 299, 336, 384, 448, 512, 518)  # usual heights and widths of images
 NETWORKS: dict[str, Any] = {"lenet": LeNet, "resnet18_cifar": resnet18_cifar, "whitened": WhitenedCNN}
 
 
@@ -212,8 +205,6 @@ def make_network(name: str, num_classes: int) -> nn.Module:
         network = make(num_classes)
         if not isinstance(network, nn.Module):
             raise UserError(f"--model.network {name} returns {type(network).__name__}: return a torch.nn.Module")
-        return network
-    network.image_shape = (3, None, None)
     return network
 
 

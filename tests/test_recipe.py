@@ -35,7 +35,7 @@ QUICK = [*tiny(40, 16), *options(max_epochs=1, test=False, accelerator="cpu")]
 
 
 class Net(nn.Sequential):
-    """A user's network, without `image_shape`."""
+    """A user's network."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(nn.Conv2d(3, 4, 5, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(196, num_classes))

@@ -237,7 +237,7 @@ def split_of(name: str) -> SplitName | None:
 
 
 def splits_in(place: object, names: Iterable[str]) -> dict[SplitName, str]:
-    """Return the name of each split; names that mean no split are ignored.
+    """Return the name of each split, in the order of `SPLIT_NAMES`; names that mean no split are ignored.
 
     Args:
         place: Place of the names, for messages.
@@ -253,7 +253,7 @@ def splits_in(place: object, names: Iterable[str]) -> dict[SplitName, str]:
             raise UserError(f"{place} has {splits[split]} and {name}, which mean the same split {split}: keep one")
         if split is not None:
             splits[split] = name
-    return splits
+    return {split: splits[split] for split in SPLIT_NAMES if split in splits}
 
 
 class Source(ABC):
