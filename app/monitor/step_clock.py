@@ -284,7 +284,7 @@ class _PhaseProfiler(PassThroughProfiler):
         return spent
 
     def detach(self) -> None:
-        if self.trainer.profiler is self:  # type: ignore[attr-defined]  # a callback may have set another one
+        if self.trainer.profiler is self:  # a callback may have set another one
             self.trainer.profiler = self._before  # type: ignore[attr-defined]
         for handle in self._handles:
             handle.remove()
