@@ -296,7 +296,7 @@ class ImageClassifier(LightningModule):
 
         A resumed epoch needs the sums to log the mean over the whole epoch. Collective: every rank must call it.
         """
-        checkpoint["epoch_sums"] = self.sums.of_epoch(self.trainer)
+        checkpoint["sums"] = self.sums.state_dict(self.trainer)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(data, ImageData):
             names = ("class_names", "image_shape", "mean", "std")
@@ -307,8 +307,8 @@ class ImageClassifier(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the unfinished epoch's sums, and the properties of the images."""
         self.images = checkpoint.get("images")
-        if self._trainer is not None and self.trainer.state.fn == "fit":
-            self.sums.epoch = checkpoint.get("epoch_sums", [0.0] * 3)
+        if self._trainer is not None and self.trainer.state.fn == "fit" and "sums" in checkpoint:
+            self.sums.load_state_dict(self.trainer, checkpoint["sums"])
 
 
 class CIFARCNN(ImageClassifier):

@@ -40,9 +40,16 @@ class Sums:
         self.samples.fill_(self.count)
         return trainer.strategy.reduce(self.window.clone(), reduce_op="sum").tolist()
 
-    def of_epoch(self, trainer: Trainer) -> list[float]:
-        """Return all ranks' sums of losses, correct predictions and samples in the epoch so far. Collective."""
-        return [before + now for before, now in zip(self.epoch, self._of_window(trainer), strict=True)]
+    def state_dict(self, trainer: Trainer) -> dict[str, list[float]]:
+        """Return all ranks' sums in the window so far, and in the epoch's completed windows. Collective."""
+        return {"window": self._of_window(trainer), "epoch": self.epoch}
+
+    def load_state_dict(self, trainer: Trainer, state: dict[str, list[float]]) -> None:
+        """Continue the window and the epoch of a state; rank zero continues the sums of all ranks."""
+        self.epoch = state["epoch"]
+        if trainer.is_global_zero:
+            self.window.copy_(torch.tensor(state["window"], dtype=self.window.dtype))
+            self.count = int(state["window"][2])
 
     def end_window(self, trainer: Trainer) -> dict[str, Tensor]:
         """Return the window's mean loss by metric name, on the host, and reset the window. Collective.

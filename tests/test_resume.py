@@ -57,18 +57,20 @@ def checkpoints(run: Path) -> dict[int, Path]:
     return {int(path.stem.removeprefix("step=")): path for path in (run / "checkpoints").glob("step=*.ckpt")}
 
 
-def epochs(run: Path) -> list[tuple[int, float, float, float]]:
-    """Return each epoch's number, losses and accuracy from the record."""
-    return [(row["epoch"], row["train_loss"], row["val_loss"], row["val_acc"]) for row in record_of(run)["epochs"]]
+def epochs(run: Path) -> list[list[float]]:
+    """Return each epoch's number, first learning rate, losses and accuracy from the record."""
+    columns = ("epoch", "lr", "train_loss", "val_loss", "val_acc")
+    return [[row[name] for name in columns] for row in record_of(run)["epochs"]]
 
 
 @pytest.mark.parametrize("model", [*list(MODELS)[:-1], pytest.param("double-precision", marks=pytest.mark.slow)])
 def test_in_the_middle_of_an_epoch(model: str, app: App, tmp_path: Path) -> None:
     whole, resumed = (tmp_path / "runs" / name / "version_0" for name in ("whole", "resumed"))
-    output_of(*app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "whole"))
+    flags = [*MODELS[model], *STEPS, *RECORDING, *options(log_every_n_steps=5)]
+    output_of(*app("fit", *flags, "--run.name", "whole"))
     saved = checkpoints(whole)
     assert sorted(saved) == [7, 14, 21, 28, 35, 42]
-    output_of(*app("fit", *MODELS[model], *STEPS, *RECORDING, "--run.name", "resumed", "--ckpt_path", saved[21]))
+    output_of(*app("fit", *flags, "--run.name", "resumed", "--ckpt_path", saved[21]))
     assert sorted(checkpoints(resumed)) == [28, 35, 42]
     before = Recorded(whole)
     del before.ranks[0]["steps"][21:]
@@ -76,6 +78,8 @@ def test_in_the_middle_of_an_epoch(model: str, app: App, tmp_path: Path) -> None
     assert difference(saved[42], checkpoints(resumed)[42]) == 0
     assert epochs(resumed) == epochs(whole)
     assert len(epochs(whole)) == 3
+    logged, expected = (pd.read_csv(run / "metrics.csv") for run in (resumed, whole))
+    pd.testing.assert_frame_equal(logged, expected[expected["step"] >= 21].reset_index(drop=True), check_exact=True)
 
 
 def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:

@@ -231,14 +231,14 @@ class RunRecord(Callback):
         if self.record.global_batch_size is None and (order := order_of(trainer.train_dataloader)) is not None:
             self.record.global_batch_size = order.batch_size
         self._close_epoch(trainer)
-        self._begin_epoch(trainer)
+        self._begin_epoch()
+        rate = trainer.optimizers[0].param_groups[0].get("lr") if trainer.optimizers else None
+        self._learning_rate = None if rate is None else float(rate)
 
-    def _begin_epoch(self, trainer: Trainer) -> None:
+    def _begin_epoch(self) -> None:
         self._epoch_start = time.perf_counter()
         self._begin_window(self._epoch_start)
         self._epoch_rates = []
-        rate = trainer.optimizers[0].param_groups[0].get("lr") if trainer.optimizers else None
-        self._learning_rate = None if rate is None else float(rate)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """At the first step, record the set-up time, and start the clocks."""
@@ -249,7 +249,7 @@ class RunRecord(Callback):
                 self._write()
             self._first_step = time.perf_counter()
             if self._epoch_start == 0.0:  # on_train_epoch_start is not called after a resume within an epoch
-                self._begin_epoch(trainer)
+                self._begin_epoch()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -380,11 +380,13 @@ class RunRecord(Callback):
         if "train_loss" in trainer.callback_metrics:
             self._close_epoch(trainer)
         checkpoint["epochs"] = [vars(row) for row in self.record.epochs]
+        checkpoint["epoch_lr"] = self._learning_rate
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore the epochs of the resumed run."""
         if trainer.state.fn == "fit":
             self.record.epochs = [records.Epoch(**row) for row in checkpoint.get("epochs", [])]
+            self._learning_rate = checkpoint.get("epoch_lr")
             for logger in trainer.loggers if trainer.is_global_zero and self.record.parts else []:
                 if isinstance(logger, MetricsFile):
                     logger.go_back(checkpoint["global_step"])

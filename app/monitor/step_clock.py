@@ -278,7 +278,8 @@ class _PhaseProfiler(PassThroughProfiler):
         return spent
 
     def detach(self) -> None:
-        self.trainer.profiler = self._before  # type: ignore[attr-defined]
+        if self.trainer.profiler is self:  # a callback may have set another one
+            self.trainer.profiler = self._before  # type: ignore[attr-defined]
         for handle in self._handles:
             handle.remove()
 
