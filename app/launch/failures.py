@@ -11,7 +11,7 @@ from typing import Any
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from app.errors import CAUSES, RankError, RankLostError, RankSilentError, UserError, out_of_memory
+from app.errors import CAUSES, RankError, RankLostError, RankSilentError, UserError, shortage
 from app.launch import watchdog
 from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
@@ -94,7 +94,7 @@ def explained(error: BaseException) -> BaseException:
         return rank_error
     if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
         return error
-    if message := out_of_memory(error):
+    if message := shortage(error):
         return UserError(message)
     return blamed(error, complaint(error)) or error
 
