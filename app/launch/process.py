@@ -55,6 +55,8 @@ def check_environment() -> None:
     if is_worker() and missing:
         names = sorted(WORKER)
         absent = " and ".join(missing)
+        for name in names:
+            del os.environ[name]  # as above
         raise UserError(f"{', '.join(names)} in the environment without {absent}: unset {' '.join(names)}")
     try:
         os.getcwd()
