@@ -5,7 +5,6 @@ import errno
 import re
 import resource
 import signal
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -121,9 +120,7 @@ def shortage(error: BaseException) -> str | None:
     if getattr(error, "errno", None) == errno.EMFILE or re.search(NO_FILES, text):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"too many open files for this shell's limit of {limit}: run `ulimit -n 4096`, then the command again"
-    place = traceback.extract_tb(error.__traceback__)[-1:]
-    has_no_lock = "No space left" in text and "multiprocessing/synchronize" in str(place)  # locks are in /dev/shm
-    if has_no_lock or re.search(NO_SHARED_MEMORY, text, re.DOTALL):
+    if re.search(NO_SHARED_MEMORY, text, re.DOTALL):
         return "/dev/shm is too small for the loader's workers: give --data.num_workers 0, or enlarge it"
     return out_of_memory(error)
 
