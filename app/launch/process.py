@@ -51,13 +51,6 @@ def check_environment() -> None:
         if value is not None and not re.fullmatch(pattern, value):
             del os.environ[name]  # so that the error report does not use the invalid value
             raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
-    missing = [name for name in ADDRESSES if name not in os.environ]
-    if is_worker() and missing:
-        names = sorted(WORKER)
-        absent = " and ".join(missing)
-        for name in names:
-            del os.environ[name]  # as above
-        raise UserError(f"{', '.join(names)} in the environment without {absent}: unset {' '.join(names)}")
     try:
         os.getcwd()
     except FileNotFoundError as error:
