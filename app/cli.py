@@ -33,8 +33,8 @@ import traceback
 from collections.abc import Sequence
 
 import app
-from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
-from app.launch.process import AGENT, BEGAN, begin, check_environment, is_task_of_srun
+from app.errors import ExitStatus, RankError, UserError, nearest, shortage
+from app.launch.process import AGENT, BEGAN, begin, check_environment, is_task_of_srun, is_worker
 from app.system.program import set_up
 from app.system.tracebacks import users_part
 from app.system.trust import TRUST, chosen_modules
@@ -56,7 +56,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The arguments; by default those of the process.
 
     Returns:
-        Exit code: 0 for success, 1 for a failure, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM.
+        Exit code: 0 for success, 1 for a failure, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM,
+        129 for SIGHUP.
     """
     set_up()
     argv = list(sys.argv[1:] if args is None else args)
@@ -72,7 +73,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         check_environment()
         if AGENT not in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            os.environ[BEGAN] = str(time.time())  # the ranks inherit it
+            os.environ[BEGAN] = str(time.monotonic())  # the ranks inherit it
         begin()
         argv = _without_trust(argv)
         if not argv or argv[0] in ("-h", "--help"):
@@ -83,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> int:
             return 0
         return _route(argv)
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, UserError | RankError | KeyboardInterrupt) or out_of_memory(error):
+        if isinstance(error, UserError | RankError | KeyboardInterrupt) or shortage(error):
             return _say(error)
         text = traceback.format_exc()
         if not (excerpt := users_part(text)):
@@ -100,7 +101,9 @@ def _say(error: BaseException) -> int:
     if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
     if status.status == "failed" and AGENT not in os.environ:  # our agent reports its ranks' errors
-        rank = os.environ.get("SLURM_PROCID" if is_task_of_srun() else "RANK", "0")
+        rank = "0"
+        if is_task_of_srun() or is_worker():
+            rank = os.environ["SLURM_PROCID" if is_task_of_srun() else "RANK"]
         print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
     return status.code
 

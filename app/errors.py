@@ -1,7 +1,9 @@
 """Exceptions for user errors and failed ranks, and the exit status of a run."""
 
 import difflib
+import errno
 import re
+import resource
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -76,7 +78,7 @@ class ExitStatus:
             return cls.stopped_by("Ctrl-C")
         if isinstance(error, RankError):
             return cls(error.exit_code, "failed", str(error))
-        if message := str(error) if isinstance(error, UserError) else out_of_memory(error):
+        if message := str(error) if isinstance(error, UserError) else shortage(error):
             return cls(2, "failed", message)
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
@@ -104,6 +106,24 @@ def out_of_memory(error: BaseException) -> str | None:
     other = "--trainer.precision bf16-mixed, --data.placement memory" if "device" in known else "--data.placement disk"
     remedy = f"give {proposal}, for the same training step, or {other}, or more devices"
     return f"out of memory on the {known.get('device', 'host')}{size}{free}: {remedy}"
+
+
+# torch's errors when loader workers find /dev/shm full
+NO_SHARED_MEMORY = (
+    "signal: Bus error|out of shared memory|unable to (write to file|mmap|allocate shared memory).*torch_"
+)
+NO_FILES = "Too many open files|items of ancdata"  # the second one is torch's error when workers send files
+
+
+def shortage(error: BaseException) -> str | None:
+    """Return a message with a remedy if memory, shared memory or open files ran out; None for other errors."""
+    text = str(error)
+    if getattr(error, "errno", None) == errno.EMFILE or re.search(NO_FILES, text):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"too many open files for this shell's limit of {limit}: run `ulimit -n 4096`, then the command again"
+    if re.search(NO_SHARED_MEMORY, text, re.DOTALL):
+        return "/dev/shm is too small for the loader's workers: give --data.num_workers 0, or enlarge it"
+    return out_of_memory(error)
 
 
 SYNONYMS = {  # flag names of other programs

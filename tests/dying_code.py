@@ -1,6 +1,5 @@
 """Code of a user that ends its own process at one stage of a run."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,8 +8,6 @@ import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-
-AT_IMPORT = "TEST_ENDS_AT_IMPORT"  # variable with the way in which rank 1 ends while it imports this module
 
 
 def end(way: str) -> None:
@@ -72,9 +69,3 @@ class Ends(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert trainer.state.fn is not None
         self._reach(f"teardown {trainer.state.fn.value}", trainer)
-
-
-WAY = os.environ.get(AT_IMPORT)
-# under ddp_spawn, a rank that imports this module has only a name
-if WAY and (os.environ.get("LOCAL_RANK") == "1" or multiprocessing.current_process().name == "SpawnProcess-2"):
-    end(WAY)

@@ -110,25 +110,9 @@ class WaitsElsewhere(CIFARCNN):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_step >= HANGS:
             groups = [distributed.new_group() for _ in range(2)]
-            mark_stuck(self.trainer)
+            Path(str(self.trainer.log_dir), f"stuck_{self.global_rank}").touch()
             distributed.barrier(groups[self.global_rank])
         return super().training_step(batch, batch_idx)
-
-
-class LoopsOnRankOne(CIFARCNN):
-    """Model that never returns from a step of rank 1."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.trainer.global_step >= HANGS:
-            mark_stuck(self.trainer)
-        while must_hang(self.trainer):
-            pass
-        return super().training_step(batch, batch_idx)
-
-
-def mark_stuck(trainer: Trainer) -> None:
-    """Create a file in the run's directory, because this rank will not leave its step."""
-    Path(str(trainer.log_dir), f"stuck_{trainer.global_rank}").touch()
 
 
 class SlowRank(CIFARCNN):

@@ -3,6 +3,7 @@
 Each must cause one error line and exit code 2, and run no code.
 """
 
+import errno
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from harness import App, error_of, output_of, tiny
 
 from app.cli import main
+from app.errors import ExitStatus
 from app.system.files import open_file
 
 TINY = tiny(64, 64, max_epochs=1, test=False)
@@ -143,6 +145,34 @@ def test_variables(name: str, value: str, message: str, app: App, monkeypatch: p
     assert f"{name}={value} in the environment" in line
     assert message in line
     assert f": unset {name}" in line
+
+
+def test_variables_that_torchrun_left(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "5")
+    line = error_of(*app("fit", *TINY))
+    assert line.startswith("error: RANK, LOCAL_RANK, WORLD_SIZE in the environment")
+    assert line.endswith(": unset RANK LOCAL_RANK WORLD_SIZE")
+
+
+def test_a_deleted_folder(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    (tmp_path / "folder").rmdir()
+    assert error_of(*app("fit", *TINY)) == "error: the current folder has been deleted: change to another one (cd)"
+
+
+SHORTAGES = [
+    (OSError(errno.EMFILE, "Too many open files", "report.py"), "too many open files"),
+    (RuntimeError("received 0 items of ancdata"), "too many open files"),
+    (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. "), "/dev/shm is too small"),
+    (RuntimeError("unable to write to file </torch_7_8_9>: No space left on device (28)"), "/dev/shm is too small"),
+]
+
+
+@pytest.mark.parametrize(("error", "message"), SHORTAGES)
+def test_shortages(error: Exception, message: str) -> None:
+    assert str(ExitStatus.of(error).reason).startswith(message)
 
 
 def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

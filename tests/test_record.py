@@ -1,5 +1,6 @@
 """A run's directory and record, also if the run fails or is interrupted."""
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -115,6 +116,14 @@ def test_set_up_begins_with_the_command(tmp_path: Path) -> None:
     began = time.time()
     subprocess.run([sys.executable, "-c", waits, "fit", *flags], cwd=ROOT, timeout=200, check=True)
     assert record_of(tmp_path / "x" / "version_0")["setup_s"] < time.time() - began - 5
+
+
+def test_set_up_when_the_date_jumps(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    year = 365 * 86400
+    dates = itertools.cycle([time.time(), time.time() - year, time.time() + year])
+    monkeypatch.setattr("time.time", lambda: next(dates))
+    output_of(*app("fit", *SMALL, *options(max_steps=2, test=False, name="x")))
+    assert 0 < record_of(tmp_path / "runs" / "x" / "version_0")["setup_s"] < 60
 
 
 @pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp", marks=SLOW)])

@@ -2,12 +2,14 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import App, output_of, tiny
+from harness import ROOT, App, on_cpu, output_of, record, tiny
 from lightning.pytorch.callbacks import RichProgressBar
 
 from app.monitor.progress_bar import ProgressBar
@@ -71,3 +73,20 @@ def test_a_printed_command_can_be_pasted(app: App, tmp_path: Path) -> None:
     for label in ("use it", "train longer"):
         (typed,) = re.findall(rf"^{label} +python -m app (.+)$", out, flags=re.MULTILINE)
         output_of(*app(*shlex.split(typed), *root))
+
+
+@pytest.mark.parametrize("output", [">/dev/full", ">&-", "2>&-", "<&- >&- 2>&-", "| head -1"])
+def test_output_that_cannot_be_written(output: str) -> None:
+    command = f"set -o pipefail; {sys.executable} -m app --help {output}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+@pytest.mark.parametrize("output", [">/dev/full", "2>&1 | head -1", ">&- 2>&-"])
+def test_training_goes_on_without_its_output(strategy: str, output: str, tmp_path: Path) -> None:
+    flags = [*SMALL, *on_cpu(strategy, 1 + (strategy == "ddp")), "--trainer.max_epochs", "2", "--run.root", tmp_path]
+    command = f"set -o pipefail; {sys.executable} -m app fit {shlex.join(map(str, flags))} {output}"
+    subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=200, check=True)
+    assert record(tmp_path)["status"] == "completed"

@@ -75,7 +75,7 @@ def _run(argv: Sequence[str]) -> int:
     lightning_patches.hide_lines()
     note(f"{PROCESS}{os.getpid()}")
     try:
-        with explaining_errors(translate_exit=False):
+        with explaining_errors(in_run=False):
             code = CLI(argv).exit_code
         note(ENDED)
         return code

@@ -11,7 +11,7 @@ from typing import Any
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from app.errors import CAUSES, RankError, RankLostError, RankSilentError, UserError, out_of_memory
+from app.errors import CAUSES, RankError, RankLostError, RankSilentError, UserError, shortage
 from app.launch import watchdog
 from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
@@ -94,17 +94,17 @@ def explained(error: BaseException) -> BaseException:
         return rank_error
     if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
         return error
-    if message := out_of_memory(error):
+    if message := shortage(error):
         return UserError(message)
     return blamed(error, complaint(error)) or error
 
 
 @contextmanager
-def explaining_errors(translate_exit: bool = True) -> Iterator[None]:
+def explaining_errors(in_run: bool = True) -> Iterator[None]:
     """Translate the block's exceptions with `explained`, and abort an NCCL process group after an error.
 
     Args:
-        translate_exit: Whether to translate SystemExit, too; outside a run, `--help` raises it.
+        in_run: Whether a run is in the block; elsewhere, `--help` raises SystemExit.
 
     Raises:
         RankError: When another rank is lost or silent.
@@ -114,7 +114,7 @@ def explaining_errors(translate_exit: bool = True) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        translated = explained(error) if translate_exit or not isinstance(error, SystemExit) else error
+        translated = explained(error) if in_run or not isinstance(error, SystemExit) else error
         leave_nccl()
         if translated is not error:
             raise translated from error
@@ -137,8 +137,7 @@ def root_cause(failures: Mapping[int, ProcessFailure], nodes: int = 1) -> tuple[
         code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
         has_lost = message.startswith(RankLostError.__name__)
         was_stopped = stopped(code) is not None
-        # on a single node, a signal is the cause of lost connections. Elsewhere, the launcher may have sent it because
-        # of them
+        # on a single node, a signal causes lost connections; elsewhere, the launcher may have sent it after a loss
         # prefer a message that names the lost node to one that says "another rank". The watchdog kills a hung rank by
         # SIGKILL, and other ranks time out. Prefer their timeout, because only its message names the hung rank
         is_killed = code == -signal.SIGKILL

@@ -18,7 +18,7 @@ from app.system.trust import TRUST, chosen_modules
 AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
 STARTER = "APP_STARTER"  # process id of the command, such as `compare`, that started this run
 SPAWNED = "APP_SPAWNED"  # set for the processes of SpawnLauncher; app/__init__.py reads it
-BEGAN = "APP_BEGAN"  # start of the command, in seconds since 1970
+BEGAN = "APP_BEGAN"  # start of the command, in seconds of the host's monotonic clock, because the date may jump
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
@@ -51,6 +51,10 @@ def check_environment() -> None:
         if value is not None and not re.fullmatch(pattern, value):
             del os.environ[name]  # so that the error report does not use the invalid value
             raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the current folder has been deleted: change to another one (cd)") from error
     for name in (STARTER, AGENT):
         if (parent := os.environ.get(name)) is not None and int(parent) != os.getppid():
             del os.environ[name]

@@ -94,8 +94,8 @@ class Signals(_SignalConnector):
 def ended_in_time(stacks: Path | None) -> Iterator[None]:
     """End this rank after a signal if it makes no progress for `GRACE` seconds, except while it saves a checkpoint.
 
-    Ranks may wait for each other in different collective calls, or one of them in a loop. Python runs no handler while
-    the main thread blocks in a collective call, so a second thread reads the signals, from Python's wakeup pipe.
+    Ranks may wait for each other in different collective calls, where Python runs no handler. A second thread therefore
+    reads the signals from Python's wakeup pipe.
 
     Args:
         stacks: Folder of the stacks in the run's directory, or None.

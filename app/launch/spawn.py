@@ -1,12 +1,10 @@
 """Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`. When one process fails or is stopped, all processes end."""
 
-import math
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
@@ -28,7 +26,6 @@ from app.system.interconnect import use_loopback
 from app.system.patches import expects
 from app.system.tracebacks import MADE_BY, users_part
 
-PAUSE = 0.5  # seconds between two checks of the processes
 SHUTDOWN = 30.0  # seconds that the other processes have to end after a failure, as under torch elastic
 _LAUNCHER = f"{_MultiProcessingLauncher.__module__}:_MultiProcessingLauncher"
 
@@ -111,7 +108,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
 
     @property
     def procs(self) -> list[Any]:
-        """The processes; Lightning sets this after all have started, and then joins the ones that ended."""
+        """The processes; Lightning sets this after all have started, and then joins them."""
         return self._processes
 
     @procs.setter
@@ -132,18 +129,16 @@ class SpawnLauncher(_MultiProcessingLauncher):
             ChildProcessError: When a process has failed.
         """
         running = {process.sentinel: index for index, process in enumerate(self._processes)}
-        self._failures, deadline = [], math.inf
+        self._failures = []
         while running:
-            for sentinel in connection.wait(running, PAUSE):
-                index = running.pop(sentinel)  # type: ignore[call-overload]
+            ended = connection.wait(running, SHUTDOWN if self._failures else None)
+            for sentinel in ended:
+                index = running.pop(sentinel)
                 self._processes[index].join()
                 if self._processes[index].exitcode or not self._mark(index).exists():
                     self._failures.append(index)
-            if self._failures and deadline == math.inf:
-                self.kill(signal.SIGTERM)
-                deadline = time.monotonic() + SHUTDOWN
-            if time.monotonic() > deadline:
-                self.kill(signal.SIGKILL)
+            if self._failures:
+                self.kill(signal.SIGTERM if ended else signal.SIGKILL)
         if self._failures:
             raise ChildProcessError
 

@@ -98,7 +98,7 @@ class RunRecord(Callback):
 
     def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:
         self._checkpoints = checkpoints
-        self._started = float(os.environ.get(BEGAN, time.time()))
+        self._started = float(os.environ.get(BEGAN, time.monotonic()))
         self.path: Path | None = None
         self.record = Record(command=command)
         self._unwritten = False
@@ -244,7 +244,7 @@ class RunRecord(Callback):
         """At the first step, record the set-up time, and start the clocks."""
         if self._first_step is None:
             self._first_batch = _batches(trainer)
-            self.record.setup_s = round(time.time() - self._started, 3)
+            self.record.setup_s = round(time.monotonic() - self._started, 3)
             if self.path is not None:
                 self._write()
             self._first_step = time.perf_counter()

@@ -35,10 +35,7 @@ class _Output(io.FileIO):
 
 
 def keep_output() -> None:
-    """Make output that cannot be written harmless. Open a closed standard stream, because a file would take its place.
-
-    A stream that another program has replaced, such as a notebook's, is left alone.
-    """
+    """Make unwritable output harmless. Open closed standard streams, because files would take their place."""
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell, as by `>&-`
