@@ -316,7 +316,7 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
         figures["memory"] = draw_line(draw_memory)
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
     if times and times.step:
-        taken = taken_cores(record.others_cores, record.hardware and record.hardware.cores)
+        taken = taken_cores(record.others_cores, record.hardware)
         limit, remedy = bottleneck(vars(times), record.accelerator == "cuda", record.placement, taken)
         blocks.append(f"A step takes {duration(times.step / 1000)}. **{limit}.** Try {remedy}.")
         figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
