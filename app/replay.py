@@ -38,7 +38,7 @@ from app.monitor.report import draw_images, read_metrics
 from app.record import Record
 from app.runs import CommandLine, run_fit
 from app.system.files import write_text
-from app.system.page import Section, code, page, table
+from app.system.page import Section, code, page, short, table
 from app.system.random_streams import own_streams
 from app.system.torch_files import load
 from app.verify.recording import singles
@@ -235,10 +235,10 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
     """Return the first and the last step to search.
 
     If the record names a first step with a non-finite loss, search only this step. Otherwise, search the steps between
-    the two successive logged losses with the largest rise.
+    the two successive logged losses with the largest rise; if fewer than two were logged, search the whole run.
 
     Raises:
-        UserError: When the run logged no per-step losses.
+        UserError: When the run took no step.
     """
     if record.not_finite_step is not None:
         return record.not_finite_step, record.not_finite_step
@@ -247,8 +247,10 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
     # prefer any other name to "train_loss", which may be an epoch's mean
     name = min(names, key=lambda name: (name == "train_loss", name), default="")
     losses = [(int(row["step"]) + 1, row[name]) for row in rows if name in row]
-    if len(losses) < 2:
-        raise UserError(f"--step worst: {metrics} has no per-step losses: give --step N")
+    if not record.steps:
+        raise UserError("--step worst: the run took no step: give another run")
+    if len(losses) in (0, 1, len(record.epochs)):  # no windows, or epochs' means
+        return 1, record.steps
     rises = [key(after) - before for (_, before), (_, after) in itertools.pairwise(losses)]
     place = rises.index(max(rises))
     return losses[place][0] + 1, losses[place + 1][0]
@@ -284,7 +286,7 @@ def write_report(
         command: Command line of `replay`.
         file: Path of the report.
     """
-    texts = [f"{label}, predicted {predicted}\nloss {loss}" for _, _, label, predicted, loss in rows[:SHOWN]]
+    texts = [f"{short(a, 9)}, predicted {short(b, 9)}\nloss {loss}" for _, _, a, b, loss in rows[:SHOWN]]
     shown = [(sample["image"], t) for sample, t in zip(samples, texts, strict=False) if sample["image"] is not None]
     figures = {"images": draw_images(shown)} if shown else {}
     pictures = '![The samples as the network got them, with label, prediction and loss](images "Largest loss first")'

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, output_of, tiny
+from harness import QUIET, App, error_of, options, output_of, tiny
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -75,6 +75,17 @@ def test_a_poisoned_image(value: str, app: App, tmp_path: Path) -> None:
         assert json.loads(config.with_name("run.json").read_text())["not_finite_step"]
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_worst_step_of_a_run_too_short_for_two_windows(epochs: int, app: App, tmp_path: Path) -> None:
+    """In 20 or 40 steps, no window of 50 steps ends: the whole run is searched."""
+    flags = [*THEIRS, *options(log_every_n_steps=50, max_epochs=epochs), "--data.bad", "7", "--data.value", "1e4"]
+    output_of(*app("fit", *flags, "--model.normalized", "false"))
+    config = tmp_path / "runs" / "poisoned" / "version_0" / "config.yaml"
+    out = output_of(*app("replay", "--config", config, "--step", "worst"))
+    assert f"replay  step 1 to {20 * epochs}, from the beginning" in out
+    assert int(largest(out).partition(": sample ")[2].split()[0]) in (7, 8, 9)
+
+
 def test_a_shuffled_loader(app: App, tmp_path: Path) -> None:
     """A run with a plain DataLoader is repeated from the beginning, because a resumed loader has another order."""
     flags = [*THEIRS, "--run.global_order", "false", "--data.bad", "0", "--data.value", "1", "--data.count", "300"]
@@ -107,7 +118,7 @@ REFUSED = [
     (["--config", "none.yaml"], "--config none.yaml: there is no run.json beside it"),
     (["--config", "CONFIG", "--step", "0"], "--step"),
     (["--config", "CONFIG", "--step", "99"], "--step 99: the run took 4 steps"),
-    (["--config", "CONFIG"], "has no per-step losses: give --step N"),
+    (["--config", "CONFIG"], "--step worst: the run took no step"),
     (["--config", "CONFIG", "--step", "2"], "last.ckpt: not a checkpoint, or damaged"),
     (["--config", "CONFIG", "--step", "4"], "run.json cannot be read"),
 ]
@@ -118,7 +129,9 @@ def test_what_cannot_be_replayed(flags: list[str], message: str, app: App, tmp_p
     config = tmp_path / "config.yaml"
     config.touch()
     if "CONFIG" in flags:
-        (tmp_path / "run.json").write_text("{" if "run.json" in message else '{"steps": 4, "global_batch_size": 8}')
+        steps = 0 if "no step" in message else 4
+        record = f'{{"steps": {steps}, "global_batch_size": 8}}'
+        (tmp_path / "run.json").write_text("{" if "run.json" in message else record)
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "last.ckpt").write_text("damaged")
     assert message in error_of(*app("replay", *(str(config) if flag == "CONFIG" else flag for flag in flags)))

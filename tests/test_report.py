@@ -7,20 +7,26 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
 from harness import QUIET, App, fork_app, last_of, on_cpu, options, output_of, record_of, seen_colours, tiny
+from matplotlib.figure import Figure
 
 from app.monitor.course import MOST, Course
-from app.monitor.report import leave_report, make_report
+from app.monitor.report import draw_images, leave_report, make_report, paint_confusion, stacked_bars
 from app.monitor.summary import report
-from app.record import Record
+from app.record import PHASES, Record
 from app.record.words import duration
 from app.system.files import read_csv, write_csv
-from app.system.page import Section, page, plain, table
+from app.system.page import Section, draw, draw_line, label_lines, page, plain, short, table
 
 SMALL = tiny(400, 20, name="x")
 pytestmark = pytest.mark.usefixtures("drawn")
@@ -120,6 +126,33 @@ def test_where_other_programs_took_the_cores_no_remedy_is_for_the_model(app: App
         assert "A step takes 7.4 s." in reader.text
         assert expected in reader.text
         assert ("; other programs took 1.8 of 2 cores" in "".join(report(record, [], fitted=True))) == (others > 1)
+
+
+LONG = ["American_staffordshire_terrier", "Großer Schweizer Sennenhund", "x", "single from disk with 28 workers"]
+COUNTS = np.random.default_rng(0).integers(10_000, 99_999, (20, 20))
+STEPS = [SimpleNamespace(data=n, forward_backward=9, communication=n, optimizer=3, rest=1) for n in (1, 3, 40, 0.1)]
+FLAT = [(2.305121, "training", "red"), (2.305120, "validation", "blue")]
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "a step of variants": lambda: draw(
+        partial(stacked_bars, labels=[short(n, 28) for n in LONG], phases=PHASES, rows=STEPS)
+    ),
+    "4 classes": lambda: draw(lambda axes: paint_confusion(axes, COUNTS[:4, :4], LONG), 5.0, 4.6),
+    "20 classes": lambda: draw(lambda axes: paint_confusion(axes, COUNTS, 5 * LONG), 5.0, 4.6),
+    "flat losses": lambda: draw_line(lambda axes: (axes.plot([2.30512, 2.305121]), label_lines(axes, FLAT))),
+    "wrong images": lambda: draw_images(
+        [(torch.rand(3, 9, 9), f"{short(n, 24)}\npredicted {short(n, 13)}, 99%") for n in LONG]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_text_of_a_picture_is_cut_or_covers_another(name: str) -> None:
+    figure = PICTURES[name]()
+    figure.draw_without_rendering()
+    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert min(box.x0, box.y0, width - box.x1, height - box.y1) > -0.01, "inches"
+    inside = [text.get_window_extent() for axes in figure.axes for text in axes.texts if text.get_text()]
+    assert not [pair for pair in itertools.combinations(inside, 2) if pair[0].overlaps(pair[1])]
 
 
 DURATIONS = {2e-5: "20 µs", 0.00739: "7.39 ms", 0.9994: "999 ms", 0.9996: "1.0 s", 7.39: "7.4 s", 250: "4:10"}

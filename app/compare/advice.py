@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from app.record import PHASES
+from app.record import PHASES, Hardware
 from app.record.words import BUSY, bottleneck, taken_cores
 from app.system.page import plain
 
@@ -198,7 +198,7 @@ def _limit(row: pd.Series, cores: int) -> list[str]:
         sentences.append(f"**Memory limits {name}**: {fullest:.0f} % of a device is used. Try {remedy}.")
     if row["rest_ms"] >= 0:  # false if no step was timed, because the time is then NaN
         times = {phase: float(row[f"{phase}_ms"]) for phase in (*PHASES, "launch")}
-        taken = taken_cores(row["others_cores"], cores)
+        taken = taken_cores(row["others_cores"], Hardware("", cores))
         limit, remedy = bottleneck(times, row["accelerator"] != "cpu", row["placement"], taken)
         sentences.append(f"**{name} is limited by {limit[0].lower()}{limit[1:]}.** Try {remedy}.")
     return sentences

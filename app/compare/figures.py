@@ -17,12 +17,13 @@ from app.compare.results import rate
 from app.compare.runner import Outcome
 from app.monitor.report import stacked_bars
 from app.record import PHASES
-from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, label_lines
+from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, label_lines, short
 
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a line's width.
 ALIKE = 0.005
 LEARNT = 0.98  # a variant has learnt if its loss fell below this fraction of the loss of guessing
 UNLEARNT = "No variant has learnt yet: the loss curves say nothing"
+LONGEST = 28  # characters of a variant's name
 NAMED = 5  # with more curves than this, only the baseline and the recommended variant get a colour and a label
 
 
@@ -68,7 +69,7 @@ def pictures(
         drawn["loss_epoch"] = Picture(title, paint)
     timed = rows.dropna(subset=["rest_ms"]).rename(columns={f"{phase}_ms": phase for phase in PHASES})
     if len(timed):
-        labels, steps = list(map(_short, timed.index)), list(timed.itertuples())
+        labels, steps = [short(name, LONGEST) for name in timed.index], list(timed.itertuples())
         paint = partial(stacked_bars, labels=labels, phases=PHASES, rows=steps)
         drawn["step"] = Picture("Where the time of a step goes, on rank zero", paint, height=1.3 + 0.3 * len(timed))
     return drawn
@@ -89,7 +90,7 @@ def _throughput(
     axes: Axes, rows: pd.DataFrame, rates: dict[str, list[float]], baseline: str, recommended: str | None
 ) -> None:
     places = np.arange(len(rows))
-    axes.set_yticks(places, [_short(name) for name in rows.index])
+    axes.set_yticks(places, [short(name, LONGEST) for name in rows.index])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.tick_params("y", length=0)
@@ -159,13 +160,9 @@ def _loss(
         line, colour = lines[name], colours[name]
         axes.plot(line.index + 1, line["loss"], color=colour, marker="o", markersize=3)
         axes.fill_between(line.index + 1, line["least"], line["most"], color=colour, alpha=0.2, linewidth=0)
-        label = f"{len(alike)} variants" if others and name == first else _short(name)
+        label = f"{len(alike)} variants" if others and name == first else short(name, LONGEST)
         ends.append((line["loss"].iloc[-1], label, colour))
     axes.set(xlabel="epoch", ylabel="training loss")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(axis="y")
     label_lines(axes, ends if len(ends) <= NAMED else [end for end in ends if end[2] != GREY])
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 28 else f"{name[:27]}…"

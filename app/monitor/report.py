@@ -1,5 +1,6 @@
 """Page `report.html` of a training: result, curves, confusion matrix, and bottleneck."""
 
+import math
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,7 +20,7 @@ from app.record import PHASES, Record
 from app.record.words import batch, bottleneck, duration, listed, percent, taken_cores, threads, way_of_running
 from app.system import page
 from app.system.files import read_csv, whole, write_text
-from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, table
+from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, short, table
 
 SHOWN = 5  # number of rows in each table of mistakes
 # the confusion matrix shows counts up to this number of classes, and the step chart is drawn up to this number of ranks
@@ -206,18 +207,21 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
     """
     total = counts.sum(1, keepdims=True)
     shares = counts / np.maximum(total, 1)
-    axes.imshow(shares, cmap=BLUES, vmin=0, vmax=1, interpolation="none")
-    size = min(10.0, 230 / len(names))
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
-    axes.set_yticks(range(len(names)), names, fontsize=size)
+    axes.imshow(shares, cmap=BLUES, vmin=0, vmax=1, interpolation="none", aspect="auto")
+    cell = 72 * 0.6 * axes.figure.get_figwidth() / len(names)  # type: ignore[union-attr]  # points
+    size, step = min(10.0, max(0.75 * cell, 6.0)), math.ceil(6 / cell)
+    labels = [short(name, 16) for name in names[::step]]
+    axes.set_xticks(range(0, len(names), step), labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
+    axes.set_yticks(range(0, len(names), step), labels, fontsize=size)
     axes.set(xlabel="predicted", ylabel="label")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     if len(names) > CELLS:
         return
-    for row, column in zip(*counts.nonzero(), strict=True):
+    figures = min(size, 1.4 * cell / len(str(counts.max())))
+    for row, column in zip(*counts.nonzero(), strict=True) if figures >= 5 else ():  # smaller ones cannot be read
         colour = "white" if shares[row, column] > 0.5 else page.INK
-        axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", color=colour, fontsize=size)
+        axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", color=colour, fontsize=figures)
     for row in range(len(names)):
         recall = f"{shares[row, row]:.0%}" if total[row, 0] else "—"
         axes.text(len(names) - 0.3, row, recall, va="center", fontsize=size)
@@ -310,7 +314,7 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
         figures["memory"] = draw_line(draw_memory)
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
     if times and times.step:
-        taken = taken_cores(record.others_cores, record.hardware and record.hardware.cores)
+        taken = taken_cores(record.others_cores, record.hardware)
         limit, remedy = bottleneck(vars(times), record.accelerator != "cpu", record.placement, taken)
         blocks.append(f"A step takes {duration(times.step / 1000)}. **{limit}.** Try {remedy}.")
         figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
@@ -339,13 +343,15 @@ def stacked_bars(axes: Axes, labels: Sequence[str], phases: Sequence[str], rows:
     """Draw a stacked bar of phases in milliseconds for each row."""
     times = np.array([[getattr(row, phase) for row in rows] for phase in phases])  # (phases, rows)
     shares = times / np.maximum(times.sum(0), 1e-9)
+    room = axes.figure.get_figwidth() - 0.2 - 0.085 * max(map(len, labels))  # type: ignore[union-attr]
+    least = 0.33 / room * times.sum(0).max()  # a percentage is 0.33 inches wide
     for phase, widths, share, left in zip(phases, times, shares, times.cumsum(0) - times, strict=True):
         bars = axes.barh(labels, widths, left=left, color=PHASE_COLOURS[phase], edgecolor=page.PAPER, height=0.65)
         bars.set_label(phase.replace("_", " + "))
-        written = [f"{fraction:.0%}" if fraction >= 0.08 else "" for fraction in share]
+        written = [f"{part:.0%}" if width >= least else "" for part, width in zip(share, widths, strict=True)]
         axes.bar_label(bars, written, label_type="center", color="white", fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("milliseconds")
     axes.spines["left"].set_visible(False)
     axes.tick_params("y", length=0)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=9, handlelength=1, columnspacing=1.2)
+    axes.figure.legend(loc="outside upper center", ncols=3, fontsize=9, handlelength=1, columnspacing=1.2)

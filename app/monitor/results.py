@@ -105,10 +105,11 @@ class TestFigures(Callback):
             return
         # a local import, because matplotlib takes a fifth of all import time
         from app.monitor.report import draw_confusion_matrix, draw_images
+        from app.system.page import short
 
         names = list(trainer.datamodule.class_names)  # type: ignore[attr-defined]
         rows = [(loader.split[row], names[label], names[predicted], share) for share, row, predicted, label in worst]
-        captions = [f"{label}\npredicted {predicted}, {share:.0%}" for _, label, predicted, share in rows]
+        captions = [f"{short(a, 24)}\npredicted {short(b, 13)}, {share:.0%}" for _, a, b, share in rows]
         pictures = [Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png")]
         counts = ([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))
         try:

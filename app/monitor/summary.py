@@ -47,7 +47,7 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         rate = f", {speed.median:,.0f} samples/s (median of {windows})" if speed.median else ""
         whole = f" in {len(record.parts) + 1} parts" if record.parts else ""
         trained, before = duration(record.train_s), duration(record.setup_s)
-        taken = taken_cores(record.others_cores, record.hardware and record.hardware.cores)
+        taken = taken_cores(record.others_cores, record.hardware)
         others = f"; other programs took {taken}" if taken else ""
         yield f"time            {trained} training{whole}, {before} set-up{rate}{others}"
         for slow in slow_ranks(record.ranks).values():

@@ -77,7 +77,7 @@ def timed(record: Record) -> Timed:
         windows = rates.median / rates.max, rates.median / rates.min
     assert record.global_batch_size
     assert record.time_per_step
-    taken = taken_cores(record.others_cores, record.hardware and record.hardware.cores)
+    taken = taken_cores(record.others_cores, record.hardware)
     return Timed(record.global_batch_size / record.replicas, vars(record.time_per_step), windows, taken)
 
 

@@ -27,14 +27,7 @@ def recommended(table: pd.DataFrame) -> pd.Series:
 
 
 def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int, doubts: str = "") -> str:
-    """Return the recommendation in one line, with the speed-up and its range as in the table.
-
-    Args:
-        table: Table of `predict`.
-        config: Resolved configuration.
-        batch: Global batch size.
-        doubts: Addition to `predicted`, such as ` on a busy machine`.
-    """
+    """Return the recommendation in one line; `doubts` may add ` on a busy machine` to `predicted`."""
     model, row = config["model"], recommended(table)
     name = (model.get("init_args") or {}).get("network") or model["class_path"].rpartition(".")[2]
     gain = f"{row['speed_up']:.2f} × one device ({_range(row, 'speed_up', '.2f')}), predicted{doubts}"
@@ -49,10 +42,7 @@ def _devices(row: pd.Series) -> str:
 
 def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
     """Yield sentences that explain the recommendation."""
-    row = recommended(table)
-    if row["devices"] > 1:
-        yield f"This is {row['efficiency']:.0%} of the ideal."
-    elif len(table) > 1:
+    if recommended(table)["devices"] == 1 and len(table) > 1:
         larger = "a larger `--data.batch_size`" + ("" if scaled else ", or `--scale_batch true`")
         yield f"No other variant certainly reaches half of the ideal. Try {larger}: more work per exchange."
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from app.record import PHASES, Record
+from app.record import PHASES, Hardware, Record
 
 OVERHEAD = 0.35  # a phase other than forward and backward is the bottleneck if it takes at least this share of a step
 BUSY = 0.1  # other programs may take this share of the cores without disturbing a run
@@ -68,11 +68,11 @@ def batch(record: Record) -> str:
     return f"{size:,}{share}{shards}"
 
 
-def taken_cores(others: float | None, cores: int | None) -> str:
+def taken_cores(others: float | None, hardware: Hardware | None) -> str:
     """Format the cores that other programs took: `1.8 of 2 cores`; an empty string if too few to disturb a run."""
-    if others is None or cores is None or others <= BUSY * cores:
+    if others is None or hardware is None or others <= BUSY * hardware.cores:
         return ""
-    return f"{others:.1f} of {cores} cores"
+    return f"{others:.1f} of {hardware.cores} cores"
 
 
 def bottleneck(milliseconds: Mapping[str, float], gpu: bool, placement: str | None, taken: str = "") -> tuple[str, str]:

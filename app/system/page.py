@@ -141,11 +141,15 @@ def png(figure: Figure) -> bytes:
 def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Write each line's name at its right end, and move overlapping names apart.
 
+    Lines that change by less than 2 % become flat, so that the numbers of the axis stay short.
+
     Args:
         axes: Axes with all lines drawn.
         ends: Last value, name and colour of each line.
     """
     low, high = axes.get_ylim()
+    missing = max(0.02 * max(abs(low), abs(high)) - (high - low), 0.0)
+    low, high = low - missing / 2, high + missing / 2
     axes.set_ylim(low, high)
     gap = (high - low) * 15 / 72 / (0.75 * axes.figure.get_figheight())  # type: ignore[union-attr]
     ends = sorted(ends)
@@ -156,6 +160,11 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     for place, (_, name, colour) in zip(places, ends, strict=True):
         right = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in data units
         axes.text(1.02, place - moved, name, transform=right, va="center", color=colour, fontsize=9)
+
+
+def short(name: str, most: int) -> str:
+    """Shorten a name to at most `most` characters, for a figure."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _shown(figure: Figure | bytes, name: str, alt: str) -> str:
