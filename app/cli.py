@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Sequence
 
 import app
-from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory
+from app.errors import ExitStatus, RankError, UserError, nearest, out_of_memory, printable
 from app.launch.process import AGENT, BEGAN, begin, check_environment, is_task_of_srun
 from app.system.program import set_up
 from app.system.tracebacks import users_part
@@ -97,7 +97,8 @@ def _say(error: BaseException) -> int:
         traceback.print_exc()
     if status.status == "failed" and AGENT not in os.environ:  # our agent reports its ranks' errors
         rank = os.environ.get("SLURM_PROCID" if is_task_of_srun() else "RANK", "0")
-        print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
+        place = "" if rank == "0" else f"rank {rank}: "
+        print(f"{place}error: {printable(str(status.reason))}", file=sys.stderr)
     return status.code
 
 

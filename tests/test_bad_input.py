@@ -4,6 +4,7 @@ Each must cause one error line and exit code 2, and run no code.
 """
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,11 @@ FLAGS = [
     (["--model.optimizer", "{a: 1, a: 2}"], "{a: 1, a: 2}: a is given twice"),
     (["--model.optimizer", ".os.system"], "--model.optimizer"),
     (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
+    (["--run.name", "a\x1b[31mb"], r"--run.name a\x1b[31mb: contains a control character: leave it out"),
+    (["--run.name", "a\nb"], "--run.name a b: contains a control character: leave it out"),
+    (["--run.tags", "['a\x1bb']"], "--run.tags"),
+    (["--trainer.devices", "1" * 5000], "1: a number of 5,000 characters is too long"),
+    (["--run.root", "x" * 5000], "cannot be used (File name too long)"),
 ]
 
 
@@ -71,10 +77,18 @@ def test_flags(flags: list[str], message: str, app: App) -> None:
     assert not Path("ran").exists()
 
 
+LEVELS = [f"&{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")]
+BOMB = f"a: [&a 1, {', '.join(LEVELS)}]"
 CONFIGS = [
-    ("trainer: &a {x: *a}\n", "Circular reference detected"),
+    ("trainer: &a {x: *a}\n", "its aliases (*) expand it to more than 1,000,000 characters"),
+    (BOMB, "its aliases (*) expand it to more than 1,000,000 characters"),
+    (f"trainer: {{max_epochs: '{BOMB[3:]}'}}", "its aliases (*) expand it to more than 1,000,000 characters"),
+    ("x: " + "1" * 1_000_000, "it is longer than 1,000,000 characters"),
+    ('run: {name: "a\\0b"}', "line 1 contains a NUL character"),
+    ('run: {name: "a\\eb"}', "--run.name a\\x1bb: contains a control character: leave it out"),
+    ("model: pipe", "pipe: not a file"),
     ("trainer: " + "[" * 600 + "]" * 600, "maximum recursion depth exceeded"),
-    ("trainer: {max_epochs: " + "1" * 5000 + "}", "Exceeds the limit"),
+    ("trainer: {max_epochs: " + "1" * 5000 + "}", "a number of 5,000 characters is too long"),
     ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
     ("run: 7", "run: 7 in --config"),
     ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
@@ -84,6 +98,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("content", "message"), CONFIGS)
 def test_configs(content: str | bytes, message: str, app: App) -> None:
+    os.mkfifo("pipe")
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
     assert message in error_of(*app("fit", *TINY, "--config", "x.yaml"))
     assert not Path("ran").exists()
