@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import App, error_of, output_of, tiny
+from harness import App, error_of, output_of, start_app, tiny
 
 from app.cli import main
 from app.system.files import open_file
@@ -67,6 +67,9 @@ FLAGS = [
     (["--run.name", "a\nb"], "--run.name a b: contains a control character: leave it out"),
     (["--run.tags", "['a\x1bb']"], "--run.tags"),
     (["--trainer.devices", "1" * 5000], "1: a number of 5,000 characters is too long"),
+    (["--data", "../project"], "--data ../project: a path: give --data ImageFolder --data.root ../project"),
+    (["--data", "no/images"], "--data no/images: a path that is missing: give --data ImageFolder --data.root no/imag"),
+    (["--data", "ImageFolder", "--data.root", "{1}"], "{1}"),
     (["--run.root", "x" * 5000], "cannot be used (File name too long)"),
 ]
 
@@ -139,6 +142,21 @@ def test_only_regular_files_are_opened(name: str, reason: str) -> None:
     os.mkfifo("pipe")
     with pytest.raises(OSError, match=reason):
         open_file(name)
+
+
+def test_a_terminal_in_ascii(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's Timer, whose default is an enum, can be added by a flag."""
+    timer = ["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=00:00:10:00"]
+    out = output_of(*start_app("fit", *TINY, *timer, "--run.root", ".", env={"PYTHONIOENCODING": "ascii"}))
+    assert r"3 \xd7 32 \xd7 32" in out
+
+
+def test_a_deleted_folder(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "the current folder was deleted: change to another one" in error_of(*app("fit", *TINY))
 
 
 VARIABLES = [

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from jsonargparse import _loaders_dumpers
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import app
@@ -69,6 +70,13 @@ def _network(token: Token) -> list[Token]:
     if token.name != "--model" or not is_network:
         return [token]
     return [Token.of("--model", "ImageClassifier"), Token.of("--model.network", name)]
+
+
+def _is_path(data: str) -> bool:
+    """Return whether the value of `--data` is a path of images in place of a class."""
+    if data in [cls.__name__ for cls in subclasses(LightningDataModule)] or data.endswith((".yaml", ".yml")):
+        return False
+    return os.path.isdir(data) or data.endswith(".csv") or (os.sep in data and "{" not in data)
 
 
 class Arguments:
@@ -145,6 +153,14 @@ class Arguments:
         for token in self.tokens:
             if token.value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", token.flag):
                 raise UserError(f"{token.flag} needs a value")
+            value = token.value or ""
+            if token.flag == "--data" and _is_path(value):
+                remedy = (
+                    f"give --data ImageFolder --data.root {value} for a folder, --data ImageTable --data.csv for a CSV"
+                )
+                raise UserError(
+                    f"--data {value}: a path{'' if os.path.exists(value) else ' that is missing'}: {remedy}"
+                )
             with suppress(yaml.YAMLError):
                 try:
                     load_yaml(token.value or "")
@@ -213,6 +229,12 @@ class Loader(yaml.SafeLoader):
         if node is not None and self._length(node, {}) > LONGEST:
             raise UserError(f"its aliases (*) expand it to more than {LONGEST:,} characters")
         return node
+
+    def get_single_data(self) -> Any:
+        """Return the value; a set such as `{1}` is text, because jsonargparse would fail."""
+        value = super().get_single_data()
+        is_set = isinstance(value, dict) and not any(isinstance(key, str) or value[key] is not None for key in value)
+        return self.buffer.rstrip("\0") if is_set and value else value
 
     def _length(self, node: yaml.Node, known: dict[int, int]) -> int:
         """Return the number of characters of a node if each alias is replaced by a copy."""

@@ -7,11 +7,13 @@ import pkgutil
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 import torch
+import yaml
 from jsonargparse import ArgumentParser, _loaders_dumpers, _paths, _typehints, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
@@ -137,6 +139,8 @@ def import_trusted_only() -> None:
     """Make jsonargparse read files and YAML as this application does, and reject code that is not trusted."""
     _loaders_dumpers.yaml_default_loader = Loader
     _paths.Path.read_text = _read_text
+    # Lightning's Timer has an enum as the default value of a string
+    yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
     create_in_any(True)
     guard_types()

@@ -1,6 +1,8 @@
 """Set-up of this program's processes; programs that import `app` as a library do not need it."""
 
+import io
 import logging
+import sys
 import warnings
 
 from app.system.deferred_imports import defer_imports
@@ -14,7 +16,13 @@ IGNORED = (  # patterns of the first words of ignored warnings
 
 
 def set_up() -> None:
-    """Defer imports that most runs never use, and hide warnings that users cannot fix. Safe to call again."""
+    """Defer imports that most runs never use, and hide warnings that users cannot fix. Safe to call again.
+
+    Also escape characters that a terminal of another encoding lacks, such as `×` in ASCII.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     defer_imports()
     for message in IGNORED:
         warnings.filterwarnings("ignore", message)
