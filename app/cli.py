@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Sequence
 
 import app
-from app.errors import ExitStatus, RankError, UserError, nearest, shortage
+from app.errors import ExitStatus, RankError, UserError, nearest, printable, shortage
 from app.launch.process import AGENT, BEGAN, begin, check_environment, is_task_of_srun, is_worker
 from app.system.program import set_up
 from app.system.tracebacks import users_part
@@ -104,7 +104,8 @@ def _say(error: BaseException) -> int:
         rank = "0"
         if is_task_of_srun() or is_worker():
             rank = os.environ["SLURM_PROCID" if is_task_of_srun() else "RANK"]
-        print(f"{'' if rank == '0' else f'rank {rank}: '}error: {status.reason}", file=sys.stderr)
+        place = "" if rank == "0" else f"rank {rank}: "
+        print(f"{place}error: {printable(str(status.reason))}", file=sys.stderr)
     return status.code
 
 

@@ -17,11 +17,11 @@ class UserError(Exception):
     """Error that the user can correct. Exit code 2.
 
     Args:
-        message: Problem, place and remedy. Line breaks become spaces.
+        message: Problem, place and remedy. Line breaks become spaces; a word of more than 300 characters is cut.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(re.sub(r"\s*[\r\n]+\s*", " ", message))
+        super().__init__(re.sub(r"(\S{200})\S{100,}", r"\1…", re.sub(r"\s*[\r\n]+\s*", " ", message)))
 
 
 class RankError(Exception):
@@ -155,6 +155,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     best = max(scores.values(), default=0.0)
     matches = sorted(candidate for candidate, score in scores.items() if score == best >= 0.6)
     return f": did you mean {' or '.join(matches[:3])}?" if matches else ""
+
+
+def printable(text: str) -> str:
+    """Replace characters that would control the terminal, such as ESC, by their escape sequence in Python."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str) -> str:

@@ -5,10 +5,11 @@ Each must cause one error line and exit code 2, and run no code.
 
 import errno
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import App, error_of, output_of, tiny
+from harness import App, error_of, output_of, start_app, tiny
 
 from app.cli import main
 from app.errors import ExitStatus
@@ -64,6 +65,14 @@ FLAGS = [
     (["--model.optimizer", "{a: 1, a: 2}"], "{a: 1, a: 2}: a is given twice"),
     (["--model.optimizer", ".os.system"], "--model.optimizer"),
     (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
+    (["--run.name", "a\x1b[31mb"], r"--run.name a\x1b[31mb: contains a control character: leave it out"),
+    (["--run.name", "a\nb"], "--run.name a b: contains a control character: leave it out"),
+    (["--run.tags", "['a\x1bb']"], "--run.tags"),
+    (["--trainer.devices", "1" * 5000], "1: a number of 5,000 characters is too long"),
+    (["--data", "../project"], "--data ../project: a path: give --data ImageFolder --data.root ../project"),
+    (["--data", "no/images"], "--data no/images: a path that is missing: give --data ImageFolder --data.root no/imag"),
+    (["--data", "ImageFolder", "--data.root", "{1}"], "{1}"),
+    (["--run.root", "x" * 5000], "cannot be used (File name too long)"),
 ]
 
 
@@ -73,10 +82,18 @@ def test_flags(flags: list[str], message: str, app: App) -> None:
     assert not Path("ran").exists()
 
 
+LEVELS = [f"&{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")]
+BOMB = f"a: [&a 1, {', '.join(LEVELS)}]"
 CONFIGS = [
-    ("trainer: &a {x: *a}\n", "Circular reference detected"),
+    ("trainer: &a {x: *a}\n", "its aliases (*) expand it to more than 1,000,000 characters"),
+    (BOMB, "its aliases (*) expand it to more than 1,000,000 characters"),
+    (f"trainer: {{max_epochs: '{BOMB[3:]}'}}", "its aliases (*) expand it to more than 1,000,000 characters"),
+    ("x: " + "1" * 1_000_000, "it is longer than 1,000,000 characters"),
+    ('run: {name: "a\\0b"}', "line 1 contains a NUL character"),
+    ('run: {name: "a\\eb"}', "--run.name a\\x1bb: contains a control character: leave it out"),
+    ("model: pipe", "pipe: not a file"),
     ("trainer: " + "[" * 600 + "]" * 600, "maximum recursion depth exceeded"),
-    ("trainer: {max_epochs: " + "1" * 5000 + "}", "Exceeds the limit"),
+    ("trainer: {max_epochs: " + "1" * 5000 + "}", "a number of 5,000 characters is too long"),
     ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
     ("run: 7", "run: 7 in --config"),
     ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
@@ -86,6 +103,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("content", "message"), CONFIGS)
 def test_configs(content: str | bytes, message: str, app: App) -> None:
+    os.mkfifo("pipe")
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
     assert message in error_of(*app("fit", *TINY, "--config", "x.yaml"))
     assert not Path("ran").exists()
@@ -126,6 +144,21 @@ def test_only_regular_files_are_opened(name: str, reason: str) -> None:
     os.mkfifo("pipe")
     with pytest.raises(OSError, match=reason):
         open_file(name)
+
+
+def test_a_terminal_in_ascii(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's Timer, whose default is an enum, can be added by a flag."""
+    timer = ["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=00:00:10:00"]
+    out = output_of(*start_app("fit", *TINY, *timer, "--run.root", ".", env={"PYTHONIOENCODING": "ascii"}))
+    assert r"3 \xd7 32 \xd7 32" in out
+
+
+def test_a_deleted_folder(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "the current folder was deleted: change to another one" in error_of(*app("fit", *TINY))
 
 
 VARIABLES = [

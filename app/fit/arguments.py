@@ -1,22 +1,26 @@
 """Command line as tokens, with the content of its config files."""
 
-import json
+import itertools
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from jsonargparse import get_loader
+from jsonargparse import _loaders_dumpers
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import app
 from app.errors import UserError, nearest, one_line
 from app.networks import names_of_torchvision, own_network
 from app.system.files import open_file
+from app.system.patches import expects
 
 STRATEGY = "--trainer.strategy"
+LONGEST = 1_000_000  # characters of a YAML text
 SECTIONS = ("trainer", "model", "data", "run", "cluster", "best_checkpoint", "last_checkpoint", "lr_monitor")
 
 
@@ -66,6 +70,13 @@ def _network(token: Token) -> list[Token]:
     if token.name != "--model" or not is_network:
         return [token]
     return [Token.of("--model", "ImageClassifier"), Token.of("--model.network", name)]
+
+
+def _is_path(data: str) -> bool:
+    """Return whether the value of `--data` is a path of images in place of a class."""
+    if data in [cls.__name__ for cls in subclasses(LightningDataModule)] or data.endswith((".yaml", ".yml")):
+        return False
+    return os.path.isdir(data) or data.endswith(".csv") or (os.sep in data and "{" not in data)
 
 
 class Arguments:
@@ -142,6 +153,19 @@ class Arguments:
         for token in self.tokens:
             if token.value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", token.flag):
                 raise UserError(f"{token.flag} needs a value")
+            value = token.value or ""
+            if token.flag == "--data" and _is_path(value):
+                remedy = (
+                    f"give --data ImageFolder --data.root {value} for a folder, --data ImageTable --data.csv for a CSV"
+                )
+                raise UserError(
+                    f"--data {value}: a path{'' if os.path.exists(value) else ' that is missing'}: {remedy}"
+                )
+            with suppress(yaml.YAMLError):
+                try:
+                    load_yaml(token.value or "")
+                except UserError as error:
+                    raise UserError(f"{token.flag} {one_line(str(token.value))[:100]}: {error}") from error
         for file, config in self.configs.items():
             for section, content in config.items():
                 names_class = section in ("model", "data") and isinstance(content, str)
@@ -185,42 +209,86 @@ def subclasses(cls: type) -> list[type]:
     return [*direct, *(below for child in direct for below in subclasses(child))]
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML loader that rejects repeated keys. SafeLoader would silently use a repeated key's last value."""
+@expects("jsonargparse:_loaders_dumpers.get_yaml_default_loader")
+class Loader(yaml.SafeLoader):
+    """YAML loader that rejects repeated keys, of which SafeLoader would use the last, and texts that would fill memory.
+
+    Numbers and dates are read as jsonargparse's loader reads them.
+    """
+
+    yaml_implicit_resolvers = _loaders_dumpers.get_yaml_default_loader().yaml_implicit_resolvers
+
+    def __init__(self, text: str) -> None:
+        if len(text) > LONGEST:
+            raise UserError(f"it is longer than {LONGEST:,} characters")
+        super().__init__(text)
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the root node, after a check of its length."""
+        node = super().get_single_node()
+        if node is not None and self._length(node, {}) > LONGEST:
+            raise UserError(f"its aliases (*) expand it to more than {LONGEST:,} characters")
+        return node
+
+    def get_single_data(self) -> Any:
+        """Return the value; a set such as `{1}` is text, because jsonargparse would fail."""
+        value = super().get_single_data()
+        is_set = isinstance(value, dict) and not any(isinstance(key, str) or value[key] is not None for key in value)
+        return self.buffer.rstrip("\0") if is_set and value else value
+
+    def _length(self, node: yaml.Node, known: dict[int, int]) -> int:
+        """Return the number of characters of a node if each alias is replaced by a copy."""
+        if isinstance(node, yaml.ScalarNode):
+            if "\0" in node.value:
+                raise UserError(f"line {node.start_mark.line + 1} contains a NUL character")
+            return len(node.value) + 1
+        if id(node) not in known:
+            known[id(node)] = LONGEST + 1  # counts if the node contains itself
+            parts = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain(*node.value)
+            known[id(node)] = 1 + sum(self._length(part, known) for part in parts)
+        return known[id(node)]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping, after a check of its keys."""
         keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
         for key in keys:
             if keys.count(key) > 1:
                 raise UserError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Return an integer."""
+        try:
+            return super().construct_yaml_int(node)
+        except ValueError as error:
+            raise UserError(f"a number of {len(node.value):,} characters is too long") from error
 
-_load_plainly = get_loader("yaml")
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
 
 
 def load_yaml(text: str) -> Any:
-    """Load YAML as jsonargparse does, but reject repeated keys.
+    """Load YAML.
 
     Raises:
-        UserError: For a repeated key.
+        UserError: For a repeated key, a NUL character, or a text that is too long.
         YAMLError: For text that is not YAML.
     """
-    if ":" in text or "{" in text:  # only a mapping can repeat a key
-        try:
-            yaml.load(text, Loader=_Loader)
-        except UserError as error:
-            raise UserError(f"{one_line(text)[:100]}: {error}") from error
-    return _current(_load_plainly(text))
+    return _current(yaml.load(text, Loader=Loader))
 
 
 def _current(content: Any) -> Any:
-    """Rename a setting in the config of an earlier version: Synthetic's number of images was its `size`."""
-    data = content.get("data") if isinstance(content, dict) else None
-    settings = data.get("init_args") if isinstance(data, dict) else None
-    name = str(data.get("class_path")).rpartition(".")[2] if isinstance(data, dict) else None
-    if isinstance(settings, dict) and "size" in settings and name == "Synthetic":
-        settings["images"] = settings.pop("size")
+    """Update the config of an earlier version: rename Synthetic's `size`, and drop removed settings that were off."""
+    sections = content if isinstance(content, dict) else {}
+    for section, removed in {"model": ("cuda_graph", False), "data": ("micro_batch", None)}.items():
+        chosen = sections.get(section)
+        settings = chosen.get("init_args") if isinstance(chosen, dict) else None
+        if not isinstance(settings, dict):
+            continue
+        if removed in settings.items():
+            del settings[removed[0]]
+        if "size" in settings and str(chosen.get("class_path")).rpartition(".")[2] == "Synthetic":
+            settings["images"] = settings.pop("size")
     return content
 
 
@@ -238,20 +306,28 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
     """Read a YAML mapping.
 
     Raises:
-        UserError: When the file is missing or unreadable, is not a YAML mapping, or repeats a key.
+        UserError: When the file is missing or unreadable, or is not a YAML mapping as `load_yaml` takes it.
     """
     try:
-        with open_file(shipped(name)) as file:
-            content = yaml.load(file.read().decode(), Loader=_Loader)
-        # json.dumps raises for a mapping that contains itself; without this check, jsonargparse would never return
-        json.dumps(content, default=str)
+        content = load_yaml(read_text(shipped(name)))
     except FileNotFoundError:
         near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
         raise UserError(f"{flag} {name}: there is no such file{near}") from None
     except OSError as error:
         raise UserError(f"{flag} {name}: {error.strerror}") from error
-    except (ValueError, RecursionError, UserError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a huge number
+    except (ValueError, RecursionError, UserError, yaml.YAMLError) as error:  # ValueError: not UTF-8
         raise UserError(f"{flag} {name} cannot be read: {one_line(str(error))[:300]}") from error
     if not isinstance(content, dict):
         raise UserError(f"{flag} {name}: not a config: expected `key: value` lines")
-    return _current(content)
+    return content
+
+
+def read_text(path: str | Path) -> str:
+    """Read a text file that may become a config. A longer one is cut, and `load_yaml` rejects it.
+
+    Raises:
+        OSError: When the file cannot be opened, or is not a regular file.
+        ValueError: When it is not UTF-8.
+    """
+    with open_file(path) as file:
+        return file.read(4 * LONGEST + 4).decode()

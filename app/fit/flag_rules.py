@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from pathlib import PurePath
 from types import NoneType
@@ -82,6 +83,10 @@ def _nulls(s: Resolved) -> Iterator[str]:
 
 
 def _values(s: Resolved) -> Iterator[str]:
+    for flag, value in leaves(s.config):
+        control = r"[\0-\x08\x0b-\x1f\x7f-\x9f]" if flag.startswith(("model.", "data.")) else r"[\0-\x1f\x7f-\x9f]"
+        if isinstance(value, str) and re.search(control, value):
+            yield f"--{flag} {value}: contains a control character: leave it out"
     for flag, value in leaves(s.checked):
         if isinstance(value, float) and not math.isfinite(value):
             yield f"--{flag} {value}: give a finite number"

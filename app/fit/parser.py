@@ -7,20 +7,21 @@ import pkgutil
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, _typehints, set_loader, set_parsing_settings
+from jsonargparse import ArgumentParser, _loaders_dumpers, _paths, _typehints, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torchvision.transforms import v2
 
 from app.errors import ExitStatus, UserError
-from app.fit.arguments import load_yaml, subclasses
+from app.fit.arguments import Loader, read_text, subclasses
 from app.fit.help import page
 from app.fit.messages import rejection
 from app.modules import ImageClassifier
@@ -77,7 +78,7 @@ _NAMES = (
 )
 
 
-@expects(*(f"jsonargparse._typehints:{name}" for name in _NAMES))
+@expects(*(f"jsonargparse:_typehints.{name}" for name in _NAMES))
 def guard_types() -> None:
     """Make jsonargparse check each class and function that a value names before calling it.
 
@@ -125,9 +126,21 @@ def create_in_any(value: bool) -> None:
     set_parsing_settings(validate_subclass_spec_in_any=value, instantiate_subclass_spec_in_any=value)
 
 
+def _read_text(path: Any) -> str:
+    """Read a file that a flag names in place of its value."""
+    try:
+        return read_text(path.absolute)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+
+
+@expects("jsonargparse:_loaders_dumpers.yaml_default_loader", "jsonargparse:_paths.Path.read_text")
 def import_trusted_only() -> None:
-    """Make jsonargparse reject repeated keys, and code that is not trusted, before it imports or runs it."""
-    set_loader("yaml", load_yaml, (yaml.YAMLError,))
+    """Make jsonargparse read files and YAML as this application does, and reject code that is not trusted."""
+    _loaders_dumpers.yaml_default_loader = Loader
+    _paths.Path.read_text = _read_text
+    # Lightning's Timer has an enum as the default value of a string
+    yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
     create_in_any(True)
     guard_types()

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from jsonargparse import Namespace, dict_to_namespace
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from app.fit.arguments import load_yaml, read_yaml
 from app.fit.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
 from app.launch.cluster_environment import may_resume
 from app.monitor.loggers import claim_version
@@ -170,7 +170,7 @@ def _folder(
     if stage != "fit":
         return _held(claim_version(used, stage)), None
     record, file = read_earlier(used / "run.json"), used / "config.yaml"
-    flags, before = _settings(dump()), _settings(file.read_text() if file.is_file() else "")
+    flags, before = _settings(load_yaml(dump())), _settings(read_yaml(str(file)) if file.is_file() else {})
     reason = next((f"--{name} differs" for name in flags if before.get(name, flags[name]) != flags[name]), None)
     if reason is None and not is_newest(Path(str(checkpoint))):
         reason = "it has newer checkpoints"
@@ -207,8 +207,8 @@ def release_folders() -> None:
         os.close(_HELD.pop())
 
 
-def _settings(config: str) -> dict[str, Any]:
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config's flags that define the training."""
-    flat = vars(dict_to_namespace(yaml.safe_load(config) or {}).as_flat())
+    flat = vars(dict_to_namespace(config).as_flat())
     settings = {name.replace(".init_args", ""): value for name, value in flat.items()}
     return {key: value for key, value in settings.items() if key.startswith(TRAINING) and not key.endswith(EXECUTION)}

@@ -35,7 +35,10 @@ class _Output(io.FileIO):
 
 
 def keep_output() -> None:
-    """Make unwritable output harmless. Open closed standard streams, because files would take their place."""
+    """Make unwritable output harmless. Open closed standard streams, because files would take their place.
+
+    Characters that a terminal of another encoding lacks, such as `×` in ASCII, are escaped.
+    """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell, as by `>&-`
@@ -47,7 +50,7 @@ def keep_output() -> None:
             if not stream.write_through:  # PYTHONUNBUFFERED is not set
                 output = io.BufferedWriter(output)
             options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, io.TextIOWrapper(output, stream.encoding, stream.errors, **options))
+            setattr(sys, name, io.TextIOWrapper(output, stream.encoding, "backslashreplace", **options))
 
 
 def set_up() -> None:
