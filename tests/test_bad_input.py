@@ -153,14 +153,6 @@ def test_a_terminal_in_ascii(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     assert r"3 \xd7 32 \xd7 32" in out
 
 
-def test_a_deleted_folder(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert "the current folder was deleted: change to another one" in error_of(*app("fit", *TINY))
-
-
 VARIABLES = [
     ("SLURM_STEP_ID", "", "expected a whole number"),
     ("WORLD_SIZE", "abc", "expected a whole number"),

@@ -282,9 +282,9 @@ def _current(content: Any) -> Any:
     sections = content if isinstance(content, dict) else {}
     for section, removed in {"model": ("cuda_graph", False), "data": ("micro_batch", None)}.items():
         chosen = sections.get(section)
-        settings = chosen.get("init_args") if isinstance(chosen, dict) else None
-        if not isinstance(settings, dict):
+        if not isinstance(chosen, dict) or not isinstance(chosen.get("init_args"), dict):
             continue
+        settings = chosen["init_args"]
         if removed in settings.items():
             del settings[removed[0]]
         if "size" in settings and str(chosen.get("class_path")).rpartition(".")[2] == "Synthetic":

@@ -46,10 +46,6 @@ def check_environment() -> None:
     Raises:
         UserError: When a variable is invalid, or left over from another process; or the current folder is deleted.
     """
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UserError("the current folder was deleted: change to another one (cd)") from None
     for name, (pattern, meaning) in VARIABLES.items():
         value = os.environ.get(name)
         if value is not None and not re.fullmatch(pattern, value):
