@@ -39,7 +39,7 @@ def test_a_line_for_each_epoch(app: App) -> None:
     for line in lines:
         assert re.search(r"train \d\.\d{3}  val \d\.\d{3}  acc +\d+\.\d % [* ]  lr 0\.001  [\d,]+/s  \d\.\d GiB", line)
         assert len(line) < 100
-    assert re.search(r"\d s left$", lines[0])
+    assert re.search(r"\d m?s left$", lines[0])
     assert "left" not in lines[1]
 
 
@@ -61,7 +61,7 @@ def test_the_bar_takes_note_a_few_times_a_second(app: App, monkeypatch: pytest.M
     out = output_of(*app(*flags))
     assert noted == [(ProgressBar, index) for index in (0, 8, 8)], "the first step, and the last of each epoch"
     assert re.search(r"epoch 1/2.*9/9.*left:", out)
-    assert re.fullmatch(r"[\d.]+ s", metrics[1]["left"])
+    assert re.fullmatch(r"[\d.]+ m?s", metrics[1]["left"])
     noted.clear()
     output_of(*app(*flags, "--trainer.callbacks", "RichProgressBar"))
     assert noted == [(RichProgressBar, index) for index in (*range(9), *range(9))]
