@@ -139,13 +139,6 @@ class StraightLoop(LoggingLoop):
             self._batches_that_stepped += 1
 
     @property
-    def accumulates(self) -> bool:
-        """Whether the current batch's gradients are kept for the next batch, without an optimizer step."""
-        progress, trainer = self.batch_progress, self.trainer
-        last = progress.is_last_batch or progress.current.ready == trainer.fit_loop.max_batches
-        return not last and progress.current.ready % trainer.accumulate_grad_batches != 0
-
-    @property
     def done(self) -> bool:
         """Whether the epoch has ended."""
         step, progress = self._step, self.batch_progress
@@ -340,7 +333,9 @@ class Step:
                 progress.increment_by(0, is_last_batch=True)
             else:
                 progress.increment_started()
-                outputs = self._train(batch, index, loop.accumulates)
+                last = progress.is_last_batch or progress.current.ready == trainer.fit_loop.max_batches
+                accumulating = not last and progress.current.ready % trainer.accumulate_grad_batches != 0
+                outputs = self._train(batch, index, accumulating)
         progress.increment_processed()
         if "step" in map(interval_of, self.strategy.lr_scheduler_configs):
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
