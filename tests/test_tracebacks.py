@@ -32,7 +32,6 @@ OBJECTS = [
     (f"{CALL}BackboneFinetuning --model user_code.TheirModel", "Finetuning: 'TheirModel' object has no attribute"),
     ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
     (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
-    (LAMBDA, "--model.scheduler MultiplicativeLR: numel(): argument"),
     ("--trainer.profiler xla", "Requirement 'torch_xla>=1.13' not met"),
     ("--trainer.profiler lightning.pytorch.profilers.XLAProfiler", "--trainer.profiler XLAProfiler: Requirement"),
 ]
