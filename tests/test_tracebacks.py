@@ -14,7 +14,6 @@ INNER = "--data.augment.transforms '[{class_path: torchvision.transforms.v2.Rand
 MIX = "--data.augment.num_classes 10"
 LINEAR = "--data.augment torch.nn.Linear --data.augment.in_features 3 --data.augment.out_features 3"
 ADAM = "--model.optimizer Adam --model.optimizer.differentiable true"
-LAMBDA = "--model.scheduler MultiplicativeLR --model.scheduler.lr_lambda torch.numel"
 CALL, SET = "--trainer.callbacks+=", "--trainer.callbacks."
 
 
@@ -26,7 +25,6 @@ OBJECTS = [
     (f"{V2}MixUp {MIX}", "--data.augment MixUp: labels should be index based"),
     (LINEAR, "--data.augment Linear: mat1 and mat2 must have the same dtype"),
     (f"{CALL}LearningRateFinder {SET}num_training_steps 0", "LearningRateFinder: When using the learning rate"),
-    (f"{CALL}ThroughputMonitor {SET}batch_size_fn torch.numel", "callbacks ThroughputMonitor: numel(): argument"),
     (f"{CALL}ModelSummary {SET}max_depth=-5", "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0"),
     (f"{CALL}ModelCheckpoint {SET}save_top_k=-5", "callbacks ModelCheckpoint: Invalid value for save_top_k"),
     (f"{CALL}ModelCheckpoint {SET}dirpath /proc/x", "the checkpoint cannot be written"),
@@ -34,7 +32,6 @@ OBJECTS = [
     (f"{CALL}BackboneFinetuning --model user_code.TheirModel", "Finetuning: 'TheirModel' object has no attribute"),
     ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
     (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
-    (LAMBDA, "--model.scheduler MultiplicativeLR: numel(): argument"),
     ("--trainer.profiler xla", "Requirement 'torch_xla>=1.13' not met"),
     ("--trainer.profiler lightning.pytorch.profilers.XLAProfiler", "--trainer.profiler XLAProfiler: Requirement"),
 ]

@@ -155,12 +155,9 @@ class Arguments:
                 raise UserError(f"{token.flag} needs a value")
             value = token.value or ""
             if token.flag == "--data" and _is_path(value):
-                remedy = (
-                    f"give --data ImageFolder --data.root {value} for a folder, --data ImageTable --data.csv for a CSV"
-                )
-                raise UserError(
-                    f"--data {value}: a path{'' if os.path.exists(value) else ' that is missing'}: {remedy}"
-                )
+                problem = "a path" if os.path.exists(value) else "a path that is missing"
+                remedy = f"give --data ImageFolder --data.root {value}, or for a CSV file --data ImageTable --data.csv"
+                raise UserError(f"--data {value}: {problem}: {remedy}")
             with suppress(yaml.YAMLError):
                 try:
                     load_yaml(token.value or "")

@@ -117,8 +117,8 @@ def guard_types() -> None:
             defaults.pop()
 
     if adapt.__name__ != guarded.__name__:
-        _typehints.adapt_typehints = guarded
-        _typehints.ActionTypeHint._check_type = check_with_default
+        _typehints.adapt_typehints = guarded  # type: ignore[assignment]
+        _typehints.ActionTypeHint._check_type = check_with_default  # type: ignore[method-assign, assignment]
 
 
 def create_in_any(value: bool) -> None:
@@ -137,8 +137,8 @@ def _read_text(path: Any) -> str:
 @expects("jsonargparse:_loaders_dumpers.yaml_default_loader", "jsonargparse:_paths.Path.read_text")
 def import_trusted_only() -> None:
     """Make jsonargparse read files and YAML as this application does, and reject code that is not trusted."""
-    _loaders_dumpers.yaml_default_loader = Loader
-    _paths.Path.read_text = _read_text
+    _loaders_dumpers.yaml_default_loader = Loader  # type: ignore[assignment]
+    _paths.Path.read_text = _read_text  # type: ignore[method-assign, assignment]
     # Lightning's Timer has an enum as the default value of a string
     yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
