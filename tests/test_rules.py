@@ -1,6 +1,7 @@
 """Rules that reject a run before anything is built, in one table."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,10 @@ def test_sizes_of_the_network(hidden: str, app: App, tmp_path: Path) -> None:
     message = error_of(*app(*SMALL, "--data.like", "FashionMNIST", "--config", tmp_path / "c.yaml"))
     assert f"--model.{hidden.partition(':')[0]} " in message
     assert "give" in message
+
+
+def test_tensorboard_names_its_package(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    flags = ["--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "x"]
+    expected = "error: --trainer.logger TensorBoardLogger needs a package: pip install tensorboard"
+    assert error_of(*app("fit", *tiny(), *flags)) == expected

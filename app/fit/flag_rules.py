@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import PurePath
 from types import NoneType
 from typing import Any, get_args
@@ -11,6 +12,7 @@ from typing import Any, get_args
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from app.data import ImageData
@@ -97,6 +99,10 @@ def _values(s: Resolved) -> Iterator[str]:
     every = s.config.trainer.val_check_interval
     if isinstance(every, int | float) and every <= 0:
         yield f"--trainer.val_check_interval {every}: give more than 0"
+    loggers = s.config.trainer.logger
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        if class_of(logger) is TensorBoardLogger and find_spec("tensorboard") is None:
+            yield "--trainer.logger TensorBoardLogger needs a package: pip install tensorboard"
     for flag in ("run.name", "best_checkpoint.filename", "last_checkpoint.filename"):
         path = PurePath(s.config.get(flag) or "")
         if path.is_absolute() or ".." in path.parts:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from app.errors import printable
 from app.record import PHASES, Hardware, Record
 
 OVERHEAD = 0.35  # a phase other than forward and backward is the bottleneck if it takes at least this share of a step
@@ -33,7 +34,7 @@ def duration(seconds: float) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """Format names: `cat, dog`; of more than ten, the first ten and the number of the others."""
-    text = ", ".join(map(str, names[:10]))
+    text = printable(", ".join(map(str, names[:10])))
     return text if len(names) <= 10 else f"{text} and {len(names) - 10:,} more"
 
 
