@@ -71,7 +71,6 @@ FLAGS = [
     (["--trainer.devices", "1" * 5000], "1: a number of 5,000 characters is too long"),
     (["--data", "../project"], "--data ../project: a path: give --data ImageFolder --data.root ../project"),
     (["--data", "no/images"], "--data no/images: a path that is missing: give --data ImageFolder --data.root no/imag"),
-    (["--data", "ImageFolder", "--data.root", "{1}"], "{1}"),
     (["--run.root", "x" * 5000], "cannot be used (File name too long)"),
 ]
 
@@ -80,6 +79,10 @@ FLAGS = [
 def test_flags(flags: list[str], message: str, app: App) -> None:
     assert message in error_of(*app("fit", *TINY, *flags))
     assert not Path("ran").exists()
+
+
+def test_a_folder_whose_name_is_yaml(app: App) -> None:
+    assert "--data.root {1}: " in error_of(*app("fit", "--data", "ImageFolder", "--data.root", "{1}"))
 
 
 LEVELS = [f"&{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")]

@@ -25,7 +25,8 @@ TWO_STEPS = [*options(max_steps=2, max_epochs=1), *QUIET]
 def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageData:
     """Set up a data module as a Trainer with one CPU process does."""
     strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce_boolean_decision=lambda mine, all: mine)
-    loop = SimpleNamespace(batch_idx=-1)
+    progress = SimpleNamespace(current=SimpleNamespace(ready=0))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
     module = SimpleNamespace(accepts_empty=True)
     fixed = {"world_size": 1, "num_nodes": 1, "global_rank": 0, "strategy": strategy, "fit_loop": loop}
     data.trainer = SimpleNamespace(**fixed, lightning_module=module, overfit_batches=overfit)  # type: ignore[assignment]

@@ -231,7 +231,7 @@ class Loader(yaml.SafeLoader):
         """Return the value; a set such as `{1}` is text, because jsonargparse would fail."""
         value = super().get_single_data()
         is_set = isinstance(value, dict) and not any(isinstance(key, str) or value[key] is not None for key in value)
-        return self.buffer.rstrip("\0") if is_set and value else value
+        return self.buffer.rstrip("\0") if is_set and value else _current(value)
 
     def _length(self, node: yaml.Node, known: dict[int, int]) -> int:
         """Return the number of characters of a node if each alias is replaced by a copy."""
@@ -271,7 +271,7 @@ def load_yaml(text: str) -> Any:
         UserError: For a repeated key, a NUL character, or a text that is too long.
         YAMLError: For text that is not YAML.
     """
-    return _current(yaml.load(text, Loader=Loader))
+    return yaml.load(text, Loader=Loader)
 
 
 def _current(content: Any) -> Any:
