@@ -295,6 +295,13 @@ def write_report(
         Section("Gradient norm", table(("shard", "norm"), norm_rows)),
         Section("The command", code(command)),
     ]
-    lead = f"{len(samples)} samples, each scored alone with the weights before the step, without dropout."
-    write_text(file, page(title, lead, sections, figures))
+    write_text(
+        file,
+        page(
+            title,
+            f"{len(samples)} samples, each scored alone with the weights before the step, without dropout.",
+            sections,
+            figures,
+        ),
+    )
     return file

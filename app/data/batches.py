@@ -91,8 +91,9 @@ class Reader:
                 kept, image = f"{image.dtype} {tuple(image.shape)}", augment(image)
                 made = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
                 if made != kept:
-                    name = f"--data.augment {type(augment).__name__}"
-                    raise UserError(f"{name} turns {kept} into {made}: it must keep shape and type")
+                    raise UserError(
+                        f"--data.augment {type(augment).__name__} turns {kept} into {made}: it must keep shape and type"
+                    )
         return image
 
 

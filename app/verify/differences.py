@@ -204,21 +204,28 @@ def _joined(operations: list[list[tuple[str, str, list[str]]]]) -> list[tuple[st
 def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     if Counter(map(str, here.samples)) != Counter(map(str, there.samples)):
         shared = sum((Counter(map(str, here.samples)) & Counter(map(str, there.samples))).values())
-        figures = f"{len(here.samples)} samples, {shared} of them among the {len(there.samples)} of the reference"
-        yield Difference(f"step {there.number + 1}", figures, step=there.number)
+        yield Difference(
+            f"step {there.number + 1}",
+            f"{len(here.samples)} samples, {shared} of them among the {len(there.samples)} of the reference",
+            step=there.number,
+        )
 
 
 def _rates(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     for group, (rate, expected) in enumerate(zip(here.rates, there.rates, strict=False)):
         if not math.isclose(rate, expected, rel_tol=1e-9):
-            figures = f"learning rate of group {group} {rate:.6g}, {expected:.6g} in the reference"
-            yield Difference(f"step {there.number + 1}", figures, step=there.number)
+            yield Difference(
+                f"step {there.number + 1}",
+                f"learning rate of group {group} {rate:.6g}, {expected:.6g} in the reference",
+                step=there.number,
+            )
 
 
 def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     if (size := apart(here.loss, there.loss, TINY)) > tolerance:
-        figures = f"{here.loss:.9g}, {there.loss:.9g} in the reference"
-        yield Difference(f"step {there.number + 1}", figures, size, there.number)
+        yield Difference(
+            f"step {there.number + 1}", f"{here.loss:.9g}, {there.loss:.9g} in the reference", size, there.number
+        )
 
 
 def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
@@ -228,8 +235,12 @@ def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Difference
     sizes = {name: apart(norms[name], expected[name], TINY * scale) for name in names}
     name = max(sizes, key=lambda key: sizes[key], default="")
     if name and sizes[name] > tolerance:
-        figures = f"norm of {name} {norms[name]:.9g}, {expected[name]:.9g} in the reference"
-        yield Difference(f"step {there.number + 1}", figures, sizes[name], there.number)
+        yield Difference(
+            f"step {there.number + 1}",
+            f"norm of {name} {norms[name]:.9g}, {expected[name]:.9g} in the reference",
+            sizes[name],
+            there.number,
+        )
 
 
 def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:
