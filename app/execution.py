@@ -3,7 +3,6 @@
 These settings change results only by rounding.
 """
 
-import inspect
 from typing import Any, Literal
 
 import torch
@@ -98,14 +97,13 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> O
         device: Device of the weights.
         clips_scaled: Whether gradients are clipped under float16's loss scaler.
     """
-    cls, options = type(optimizer), inspect.signature(type(optimizer)).parameters
+    cls = type(optimizer)
     chosen = any(group.get(name) for group in optimizer.param_groups for name in {*IMPLEMENTATION, "differentiable"})
     refused = any(group.get("fused") is False for group in optimizer.param_groups)
     if device.type == "cuda" and cls in (SGD, Adam, AdamW) and not (chosen or refused or clips_scaled):
         groups = [{k: v for k, v in group.items() if k not in IMPLEMENTATION} for group in optimizer.param_groups]
-        defaults = {name: value for name, value in optimizer.defaults.items() if name in options}
         # Adagrad is excluded, because its fused update is for CPUs only
-        optimizer = cls(groups, **{**defaults, "foreach": None, "fused": True})
+        optimizer = cls(groups, fused=True)
     optimizer.register_load_state_dict_pre_hook(_implemented_as_here)
     optimizer.register_load_state_dict_post_hook(_laid_out_as_here)
     return optimizer

@@ -86,14 +86,11 @@ class SplitForward(Traits, Strategy):
         if self.root_device.type != "cuda":
             self._threads = [ThreadPoolExecutor(1) for _ in self.parallel_devices]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the threads: a spawned worker may unpickle the Trainer."""
-        return {**super().__getstate__(), "_threads": ()}
-
     def teardown(self) -> None:
-        """Shut down the threads."""
+        """Shut down the threads, and forget them, because a spawned worker may unpickle the Trainer."""
         for thread in self._threads:
             thread.shutdown()
+        self._threads = ()
         super().teardown()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

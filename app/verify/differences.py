@@ -42,7 +42,7 @@ class Recorded:
     """
 
     def __init__(self, run_dir: Path, earlier: "Recorded | None" = None) -> None:
-        files = sorted((run_dir / FOLDER).glob("rank_*.json"), key=lambda file: int(file.stem.partition("_")[2]))
+        files = sorted((run_dir / FOLDER).glob("rank_*.json"))
         if not files:
             raise UserError(f"{run_dir}: no steps were recorded")
         self.run_dir = run_dir
@@ -83,14 +83,14 @@ class Step:
 
     def __init__(self, number: int, ranks: list[dict[str, Any]]) -> None:
         self.number, self.ranks = number, ranks
-        self.epoch: int = ranks[0]["epoch"]
-        self.samples: list[Any] = [sample for rank in ranks for batch in rank["samples"] for sample in batch]
-        self.labels: list[str] = [label for rank in ranks for batch in rank["labels"] for label in batch]
+        self.epoch = ranks[0]["epoch"]
+        self.samples = [sample for rank in ranks for batch in rank["samples"] for sample in batch]
+        self.labels = [label for rank in ranks for batch in rank["labels"] for label in batch]
         self.counts = [len(batch) for rank in ranks for batch in rank["samples"]]
         self.micro_batches = len(ranks[0]["samples"])
         self.loss: float = sum(rank["loss"] for rank in ranks) / len(ranks)
-        self.rates: list[float] = ranks[0].get("rates", [])
-        self.gradients: dict[str, float] = ranks[0].get("gradients", {})
+        self.rates = ranks[0].get("rates", [])
+        self.gradients = ranks[0].get("gradients", {})
 
     @property
     def weighted_loss(self) -> float:
