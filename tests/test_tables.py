@@ -1,6 +1,5 @@
 """Images that a CSV file lists, and data sets of Hugging Face."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -211,15 +210,6 @@ def test_rows_of_paths(image_root: Path) -> None:
     split = HuggingFace(str(image_root / "paths"), size=16).source.load("train")
     expected = ImageFolder(str(image_root), size=16).source.load("train")
     assert torch.equal(split[1], expected[expected.names.index(paths[1])])
-
-
-@pytest.mark.parametrize("file", ["train/data-00000-of-00001.arrow", "train/state.json"])
-def test_a_pipe_in_a_saved_data_set(file: str, tmp_path: Path) -> None:
-    place = Path(save(tmp_path / "saved", train=(BOTH, [0, 1]))) / file
-    place.unlink()
-    os.mkfifo(place)
-    with pytest.raises(UserError, match=r"saved cannot be read .* not a file"):
-        HuggingFace(str(tmp_path / "saved"))
 
 
 def save(folder: Path, **splits: tuple[Any, list[Any]]) -> str:

@@ -14,7 +14,6 @@ from app.data.image_files import EncodedSource, FileSplit, open_image
 from app.data.sources import Split, SplitName, splits_in
 from app.data.tables import number_classes, splits_of
 from app.errors import UserError, one_line
-from app.system.files import open_file
 
 
 class RowSplit(FileSplit):
@@ -66,13 +65,9 @@ class HuggingFaceSource(EncodedSource):
         except ImportError:
             raise UserError("--data HuggingFace: datasets is not installed: pip install datasets") from None
         self.root = path
-        is_parquet = path.endswith(".parquet")
         is_saved = any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
         try:
-            for file in Path(path).rglob("*") if is_saved else ():
-                if file.suffix in (".arrow", ".json"):
-                    open_file(file).close()  # rejects pipes, where `datasets` would wait
-            if is_parquet:
+            if path.endswith(".parquet"):
                 made = datasets.load_dataset("parquet", data_files=path)
             else:
                 made = (datasets.load_from_disk if is_saved or "://" in path else datasets.load_dataset)(path)
