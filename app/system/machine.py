@@ -153,13 +153,12 @@ def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, An
     """
     rows = []
     for device in devices:
-        sizes: dict[str, int | None] = dict.fromkeys(("allocated", "reserved", "in_use"))
-        sizes |= {"host_rss": _peak_rss(), "total": psutil.virtual_memory().total}
+        sizes = {"host_rss": _peak_rss(), "total": psutil.virtual_memory().total}
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             sizes |= {"in_use": total - free, "total": total, "allocated": torch.cuda.max_memory_allocated(device)}
             sizes["reserved"] = torch.cuda.max_memory_reserved(device)
-        gib = {f"{name}_gib": None if size is None else round(size / GIB, 4) for name, size in sizes.items()}
+        gib = {f"{name}_gib": round(size / GIB, 4) for name, size in sizes.items()}
         rows.append({"rank": rank, "device": str(device), **gib})
     return rows
 

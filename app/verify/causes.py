@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from app.record.words import listed
 from app.verify.differences import TOLERANCE, Difference, Recorded, apart, weights_apart
 
 
@@ -84,7 +85,7 @@ def _samples(case: Case) -> Cause | None:
         )
     if way.resumed_at is not None:
         return _lost_order(case, place.step)
-    shares = [[str(s) for step in way.epoch(0) for b in step.ranks[r]["samples"] for s in b] for r in range(world)]
+    shares = [[s for step in way.epoch(0) for b in step.ranks[r]["samples"] for s in b] for r in range(world)]
     if world > 1 and shares[0] and all(Counter(share) == Counter(shares[0]) for share in shares):
         return Cause(
             f"every rank sees all samples: the same {len(shares[0])} in the first epoch on each of {world} ranks",
@@ -96,7 +97,7 @@ def _samples(case: Case) -> Cause | None:
             f"reference ({lengths})",
             f"divide the batch size by the number of ranks (here {len(there.samples) // world}), or {OURS}",
         )
-    whole = [str(sample) for step in reference.epoch(0) for sample in step.samples]
+    whole = [sample for step in reference.epoch(0) for sample in step.samples]
     equal, twice = (len(samples) - len({*samples}) for samples in (whole, [s for share in shares for s in share]))
     if len(reference.steps[0].samples) not in {len(step.samples) for step in way.epoch(0)}:
         return Cause(
@@ -133,8 +134,8 @@ def _other_pixels(case: Case) -> bool:
         return False
     both = list(zip(case.way.steps, case.reference.steps, strict=False))
     here, there = both[place.step]
-    seen = {str(sample) for step in case.reference.steps for sample in step.samples}
-    new = {*map(str, here.samples)} - {*map(str, there.samples)}
+    seen = {sample for step in case.reference.steps for sample in step.samples}
+    new = {*here.samples} - {*there.samples}
     return bool(here.labels and new) and not new & seen and all(Counter(a.labels) == Counter(b.labels) for a, b in both)
 
 
@@ -155,15 +156,15 @@ def _split(case: Case) -> Cause | None:
 
 def _same_order(recorded: Recorded) -> bool:
     """Return whether the second epoch, complete or not, repeats the first epoch's order."""
-    first, second = ([list(map(str, step.samples)) for step in recorded.epoch(number)] for number in (0, 1))
+    first, second = ([step.samples for step in recorded.epoch(number)] for number in (0, 1))
     count = min(len(first), len(second))
     return count > 0 and first[:count] == second[:count]
 
 
 def _lost_order(case: Case, number: int) -> Cause:
     """Return the cause for a resumed run that lost the order of samples; `number` is its first wrong step, from 0."""
-    samples = Counter(map(str, case.way.steps[number].samples))
-    match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == samples), None)
+    samples = Counter(case.way.steps[number].samples)
+    match = next((step.number for step in case.reference.steps if Counter(step.samples) == samples), None)
     change = "draws new samples"
     if match is not None:
         change = f"{'repeats' if match < number else 'skips to'} those of step {match + 1}"
@@ -228,12 +229,12 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
         return
     if facts["batchnorm"] and case.splits:
         yield Cause(
-            f"BatchNorm normalises each replica's part of a batch by itself: {_some(facts['batchnorm'])}",
+            f"BatchNorm normalises each replica's part of a batch by itself: {listed(facts['batchnorm'])}",
             f"{BITS}; or GroupNorm",
         )
     draws = bool(facts["dropout"]) or any(rank.get("draws") for rank in case.way.ranks)
     if draws and (case.splits or resumed):
-        source = f"dropout ({_some(facts['dropout'])})" if facts["dropout"] else "random numbers in the step"
+        source = f"dropout ({listed(facts['dropout'])})" if facts["dropout"] else "random numbers in the step"
         state = "which is drawn in another order when a batch is split"
         if resumed:
             state = "whose state is lost on resume"
@@ -255,7 +256,7 @@ def _gradients(case: Case) -> Iterator[Cause]:
     accumulated = way.facts["accumulate"]
     if way.facts["hooked"] and world > 1:
         yield Cause(
-            f"hooks of parameters change each rank's gradients before they are averaged: {_some(way.facts['hooked'])}",
+            f"hooks of parameters change each rank's gradients before they are averaged: {listed(way.facts['hooked'])}",
             "clip or change them in on_before_optimizer_step, or by --trainer.gradient_clip_val: after the reduction",
         )
     if here.micro_batches < accumulated != reference.facts["accumulate"]:
@@ -289,7 +290,7 @@ def _state(case: Case) -> Iterator[Cause]:
     names = [name for name in first if any(rank["digests"].get(name) != first[name] for rank in way.ranks)]
     if parameters := [name for name in names if name in trained]:
         yield Cause(
-            f"parameters differ between ranks at the end: {_some(parameters)} were changed outside of the optimizer",
+            f"parameters differ between ranks at the end: {listed(parameters)} were changed outside of the optimizer",
             "change them on all ranks alike, or broadcast them",
         )
     if "samples" not in differences:
@@ -298,7 +299,7 @@ def _state(case: Case) -> Iterator[Cause]:
     buffers = [name for name in dict.fromkeys(names) if name not in trained and not name.startswith(layers)]
     if buffers and len(way.ranks) > 1 and not {"loss", "gradients"} & differences.keys():
         yield Cause(
-            f"buffers are computed from each rank's own share: {_some(buffers)}",
+            f"buffers are computed from each rank's own share: {listed(buffers)}",
             "reduce their inputs over all ranks",
             changes_loss=False,
         )
@@ -309,12 +310,12 @@ def _state(case: Case) -> Iterator[Cause]:
         return
     if way.resumed_at is not None:
         yield Cause(
-            f"state that is in no checkpoint: {_some(lost)}",
+            f"state that is in no checkpoint: {listed(lost)}",
             "save it in on_save_checkpoint or in a callback's state_dict, or keep it in a buffer",
         )
     elif way.facts["strategy"] == "dp":
         yield Cause(
-            f"attributes that forward sets are lost with dp's replicas: {_some(lost)}",
+            f"attributes that forward sets are lost with dp's replicas: {listed(lost)}",
             "return them from forward, and set them in training_step; or use ddp",
         )
 
@@ -344,7 +345,7 @@ def _evaluation(case: Case) -> Iterator[Cause]:
     of_a_rank = {name for other in others for name in other.keys() & first.keys() if apart(other[name], first[name])}
     if of_a_rank:
         yield Cause(
-            f"each rank has its own {_some(sorted(of_a_rank))}: logged without sync_dist",
+            f"each rank has its own {listed(sorted(of_a_rank))}: logged without sync_dist",
             "self.log(…, sync_dist=True), or a metric of torchmetrics, which adds up over ranks",
             changes_loss=False,
         )
@@ -354,8 +355,3 @@ def _evaluation(case: Case) -> Iterator[Cause]:
             "log a metric of torchmetrics instead of a value with sync_dist=True; draw no random numbers",
             changes_loss=False,
         )
-
-
-def _some(names: list[str]) -> str:
-    """Join up to three names, such as `a, b, c and 2 more`; return `none` for an empty list."""
-    return (", ".join(names[:3]) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -202,8 +202,9 @@ def _joined(operations: list[list[tuple[str, str, list[str]]]]) -> list[tuple[st
 
 
 def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
-    if Counter(map(str, here.samples)) != Counter(map(str, there.samples)):
-        shared = sum((Counter(map(str, here.samples)) & Counter(map(str, there.samples))).values())
+    seen, wanted = Counter(here.samples), Counter(there.samples)
+    if seen != wanted:
+        shared = (seen & wanted).total()
         yield Difference(
             f"step {there.number + 1}",
             f"{len(here.samples)} samples, {shared} of them among the {len(there.samples)} of the reference",
