@@ -127,8 +127,12 @@ def _packages() -> Iterator[Check]:
         for requirement in map(Requirement, importlib.metadata.requires("data-parallel-lab") or []):
             version = "" if requirement.marker else importlib.metadata.version(requirement.name)
             if version and not requirement.specifier.contains(version, prereleases=True):
-                text = f"{requirement.name} {version}, but {requirement} is needed"
-                yield Check("versions", "red", text, f"pip install '{requirement}'")
+                yield Check(
+                    "versions",
+                    "red",
+                    f"{requirement.name} {version}, but {requirement} is needed",
+                    f"pip install '{requirement}'",
+                )
     except importlib.metadata.PackageNotFoundError as error:
         yield Check("versions", "red", f"{error.name} is not installed", "pip install -e .")
 
@@ -138,15 +142,23 @@ def _accelerators() -> Check:
         devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         text = ", ".join(f"{device.name} with {device.total_memory / GIB:.0f} GiB" for device in devices)
         return Check("accelerators", "green", f"{text}; driver {driver()}")
-    text = f"no GPU (torch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'})"
-    return Check("accelerators", "yellow", text, "training runs on the CPU; nvidia-smi shows whether there is a GPU")
+    return Check(
+        "accelerators",
+        "yellow",
+        f"no GPU (torch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'})",
+        "training runs on the CPU; nvidia-smi shows whether there is a GPU",
+    )
 
 
 def _cores() -> Check:
     """Report the processor and the free memory."""
     usable, cores, memory = usable_cores(), os.cpu_count() or 1, psutil.virtual_memory()
-    free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
-    return Check("processor", "green", f"{hardware()['cpu']}, {usable} of {cores} cores, {free}")
+    return Check(
+        "processor",
+        "green",
+        f"{hardware()['cpu']}, {usable} of {cores} cores, "
+        f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free",
+    )
 
 
 def _room() -> Iterator[Check]:
@@ -179,11 +191,19 @@ def environment(variables: Mapping[str, str]) -> Check:
     if variables.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}:
         return Check("launcher", "green", "torchrun")
     if left:
-        remedy = f"a run would wait for other ranks: unset {' '.join(left + addresses)}"
-        return Check("launcher", "red", f"none, but {values(left)} left over", remedy)
+        return Check(
+            "launcher",
+            "red",
+            f"none, but {values(left)} left over",
+            f"a run would wait for other ranks: unset {' '.join(left + addresses)}",
+        )
     if addresses:
-        remedy = f"ddp would connect to this address: right on several nodes, else unset {' '.join(addresses)}"
-        return Check("launcher", "yellow", f"none, but {values(addresses)} set", remedy)
+        return Check(
+            "launcher",
+            "yellow",
+            f"none, but {values(addresses)} set",
+            f"ddp would connect to this address: right on several nodes, else unset {' '.join(addresses)}",
+        )
     return Check("launcher", "green", "none: runs start their own processes")
 
 

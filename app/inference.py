@@ -102,8 +102,10 @@ class Classifier(nn.Module):
             item = item.movedim(0, -1).cpu()
         array = np.asarray(item)
         if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3, 4) or not array.size:
-            form = "give pixels of uint8, 0 to 255: arrays (H, W, C), tensors (C, H, W)"
-            raise UserError(f"an image of {array.dtype} and shape {array.shape}: {form}")
+            raise UserError(
+                f"an image of {array.dtype} and shape {array.shape}: "
+                "give pixels of uint8, 0 to 255: arrays (H, W, C), tensors (C, H, W)"
+            )
         picture = Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
         return self.geometry.evaluated(pixels(picture, self.image_shape[0]))
 

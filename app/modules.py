@@ -139,7 +139,7 @@ class ImageClassifier(LightningModule):
         device = self.trainer.strategy.root_device
         self.executed = self.execution.prepare(self.network, device, str(self.trainer.precision))
         for metric in self.modules():
-            if isinstance(metric, MeanMetric) and self.trainer.strategy.root_device.type != "mps":  # MPS lacks float64
+            if isinstance(metric, MeanMetric) and device.type != "mps":  # MPS lacks float64
                 metric.set_dtype(torch.float64)
             if isinstance(metric, Metric):
                 metric.reset()
@@ -152,7 +152,7 @@ class ImageClassifier(LightningModule):
                 data = self._image_data("--model.class_weights balanced", "count its classes")
                 counts = data.class_counts.to(self.device)
                 self.class_weights = counts.sum() / (len(counts) * counts.clamp(min=1))
-            self.sums = Sums(self.trainer.strategy.root_device)
+            self.sums = Sums(device)
 
     def _image_data(self, flag: str, purpose: str) -> ImageData:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -215,9 +215,10 @@ class ImageClassifier(LightningModule):
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            remedy = "use --data.drop_last true, or another --data.batch_size"
-            problem = f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm"
-            raise UserError(f"{problem}: {remedy}") from error
+            raise UserError(
+                f"batch {batch_idx} leaves a single image on a device, too few for BatchNorm: "
+                "use --data.drop_last true, or another --data.batch_size"
+            ) from error
         losses = self.recipe.criterion(logits, labels, self.class_weights)
         self.sums.add(losses.detach(), logits, labels)
         return losses
@@ -363,7 +364,8 @@ class FashionMLP(ImageClassifier):
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
-            flags = f"--model.repeats {repeats}, --model.hidden {list(hidden)}"
-            raise UserError(f"{flags}: the weights need too much memory: give less") from error
+            raise UserError(
+                f"--model.repeats {repeats}, --model.hidden {list(hidden)}: the weights need too much memory: give less"
+            ) from error
         super().__init__(network, num_classes, loss=loss, optimizer=optimizer, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])

@@ -200,8 +200,9 @@ def make_network(name: str, num_classes: int) -> nn.Module:
         if builder in names_of_torchvision() and make is torchvision.models.get_model_builder(builder):
             return make_network(builder, num_classes)
         if not (make in NETWORKS.values() or may_run(make, (nn.Module,))):
-            remedy = "give a subclass of torch.nn.Module, or a function of your own module"
-            raise UserError(f"--model.network {name}: {remedy}")
+            raise UserError(
+                f"--model.network {name}: give a subclass of torch.nn.Module, or a function of your own module"
+            )
         network = make(num_classes)
         if not isinstance(network, nn.Module):
             raise UserError(f"--model.network {name} returns {type(network).__name__}: return a torch.nn.Module")

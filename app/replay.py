@@ -200,9 +200,9 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"--step {first}: the run took {record.steps:,} steps")
     folder = claim_version(config.with_name("replay"))
     words = [word for flag, value in flags for word in (flag, value)]
-    words += ["--trainer.strategy", "auto", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
-    words += ["--trainer.enable_checkpointing", "false"]
-    words += ["--run.wandb", "off", "--run.on_nonfinite", "warn", f"--trainer.callbacks+={__name__}.Replay"]
+    words += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1"]
+    words += ["--trainer.enable_checkpointing=false", "--run.wandb=off", "--run.on_nonfinite=warn"]
+    words += [f"--trainer.callbacks+={__name__}.Replay"]
     words += [f"--trainer.callbacks.first={first}", f"--trainer.callbacks.last={last}"]
     # resume only with a global order, because another loader would yield other samples after a resume
     checkpoint = before(config.with_name("checkpoints"), first) if record.global_batch_size else None
@@ -297,6 +297,13 @@ def write_report(
         Section("Gradient norm", table(("shard", "norm"), norm_rows)),
         Section("The command", code(command)),
     ]
-    lead = f"{len(samples)} samples, each scored alone with the weights before the step, without dropout."
-    write_text(file, page(title, lead, sections, figures))
+    write_text(
+        file,
+        page(
+            title,
+            f"{len(samples)} samples, each scored alone with the weights before the step, without dropout.",
+            sections,
+            figures,
+        ),
+    )
     return file

@@ -71,14 +71,6 @@ def test_epochs_have_permutations_of_their_own() -> None:
     assert seen[1] != seen[0] == seen[2]
 
 
-def test_a_rank_holds_only_its_share_of_what_is_not_shuffled() -> None:
-    shared: dict[str, Any] = {"batch_size": 8, "world_size": 4, "placement": "device"}
-    evaluated = GlobalBatches(split(37), torch.arange(37), rank=1, **shared)
-    assert len(evaluated.images) == 4 * 2 + 1  # two from each of 4 batches, and one from the last batch of 5
-    trained = GlobalBatches(split(37), torch.arange(30), rank=1, shuffle=True, **shared)
-    assert len(trained.images) == 30  # all images, because an epoch's permutation may assign any of them to this rank
-
-
 @pytest.mark.parametrize("placement", ["disk", "memory"])
 def test_reading_goes_on_at_the_trainers_position(placement: str) -> None:
     kwargs: dict[str, Any] = {"batch_size": 8, "shuffle": True, "placement": placement}

@@ -91,8 +91,9 @@ class Reader:
                 kept, image = f"{image.dtype} {tuple(image.shape)}", augment(image)
                 made = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
                 if made != kept:
-                    name = f"--data.augment {type(augment).__name__}"
-                    raise UserError(f"{name} turns {kept} into {made}: it must keep shape and type")
+                    raise UserError(
+                        f"--data.augment {type(augment).__name__} turns {kept} into {made}: it must keep shape and type"
+                    )
         return image
 
 
@@ -130,7 +131,7 @@ class GlobalBatches(GlobalOrder):
         rank: Rank of this process.
         world_size: Number of processes.
         placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds all images.
-            `device`: one tensor on `device` holds all images if `shuffle` is true, else only this rank's images.
+            `device`: one tensor on `device` holds all images.
         device: Device that trains or evaluates on the batches.
         num_workers: Number of worker processes for `disk`.
         seed: Seed of the permutation and the draws.
@@ -198,14 +199,11 @@ class GlobalBatches(GlobalOrder):
             return
         self.images, self._where = split.tensor(), rows
         if placement == "device":
-            order = torch.arange(len(rows))
-            kept = order if shuffle else torch.cat([order[self.span(step)] for step in range(super().__len__())])
-            images = torch.empty((len(kept), *self.images.shape[1:]), dtype=torch.uint8, device=device)
+            images = torch.empty((len(rows), *self.images.shape[1:]), dtype=torch.uint8, device=device)
             # in blocks, because a copy of all images would double the use of host memory
-            for block, numbers in zip(images.split(4096), rows[kept].split(4096), strict=True):
+            for block, numbers in zip(images.split(4096), rows.split(4096), strict=True):
                 block.copy_(self.images[numbers])
-            self.images = images
-            self._where = torch.full((len(rows),), -1).index_copy_(0, kept, torch.arange(len(kept)))
+            self.images, self._where = images, torch.arange(len(rows))
 
     @property
     def _iterator(self) -> Any:

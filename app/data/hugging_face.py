@@ -66,13 +66,12 @@ class HuggingFaceSource(EncodedSource):
         except ImportError:
             raise UserError("--data HuggingFace: datasets is not installed: pip install datasets") from None
         self.root = path
-        is_parquet = path.endswith(".parquet")
         is_saved = any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
         try:
             for file in Path(path).rglob("*") if is_saved else ():
                 if file.suffix in (".arrow", ".json"):
                     open_file(file).close()  # rejects pipes, where `datasets` would wait
-            if is_parquet:
+            if path.endswith(".parquet"):
                 made = datasets.load_dataset("parquet", data_files=path)
             else:
                 made = (datasets.load_from_disk if is_saved or "://" in path else datasets.load_dataset)(path)
@@ -104,8 +103,10 @@ class HuggingFaceSource(EncodedSource):
         if kind in ("ClassLabel", "Value"):
             kind = feature.dtype
         if not re.fullmatch(r"u?int\d+|bool|.*string.*", kind):
-            remedy = "give a column with one name or whole number per image to --data.label_column"
-            raise UserError(f"--data.path {self.root}: column {self._label} has {kind} values: {remedy}")
+            raise UserError(
+                f"--data.path {self.root}: column {self._label} has {kind} values: "
+                "give a column with one name or whole number per image to --data.label_column"
+            )
         names = dict(enumerate(getattr(feature, "names", None) or ()))
         return ["" if value is None else names.get(value, str(value)) for value in table[self._label]]
 
@@ -119,8 +120,10 @@ class HuggingFaceSource(EncodedSource):
             raise UserError(f"--data.path {self.root} has the columns {listed}: give one to --data.{name}_column")
         column = columns[0]
         if type(features[column]).__name__ in ("List", "LargeList"):
-            remedy = f"give a column with one to --data.{name}_column"
-            raise UserError(f"--data.path {self.root}: column {column} has several {name}s per sample: {remedy}")
+            raise UserError(
+                f"--data.path {self.root}: column {column} has several {name}s per sample: "
+                f"give a column with one to --data.{name}_column"
+            )
         return column
 
     def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
@@ -130,8 +133,7 @@ class HuggingFaceSource(EncodedSource):
         if split == "predict" and self.predict_dir is not None:
             return super().load(split)
         name: SplitName = "test" if split == "predict" else split
-        place = f"{split} in {self.root}"
-        return RowSplit(self._tables[name], self._labels[name], place, self, self.ragged(split))
+        return RowSplit(self._tables[name], self._labels[name], f"{split} in {self.root}", self, self.ragged(split))
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         """Return the Arrow files that hold a split's images."""

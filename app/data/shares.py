@@ -50,16 +50,20 @@ def run_of(rank: int, shares: Sequence[int]) -> range:
 
 def shards_beyond(virtual_devices: int, batch_size: int) -> str:
     """Return the error message for a global batch with fewer samples than shards."""
-    problem = f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer samples than shards"
-    return f"{problem}: give {batch_size} or less, or a larger batch"
+    return (
+        f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer samples than shards: "
+        f"give {batch_size} or less, or a larger batch"
+    )
 
 
 def unequal_shares(batch_size: int, world_size: int) -> str:
     """Return the error message for a global batch that the world size does not divide."""
     below = batch_size - batch_size % world_size
     nearest = f"{below} or {below + world_size}" if below else f"{world_size}"
-    problem = f"a global batch of {batch_size} cannot be shared equally by {world_size} ranks"
-    return f"{problem}: use --data.batch_size {nearest}, or another --trainer.devices"
+    return (
+        f"a global batch of {batch_size} cannot be shared equally by {world_size} ranks: "
+        f"use --data.batch_size {nearest}, or another --trainer.devices"
+    )
 
 
 def first_step() -> int:
@@ -176,6 +180,8 @@ class GlobalOrder:
         """
         for key, value in self.state_dict().items():
             if state[key] != value and self.position() > 0:
-                problem = f"the checkpoint was made in the middle of an epoch with {key} {state[key]}"
-                remedy = "resume with the same, or from a checkpoint made at the end of an epoch"
-                raise UserError(f"{problem}, but this run has {value}: {remedy}")
+                raise UserError(
+                    f"the checkpoint was made in the middle of an epoch with {key} {state[key]}, "
+                    f"but this run has {value}: "
+                    "resume with the same, or from a checkpoint made at the end of an epoch"
+                )

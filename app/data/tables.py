@@ -48,11 +48,14 @@ def number_classes(
                 raise UserError(f"{where} has no label: give it one, or delete it")
             first = spellings.setdefault(_spelling(name), name)
             if first != name:
-                alike = f"others have {first!r}: spell one class alike, name two classes differently"
-                raise UserError(f"{where} has label {name!r}, {alike}")
+                raise UserError(
+                    f"{where} has label {name!r}, "
+                    f"others have {first!r}: spell one class alike, name two classes differently"
+                )
             if name not in numbers:
-                remedy = "correct it, or add such training images"
-                raise UserError(f"{where} has label {name!r}, which no training image has: {remedy}")
+                raise UserError(
+                    f"{where} has label {name!r}, which no training image has: correct it, or add such training images"
+                )
     return classes, {split: [numbers.get(name, -1) for name in names] for split, names in labels.items()}
 
 

@@ -38,8 +38,10 @@ class CheckpointFiles(TorchCheckpointIO):
                 _write(buffer, file)
         except OSError as error:
             kept = "the previous one is kept" if file.exists() else "no previous one exists"
-            problem = f"{file}: the checkpoint cannot be written ({error.strerror}), and {kept}"
-            raise UserError(f"{problem}: make room there, or give another --run.root") from error
+            raise UserError(
+                f"{file}: the checkpoint cannot be written ({error.strerror}), and {kept}: "
+                "make room there, or give another --run.root"
+            ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint on the host; load only tensors and plain values."""

@@ -214,8 +214,10 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
         rank_zero_info(reason)
         damaged += [path] * (not reason.endswith(WEIGHTS_ALONE))
     if paths:
-        problem = f"training can resume from none of the {len(paths)} checkpoints under {Path(root, run)}"
-        raise UserError(f"{problem}: give another --run.name to begin anew, or --ckpt_path with another checkpoint")
+        raise UserError(
+            f"training can resume from none of the {len(paths)} checkpoints under {Path(root, run)}: "
+            "give another --run.name to begin anew, or --ckpt_path with another checkpoint"
+        )
     return None
 
 
@@ -259,8 +261,10 @@ def check_checkpoint(
     trained = (checkpoint.get("images") or {}).get("class_names")
     if trained and isinstance(data, ImageData) and trained != list(data.class_names):
         difference = listed(sorted({*trained} ^ {*data.class_names})) or "in another order"
-        problem = f"--ckpt_path {path} was trained on other classes ({difference}) than --data has"
-        raise UserError(f"{problem}: give images with the same class names")
+        raise UserError(
+            f"--ckpt_path {path} was trained on other classes ({difference}) than --data has: "
+            "give images with the same class names"
+        )
     saved = checkpoint["state_dict"]
     weights = model.state_dict()
     known = [key for key, value in weights.items() if not is_lazy(value)]
@@ -269,9 +273,11 @@ def check_checkpoint(
     for key in [*weights, *saved] if is_whole else [key for key in known if key in saved]:
         here, there = (tuple(getattr(d[key], "shape", ())) if key in d else None for d in (weights, saved))
         if here != there:
-            shapes = f"{key} is {there or 'missing'} in the checkpoint and {here or 'missing'} in the model"
-            problem = f"--ckpt_path {path} is of another model than {type(model).__name__}: {shapes}"
-            raise UserError(f"{problem}: give the --model (or --config) that it was trained with")
+            raise UserError(
+                f"--ckpt_path {path} is of another model than {type(model).__name__}: "
+                f"{key} is {there or 'missing'} in the checkpoint and {here or 'missing'} in the model: "
+                "give the --model (or --config) that it was trained with"
+            )
     if resumed_by is not None:
         _check_resumable(path, checkpoint, model, resumed_by, may_be_finished)
 
@@ -294,19 +300,23 @@ def _check_resumable(
     limits = ((epochs, trainer.max_epochs, "epochs"), (checkpoint["global_step"], trainer.max_steps, "steps"))
     for done, limit, unit in () if may_be_finished else limits:
         if limit is not None and 0 <= limit <= done:
-            problem = f"--ckpt_path {path} has been trained for {done} {unit}"
-            raise UserError(f"{problem}, as many as --trainer.max_{unit} {limit}: give more")
+            raise UserError(
+                f"--ckpt_path {path} has been trained for {done} {unit}, "
+                f"as many as --trainer.max_{unit} {limit}: give more"
+            )
     every = trainer.accumulate_grad_batches
     if trained % every and not is_last:
-        problem = f"--trainer.accumulate_grad_batches {every}: {path} was saved after batch {trained} of an epoch"
         raise UserError(
-            f"{problem}, inside an optimizer step: give another one, or the number that it was trained with"
+            f"--trainer.accumulate_grad_batches {every}: {path} was saved after batch {trained} of an epoch, "
+            "inside an optimizer step: give another one, or the number that it was trained with"
         )
     sharded = trainer.fit_loop.epoch_loop
     for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
         if state.get(name, value) != value:  # another number of shards or threads rounds sums differently
-            problem = f"--run.{name} {value}: {path} was trained with {state[name]}, which affects rounding"
-            raise UserError(f"{problem}: give --run.{name} {state[name]}, or leave --run.virtual_devices out")
+            raise UserError(
+                f"--run.{name} {value}: {path} was trained with {state[name]}, which affects rounding: "
+                f"give --run.{name} {state[name]}, or leave --run.virtual_devices out"
+            )
     if isinstance(model, ImageClassifier) and not is_overridden("configure_optimizers", model, ImageClassifier):
         _check_optimizer(path, groups[0] if groups else {}, model)
 
@@ -319,5 +329,7 @@ def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -
     scheduled = {"lr", "momentum", "betas"} if "initial_lr" in saved else set()
     for key in here.keys() - {"params", *IMPLEMENTATION} - scheduled:
         if saved[key] != here[key]:
-            problem = f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer"
-            raise UserError(f"{problem}, whose value is {saved[key]}: leave it out, or start a new run")
+            raise UserError(
+                f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer, "
+                f"whose value is {saved[key]}: leave it out, or start a new run"
+            )

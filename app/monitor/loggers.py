@@ -29,7 +29,7 @@ from app.record import Record
 from app.system.files import read_csv, whole, write_csv
 from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.patches import expects
-from app.system.wandb_patches import forget_run, skip_launch_inputs
+from app.system.wandb_patches import forget_run
 
 Prediction = tuple[Tensor, str, str, float]  # image (C, H, W), label, predicted class, its probability
 MODES = ("off", "offline", "online")  # tracking modes, the most private first
@@ -96,7 +96,6 @@ class Tracker(WandbLogger):
             os.environ.setdefault(variable, value)
         import wandb
 
-        skip_launch_inputs()
         self.failed = self.unsent = False
         self.id = trial() or resumed or uuid.uuid4().hex[:8]
         self.mode = mode

@@ -150,5 +150,7 @@ class Ring(FixedHook):
         super().on_train_end()
         if steps := self.traffic["steps"]:
             sent, gradients = (self.traffic[name] / steps / 1e6 for name in ("sent", "gradients"))
-            share = f"2(N−1)/N of {gradients:.4g} MB of gradients, N = {self.world_size}"
-            rank_zero_info(f"ddp_ring: rank 0 sent {sent:.4g} MB a step, {share}")
+            rank_zero_info(
+                f"ddp_ring: rank 0 sent {sent:.4g} MB a step, "
+                f"2(N−1)/N of {gradients:.4g} MB of gradients, N = {self.world_size}"
+            )

@@ -123,9 +123,11 @@ class SplitForward(Traits, Strategy):
             del module.__dict__["forward"]
         if self._forwards == before:
             name = type(module).__name__
-            problem = f"dp splits {name}.forward over the devices, but its step never calls self(batch)"
-            remedy = "call self(...) in the step, or use --trainer.strategy ddp"
-            raise UserError(f"{problem}, so only one device would work: {remedy}")
+            raise UserError(
+                f"dp splits {name}.forward over the devices, but its step never calls self(batch), "
+                "so only one device would work: "
+                "call self(...) in the step, or use --trainer.strategy ddp"
+            )
         return result
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,15 +15,3 @@ def forget_run() -> None:
     from wandb.sdk.lib.module import unset_globals
 
     unset_globals()
-
-
-@expects("wandb.sdk.wandb_run:Run._detect_and_apply_job_inputs")
-def skip_launch_inputs() -> None:
-    """Keep `wandb.init` from importing W&B Launch, which takes a CPU second.
-
-    Without this import, `wandb.init` ignores the inputs of Launch jobs, which this application does not use. At an
-    upgrade: does `_detect_and_apply_job_inputs` still serve only Launch jobs?
-    """
-    from wandb.sdk.wandb_run import Run
-
-    Run._detect_and_apply_job_inputs = lambda run: None  # type: ignore[assignment]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from app.record.words import listed
 from app.verify.differences import TOLERANCE, Difference, Recorded, apart, weights_apart
 
 
@@ -84,22 +85,25 @@ def _samples(case: Case) -> Cause | None:
         )
     if way.resumed_at is not None:
         return _lost_order(case, place.step)
-    shares = [[str(s) for step in way.epoch(0) for b in step.ranks[r]["samples"] for s in b] for r in range(world)]
+    shares = [[s for step in way.epoch(0) for b in step.ranks[r]["samples"] for s in b] for r in range(world)]
     if world > 1 and shares[0] and all(Counter(share) == Counter(shares[0]) for share in shares):
-        text = f"every rank sees all samples: the same {len(shares[0])} in the first epoch on each of {world} ranks"
-        remedy = "leave --trainer.use_distributed_sampler on, or have an iterable data set give each rank its share"
-        return Cause(text, remedy)
+        return Cause(
+            f"every rank sees all samples: the same {len(shares[0])} in the first epoch on each of {world} ranks",
+            "leave --trainer.use_distributed_sampler on, or have an iterable data set give each rank its share",
+        )
     if is_per_rank:
         return Cause(
             f"the batch size is that of each rank: {len(here.samples)} samples a step, {len(there.samples)} in the "
             f"reference ({lengths})",
             f"divide the batch size by the number of ranks (here {len(there.samples) // world}), or {OURS}",
         )
-    whole = [str(sample) for step in reference.epoch(0) for sample in step.samples]
+    whole = [sample for step in reference.epoch(0) for sample in step.samples]
     equal, twice = (len(samples) - len({*samples}) for samples in (whole, [s for share in shares for s in share]))
     if len(reference.steps[0].samples) not in {len(step.samples) for step in way.epoch(0)}:
-        text = f"a step has {len(here.samples)} samples, {len(there.samples)} in the reference ({lengths})"
-        return Cause(text, "give the DataLoader a batch_size: Lightning may rebuild a batch sampler with another size")
+        return Cause(
+            f"a step has {len(here.samples)} samples, {len(there.samples)} in the reference ({lengths})",
+            "give the DataLoader a batch_size: Lightning may rebuild a batch sampler with another size",
+        )
     if twice >= world > 1 and twice > 2 * equal:  # tolerate equal samples in the data set itself
         return Cause(
             f"ranks draw their shares from different permutations: {twice} of {sum(map(len, shares))} samples of the "
@@ -107,12 +111,16 @@ def _samples(case: Case) -> Cause | None:
             "seed the sampler alike on all ranks",
         )
     if _same_order(way) and not _same_order(reference):
-        text = "every epoch has the same order: the sampler's set_epoch is never called"
-        return Cause(text, "give the loader itself to Lightning, which calls it, or call it in on_train_epoch_start")
+        return Cause(
+            "every epoch has the same order: the sampler's set_epoch is never called",
+            "give the loader itself to Lightning, which calls it, or call it in on_train_epoch_start",
+        )
     sampler, expected = way.facts["sampler"], reference.facts["sampler"]
     by = f": here by {sampler}, there by {expected}" if sampler != expected else ""
-    text = f"samples come in another order{by}: the same training only on average"
-    return Cause(text, f"draw one permutation from the seed, and divide it among the ranks: {OURS}")
+    return Cause(
+        f"samples come in another order{by}: the same training only on average",
+        f"draw one permutation from the seed, and divide it among the ranks: {OURS}",
+    )
 
 
 def _other_pixels(case: Case) -> bool:
@@ -126,8 +134,8 @@ def _other_pixels(case: Case) -> bool:
         return False
     both = list(zip(case.way.steps, case.reference.steps, strict=False))
     here, there = both[place.step]
-    seen = {str(sample) for step in case.reference.steps for sample in step.samples}
-    new = {*map(str, here.samples)} - {*map(str, there.samples)}
+    seen = {sample for step in case.reference.steps for sample in step.samples}
+    new = {*here.samples} - {*there.samples}
     return bool(here.labels and new) and not new & seen and all(Counter(a.labels) == Counter(b.labels) for a, b in both)
 
 
@@ -140,26 +148,30 @@ def _split(case: Case) -> Cause | None:
     if not (more and fewer and ({*more} & there or {*fewer} & here)):
         return None
     owner, others = "process" if len(case.way.ranks) > 1 else "run", min(more.total(), expected.total())
-    text = f"each {owner} draws its own split: {others} of {expected.total()} validation samples differ"
-    return Cause(text, "seed random_split's generator: generator=torch.Generator().manual_seed(0)")
+    return Cause(
+        f"each {owner} draws its own split: {others} of {expected.total()} validation samples differ",
+        "seed random_split's generator: generator=torch.Generator().manual_seed(0)",
+    )
 
 
 def _same_order(recorded: Recorded) -> bool:
     """Return whether the second epoch, complete or not, repeats the first epoch's order."""
-    first, second = ([list(map(str, step.samples)) for step in recorded.epoch(number)] for number in (0, 1))
+    first, second = ([step.samples for step in recorded.epoch(number)] for number in (0, 1))
     count = min(len(first), len(second))
     return count > 0 and first[:count] == second[:count]
 
 
 def _lost_order(case: Case, number: int) -> Cause:
     """Return the cause for a resumed run that lost the order of samples; `number` is its first wrong step, from 0."""
-    samples = Counter(map(str, case.way.steps[number].samples))
-    match = next((step.number for step in case.reference.steps if Counter(map(str, step.samples)) == samples), None)
+    samples = Counter(case.way.steps[number].samples)
+    match = next((step.number for step in case.reference.steps if Counter(step.samples) == samples), None)
     change = "draws new samples"
     if match is not None:
         change = f"{'repeats' if match < number else 'skips to'} those of step {match + 1}"
-    text = f"the order of samples is lost on resume: step {number + 1} {change}"
-    return Cause(text, f"use a seeded loader with a state_dict, such as torchdata's StatefulDataLoader; or {OURS}")
+    return Cause(
+        f"the order of samples is lost on resume: step {number + 1} {change}",
+        f"use a seeded loader with a state_dict, such as torchdata's StatefulDataLoader; or {OURS}",
+    )
 
 
 def _rates(case: Case) -> Cause | None:
@@ -168,8 +180,10 @@ def _rates(case: Case) -> Cause | None:
     if place is None:
         return None
     if way.facts["accumulate"] > reference.facts["accumulate"]:
-        text = f"the learning rate advances with each of the {way.facts['accumulate']} batches that a step accumulates"
-        return Cause(text, "advance it once per optimizer step, as Lightning does with interval: step")
+        return Cause(
+            f"the learning rate advances with each of the {way.facts['accumulate']} batches that a step accumulates",
+            "advance it once per optimizer step, as Lightning does with interval: step",
+        )
     number = place.step or 0
     pairs = zip(way.steps[number].rates, reference.steps[number].rates, strict=False)
     ratios = {round(here / there, 6) for here, there in pairs if there}
@@ -177,26 +191,33 @@ def _rates(case: Case) -> Cause | None:
     first = next((step.number for step in reference.steps if any(step.rates)), 0)
     if place.step == first and len(ratios) == 1 and (ratio := ratios.pop()) != 1:
         by = "the number of ranks" if ratio == len(way.ranks) else "a setting that differs"
-        text = f"the learning rate is {ratio:g} times the reference's from the first step on: it is scaled by {by}"
-        return Cause(text, "keep it if the global batch is the same; scale it only with the global batch")
+        return Cause(
+            f"the learning rate is {ratio:g} times the reference's from the first step on: it is scaled by {by}",
+            "keep it if the global batch is the same; scale it only with the global batch",
+        )
     if way.resumed_at is not None and place.step is not None and place.step >= way.resumed_at:
-        text = f"the schedule is lost on resume: {place}"
-        remedy = "return the scheduler from configure_optimizers, so that Lightning saves it; or save its state"
-        return Cause(text, remedy)
+        return Cause(
+            f"the schedule is lost on resume: {place}",
+            "return the scheduler from configure_optimizers, so that Lightning saves it; or save its state",
+        )
     for scheduler, expected in zip(way.facts["schedulers"], reference.facts["schedulers"], strict=False):
         name, interval = scheduler["class"], scheduler["interval"]
         lengths, wanted = ([len(run.epoch(epoch)) for epoch in (0, 1)] for run in (way, reference))
         if interval == "epoch" and lengths != wanted:
-            text = f"{name} advances with each epoch, which has {lengths[0]} steps, {wanted[0]} in the reference"
-            return Cause(text, "advance it with each step, or keep the global batch")
+            return Cause(
+                f"{name} advances with each epoch, which has {lengths[0]} steps, {wanted[0]} in the reference",
+                "advance it with each step, or keep the global batch",
+            )
         total = next((key for key in expected["state"] if "total" in key or "T_max" in key), "")
         here, there = (state["state"].get(total, 0) for state in (scheduler, expected))
         if here == there and interval == "step":
             total = "estimated_stepping_batches"
             here, there = (run.facts["estimated_steps"] for run in (way, reference))
         if here != there:
-            text = f"{name} is counted in this process's steps: its {total} is {here:g}, {there:g} in the reference"
-            return Cause(text, "keep the global batch, or compute its length from it and the size of the data set")
+            return Cause(
+                f"{name} is counted in this process's steps: its {total} is {here:g}, {there:g} in the reference",
+                "keep the global batch, or compute its length from it and the size of the data set",
+            )
     return None
 
 
@@ -207,18 +228,22 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
     if not is_same_order or not ({"loss", "gradients", "weights"} & case.differences.keys()):
         return
     if facts["batchnorm"] and case.splits:
-        text = f"BatchNorm normalises each replica's part of a batch by itself: {_some(facts['batchnorm'])}"
-        yield Cause(text, f"{BITS}; or GroupNorm")
+        yield Cause(
+            f"BatchNorm normalises each replica's part of a batch by itself: {listed(facts['batchnorm'])}",
+            f"{BITS}; or GroupNorm",
+        )
     draws = bool(facts["dropout"]) or any(rank.get("draws") for rank in case.way.ranks)
     if draws and (case.splits or resumed):
-        source = f"dropout ({_some(facts['dropout'])})" if facts["dropout"] else "random numbers in the step"
+        source = f"dropout ({listed(facts['dropout'])})" if facts["dropout"] else "random numbers in the step"
         state = "which is drawn in another order when a batch is split"
         if resumed:
             state = "whose state is lost on resume"
         elif len(case.way.ranks) > 1:
             state = "which differs in each process"
-        text = f"{source} drawn from torch's global random state, {state}"
-        yield Cause(text, f"{BITS}; without it, the trainings agree only on average")
+        yield Cause(
+            f"{source} drawn from torch's global random state, {state}",
+            f"{BITS}; without it, the trainings agree only on average",
+        )
 
 
 def _gradients(case: Case) -> Iterator[Cause]:
@@ -231,7 +256,7 @@ def _gradients(case: Case) -> Iterator[Cause]:
     accumulated = way.facts["accumulate"]
     if way.facts["hooked"] and world > 1:
         yield Cause(
-            f"hooks of parameters change each rank's gradients before they are averaged: {_some(way.facts['hooked'])}",
+            f"hooks of parameters change each rank's gradients before they are averaged: {listed(way.facts['hooked'])}",
             "clip or change them in on_before_optimizer_step, or by --trainer.gradient_clip_val: after the reduction",
         )
     if here.micro_batches < accumulated != reference.facts["accumulate"]:
@@ -247,11 +272,15 @@ def _gradients(case: Case) -> Iterator[Cause]:
             f"batch; or {OURS}",
         )
     elif world > 1 and "loss" in differences and apart(here.loss * world, there.loss) < 1e-4:
-        text = f"the loss is a sum over a rank's samples: {here.loss:.6g}, {there.loss:.6g} in the reference"
-        yield Cause(text, "return the mean over samples: ddp averages the ranks' gradients")
+        yield Cause(
+            f"the loss is a sum over a rank's samples: {here.loss:.6g}, {there.loss:.6g} in the reference",
+            "return the mean over samples: ddp averages the ranks' gradients",
+        )
     elif world > 1 and "loss" in differences and differences["loss"].step == place.step and not [*_over_a_batch(case)]:
-        text = "the loss of a batch is not the mean over its samples: it weights or compares samples, or reads the rank"
-        yield Cause(text, "divide a weighted sum by the ranks' mean weight; gather samples that are compared")
+        yield Cause(
+            "the loss of a batch is not the mean over its samples: it weights or compares samples, or reads the rank",
+            "divide a weighted sum by the ranks' mean weight; gather samples that are compared",
+        )
 
 
 def _state(case: Case) -> Iterator[Cause]:
@@ -260,26 +289,35 @@ def _state(case: Case) -> Iterator[Cause]:
     first, trained = way.ranks[0]["digests"], way.ranks[0]["parameters"]
     names = [name for name in first if any(rank["digests"].get(name) != first[name] for rank in way.ranks)]
     if parameters := [name for name in names if name in trained]:
-        text = f"parameters differ between ranks at the end: {_some(parameters)} were changed outside of the optimizer"
-        yield Cause(text, "change them on all ranks alike, or broadcast them")
+        yield Cause(
+            f"parameters differ between ranks at the end: {listed(parameters)} were changed outside of the optimizer",
+            "change them on all ranks alike, or broadcast them",
+        )
     if "samples" not in differences:
         names += [place.where for place in weights_apart(reference, way, TOLERANCE)]
     layers = tuple(f"{layer}." for layer in way.facts["batchnorm"])
     buffers = [name for name in dict.fromkeys(names) if name not in trained and not name.startswith(layers)]
     if buffers and len(way.ranks) > 1 and not {"loss", "gradients"} & differences.keys():
-        text = f"buffers are computed from each rank's own share: {_some(buffers)}"
-        yield Cause(text, "reduce their inputs over all ranks", changes_loss=False)
+        yield Cause(
+            f"buffers are computed from each rank's own share: {listed(buffers)}",
+            "reduce their inputs over all ranks",
+            changes_loss=False,
+        )
     attributes, expected = way.ranks[0]["attributes"], reference.ranks[0]["attributes"]
     lost = [name for name in expected if name not in attributes or apart(attributes[name], expected[name]) > TOLERANCE]
     numbers = {"loss", "gradients", "weights", "evaluation"} & differences.keys()
     if not lost or not numbers or "samples" in differences:
         return
     if way.resumed_at is not None:
-        text = f"state that is in no checkpoint: {_some(lost)}"
-        yield Cause(text, "save it in on_save_checkpoint or in a callback's state_dict, or keep it in a buffer")
+        yield Cause(
+            f"state that is in no checkpoint: {listed(lost)}",
+            "save it in on_save_checkpoint or in a callback's state_dict, or keep it in a buffer",
+        )
     elif way.facts["strategy"] == "dp":
-        text = f"attributes that forward sets are lost with dp's replicas: {_some(lost)}"
-        yield Cause(text, "return them from forward, and set them in training_step; or use ddp")
+        yield Cause(
+            f"attributes that forward sets are lost with dp's replicas: {listed(lost)}",
+            "return them from forward, and set them in training_step; or use ddp",
+        )
 
 
 def _evaluation(case: Case) -> Iterator[Cause]:
@@ -292,25 +330,28 @@ def _evaluation(case: Case) -> Iterator[Cause]:
         text = f"{more} of {expected.total()} samples are evaluated twice: the shares are padded to equal size"
         if more == expected.total() * (world - 1):
             text = "every rank evaluates all samples"
-        remedy = f"drop the repeated samples (torch's DistributedSampler repeats); or {OURS}"
-        yield Cause(text, remedy, changes_loss=False)
+        yield Cause(
+            text, f"drop the repeated samples (torch's DistributedSampler repeats); or {OURS}", changes_loss=False
+        )
     if fewer and not more:
-        text = f"{fewer} of {expected.total()} samples are not evaluated: drop_last, or a sampler that truncates shares"
-        yield Cause(text, f"evaluate the last, smaller batch, too; or {OURS}", changes_loss=False)
+        yield Cause(
+            f"{fewer} of {expected.total()} samples are not evaluated: drop_last, or a sampler that truncates shares",
+            f"evaluate the last, smaller batch, too; or {OURS}",
+            changes_loss=False,
+        )
     if world == 1:
         return
     first, *others = (rank["metrics"] for rank in way.ranks)
     of_a_rank = {name for other in others for name in other.keys() & first.keys() if apart(other[name], first[name])}
     if of_a_rank:
-        remedy = "self.log(…, sync_dist=True), or a metric of torchmetrics, which adds up over ranks"
-        text = f"each rank has its own {_some(sorted(of_a_rank))}: logged without sync_dist"
-        yield Cause(text, remedy, changes_loss=False)
+        yield Cause(
+            f"each rank has its own {listed(sorted(of_a_rank))}: logged without sync_dist",
+            "self.log(…, sync_dist=True), or a metric of torchmetrics, which adds up over ranks",
+            changes_loss=False,
+        )
     elif not more and not fewer and not {"loss", "gradients", "weights"} & case.differences.keys():
-        text = f"a mean of the ranks' values, not the value over all samples: {case.differences['evaluation']}"
-        remedy = "log a metric of torchmetrics instead of a value with sync_dist=True; draw no random numbers"
-        yield Cause(text, remedy, changes_loss=False)
-
-
-def _some(names: list[str]) -> str:
-    """Join up to three names, such as `a, b, c and 2 more`; return `none` for an empty list."""
-    return (", ".join(names[:3]) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        yield Cause(
+            f"a mean of the ranks' values, not the value over all samples: {case.differences['evaluation']}",
+            "log a metric of torchmetrics instead of a value with sync_dist=True; draw no random numbers",
+            changes_loss=False,
+        )

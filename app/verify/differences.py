@@ -42,7 +42,7 @@ class Recorded:
     """
 
     def __init__(self, run_dir: Path, earlier: "Recorded | None" = None) -> None:
-        files = sorted((run_dir / FOLDER).glob("rank_*.json"), key=lambda file: int(file.stem.partition("_")[2]))
+        files = sorted((run_dir / FOLDER).glob("rank_*.json"))
         if not files:
             raise UserError(f"{run_dir}: no steps were recorded")
         self.run_dir = run_dir
@@ -83,14 +83,14 @@ class Step:
 
     def __init__(self, number: int, ranks: list[dict[str, Any]]) -> None:
         self.number, self.ranks = number, ranks
-        self.epoch: int = ranks[0]["epoch"]
-        self.samples: list[Any] = [sample for rank in ranks for batch in rank["samples"] for sample in batch]
-        self.labels: list[str] = [label for rank in ranks for batch in rank["labels"] for label in batch]
+        self.epoch = ranks[0]["epoch"]
+        self.samples = [sample for rank in ranks for batch in rank["samples"] for sample in batch]
+        self.labels = [label for rank in ranks for batch in rank["labels"] for label in batch]
         self.counts = [len(batch) for rank in ranks for batch in rank["samples"]]
         self.micro_batches = len(ranks[0]["samples"])
         self.loss: float = sum(rank["loss"] for rank in ranks) / len(ranks)
-        self.rates: list[float] = ranks[0].get("rates", [])
-        self.gradients: dict[str, float] = ranks[0].get("gradients", {})
+        self.rates = ranks[0].get("rates", [])
+        self.gradients = ranks[0].get("gradients", {})
 
     @property
     def weighted_loss(self) -> float:
@@ -202,23 +202,31 @@ def _joined(operations: list[list[tuple[str, str, list[str]]]]) -> list[tuple[st
 
 
 def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
-    if Counter(map(str, here.samples)) != Counter(map(str, there.samples)):
-        shared = sum((Counter(map(str, here.samples)) & Counter(map(str, there.samples))).values())
-        figures = f"{len(here.samples)} samples, {shared} of them among the {len(there.samples)} of the reference"
-        yield Difference(f"step {there.number + 1}", figures, step=there.number)
+    seen, wanted = Counter(here.samples), Counter(there.samples)
+    if seen != wanted:
+        shared = (seen & wanted).total()
+        yield Difference(
+            f"step {there.number + 1}",
+            f"{len(here.samples)} samples, {shared} of them among the {len(there.samples)} of the reference",
+            step=there.number,
+        )
 
 
 def _rates(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     for group, (rate, expected) in enumerate(zip(here.rates, there.rates, strict=False)):
         if not math.isclose(rate, expected, rel_tol=1e-9):
-            figures = f"learning rate of group {group} {rate:.6g}, {expected:.6g} in the reference"
-            yield Difference(f"step {there.number + 1}", figures, step=there.number)
+            yield Difference(
+                f"step {there.number + 1}",
+                f"learning rate of group {group} {rate:.6g}, {expected:.6g} in the reference",
+                step=there.number,
+            )
 
 
 def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
     if (size := apart(here.loss, there.loss, TINY)) > tolerance:
-        figures = f"{here.loss:.9g}, {there.loss:.9g} in the reference"
-        yield Difference(f"step {there.number + 1}", figures, size, there.number)
+        yield Difference(
+            f"step {there.number + 1}", f"{here.loss:.9g}, {there.loss:.9g} in the reference", size, there.number
+        )
 
 
 def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
@@ -228,8 +236,12 @@ def _gradients(here: Step, there: Step, tolerance: float) -> Iterator[Difference
     sizes = {name: apart(norms[name], expected[name], TINY * scale) for name in names}
     name = max(sizes, key=lambda key: sizes[key], default="")
     if name and sizes[name] > tolerance:
-        figures = f"norm of {name} {norms[name]:.9g}, {expected[name]:.9g} in the reference"
-        yield Difference(f"step {there.number + 1}", figures, sizes[name], there.number)
+        yield Difference(
+            f"step {there.number + 1}",
+            f"norm of {name} {norms[name]:.9g}, {expected[name]:.9g} in the reference",
+            sizes[name],
+            there.number,
+        )
 
 
 def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:

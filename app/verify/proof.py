@@ -64,8 +64,9 @@ class Prover:
             if flag in RESERVED:
                 raise UserError(f"--{flag} is set by verify itself: leave it out")
             if flag in ("trainer.devices", "trainer.strategy", "trainer.num_nodes"):
-                remedy = "leave it out, or add a variant of your own by --ways"
-                raise UserError(f"--{flag} is a flag of the variants: {remedy}")
+                raise UserError(
+                    f"--{flag} is a flag of the variants: leave it out, or add a variant of your own by --ways"
+                )
         self.settings, self.configs, self.typed, self.folder = settings, list(configs), typed, folder
         self.say: Callable[[str], None] = lambda line: None
         self.epoch_steps = math.ceil(settings.steps / 2)

@@ -170,7 +170,7 @@ class Recording(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         if trainer.is_global_zero:
             torch.save(state, folder / "weights.pt")
-        (folder / f"rank_{trainer.global_rank}.json").write_text(json.dumps(self.record, default=lambda other: None))
+        (folder / f"rank_{trainer.global_rank:04}.json").write_text(json.dumps(self.record, default=lambda other: None))
 
 
 def digest(value: Tensor) -> str:
