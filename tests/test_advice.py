@@ -46,7 +46,7 @@ def test_advice_names_the_fastest() -> None:
 def test_no_verdict_from_runs_that_overlap(spread: float) -> None:
     """Variants tie if their runs' ranges overlap, or if their medians differ by less than one of the ranges."""
     text = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
-    assert text.startswith("No winner: four and one are as fast as each other, within the spread of their runs\n")
+    assert text.startswith("No winner: 2 variants are as fast as each other, within the spread of their runs\n")
     assert "**Take one**: it is as fast as any, on 1 device where others take 4." in text
     assert "the fastest" not in text
 

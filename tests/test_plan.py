@@ -18,7 +18,7 @@ from jsonargparse import Namespace
 
 from app.errors import UserError
 from app.plan import cost_model
-from app.plan.command import Basis, _machines
+from app.plan.command import _require_links
 from app.plan.cost_model import AGREEMENT, Bucket, Line, Machines, Step, Timed, fit_step, make_buckets, predict
 from app.plan.measure import measure_steps, profile_gradients
 from app.plan.report import advice, heading
@@ -254,13 +254,10 @@ def test_one_gpu_does_not_measure_the_network_between_gpus(monkeypatch: pytest.M
 
     It must not measure CPU processes instead.
     """
-    for name, value in {"is_available": True, "device_count": 1}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: pytest.fail("measured CPU processes"))
-    names = ("bandwidth", "latency", "node_bandwidth", "node_latency", "per_node", "price_per_hour")
-    basis = Basis(step(), 64, {}, cuda=True, threads=1, source="", devices=8, cautions=[])
-    with pytest.raises(UserError, match="needs two on this machine: give --bandwidth and --latency"):
-        _machines(Namespace(**dict.fromkeys(names)), basis, lambda activity: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    names = ("bandwidth", "latency", "node_bandwidth", "node_latency", "per_node")
+    with pytest.raises(UserError, match=r"this machine has 1 GPU\(s\): give --per_node, --bandwidth and --latency"):
+        _require_links(Namespace(**dict.fromkeys(names)), devices=8, cuda=True)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Recommendation from a comparison's measurements, in sentences."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -10,7 +9,6 @@ from app.record.words import BUSY, bottleneck, taken_cores
 from app.system.page import plain
 
 NEARLY_FULL = 80.0  # from this percentage of a device's memory on, a variant counts as limited by memory
-NAMED = 3  # largest number of variants to name in a sentence
 
 
 class Verdict(NamedTuple):
@@ -68,8 +66,7 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
     few, most = fewest["replicas"], max(row["replicas"] for row in tied)
     fewer = f", on {few} device{'s' * (few > 1)} where others take {most}" if few < most else ""
     return Verdict(
-        f"No winner: {_listed([str(row.name) for row in tied])} are as fast as each other, within the spread of their "
-        "runs",
+        f"No winner: {len(tied)} variants are as fast as each other, within the spread of their runs",
         str(fewest.name),
         f"**Take {plain(fewest.name)}**: it is as fast as any{fewer}.",
     )
@@ -140,12 +137,6 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
     ]
     best = rows.loc[[result.recommended]].iloc[0]
     return [*sentences, *_of_one_processor(rows, baseline, cores), *_limit(best, cores)]
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Join names: `a, b and c`, or `a, b, c and 4 more`."""
-    shown = [*names[:NAMED], *[f"{len(names) - NAMED} more"] * (len(names) > NAMED)]
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
 
 
 def _times(one: pd.Series, other: pd.Series) -> str:

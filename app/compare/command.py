@@ -173,7 +173,7 @@ def _announce(runner: Runner, console: Console) -> None:
 
 
 def _follow(runner: Runner, console: Console) -> None:
-    """Run the experiment. Print each command and a line per finished run; on a terminal, also show the current run."""
+    """Run the experiment. Print a line per finished run; on a terminal, also show the current run."""
     began, repeats = time.monotonic(), runner.experiment.repeats
 
     def report(outcome: Outcome) -> None:
@@ -189,8 +189,6 @@ def _follow(runner: Runner, console: Console) -> None:
             report(outcome)
     with console.status("") as status:
         for repeat, outcome in runner.todo():
-            if not outcome.records:
-                console.print(runner.commands(outcome.variant, repeat), style="dim")
             status.update(escape(f"{outcome.variant.name}: run {repeat} of {repeats}"))
             runner.run(repeat, outcome)
             report(outcome)

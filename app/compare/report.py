@@ -15,8 +15,6 @@ from app.compare.runner import Outcome
 from app.system.files import inert, write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
 
-AGAIN = "Measure again when it is quiet, with `--fresh`."
-
 
 def write_report(
     experiment: Experiment, outcomes: Sequence[Outcome], head: dict[str, Any], folder: Path
@@ -47,7 +45,7 @@ def write_report(
     else:
         result, shown, places = verdict(results, baseline), results, ranks(results)
         advised, following = advice(results, baseline, usable), commands.get(result.recommended or "")
-        cautions = [f"**{load}.** {AGAIN}"] if load else []
+        cautions = [f"**{load}.** Measure again when it is quiet, with `--fresh`."] if load else []
     drawn = pictures(shown, outcomes, baseline, result.recommended)
     if not places and "throughput" in drawn:
         drawn["throughput"] = drawn["throughput"]._replace(title=result.conclusion)

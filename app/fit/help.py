@@ -48,31 +48,19 @@ CLASSES = {  # settings whose value is a class, each with an example
 ENDS = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # end of a sentence
 
 
-@expects("argparse:HelpFormatter._format_action_invocation", "argparse:HelpFormatter._expand_help")
-class _Formatter(argparse.HelpFormatter):
-    """Help formatter that prints each flag with its value, description and default."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        return f"{max(action.option_strings, key=len).removesuffix('+')} {self._metavar(action)}".rstrip()
-
-    def _metavar(self, action: argparse.Action) -> str:
-        if action.nargs == 0 or action.dest == "print_config":
-            return ""
-        has_choices = isinstance(action.metavar, str) and action.metavar.startswith("{")
-        return str(action.metavar) if has_choices else action.dest.rpartition(".")[2].upper()
-
-    def _expand_help(self, action: argparse.Action) -> str:
-        if action.dest in DESCRIPTIONS:
-            return DESCRIPTIONS[action.dest]
-        text, default = (action.help or "").strip().rstrip(".").replace("``", "`"), action.default
-        if isinstance(default, Mapping):
-            default = str(default.get("class_path", "")).rpartition(".")[2]
-        if default in (None, argparse.SUPPRESS, "", ()) or action.nargs == 0:
-            return text
-        return f"{text} (default: {str(default).lower() if isinstance(default, bool) else default})"
+def _entry(action: argparse.Action) -> argparse.Action:
+    """Return an action that argparse's help formatter prints as a flag with its value, description and default."""
+    flag, name = max(action.option_strings, key=len).removesuffix("+"), action.dest.rpartition(".")[2].upper()
+    nargs = 0 if action.nargs == 0 or action.dest == "print_config" else None
+    if isinstance(action.metavar, str) and action.metavar.startswith("{"):  # choices
+        name = action.metavar
+    text, default = (action.help or "").strip().rstrip(".").replace("``", "`"), action.default
+    if isinstance(default, Mapping):
+        default = str(default.get("class_path", "")).rpartition(".")[2]
+    if default not in (None, argparse.SUPPRESS, "", ()) and nargs is None:
+        text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
+    text = DESCRIPTIONS.get(action.dest, text).replace("%", "%%")
+    return argparse.Action([flag], action.dest, nargs, help=text, metavar=name)
 
 
 @expects("argparse:ArgumentParser._actions")
@@ -86,11 +74,11 @@ def page(parser: ArgumentParser, settings: ArgumentParser, classes: dict[str, st
         section: A section of `MORE`, or None for the command's page.
     """
     actions = {action.dest: action for action in parser._actions if action.option_strings and not _is_page(action)}
-    formatter = _Formatter(parser.prog)
+    formatter = argparse.HelpFormatter(parser.prog, max_help_position=28)
 
     def show(title: str, shown: Iterable[argparse.Action]) -> None:
         formatter.start_section(title)
-        formatter.add_arguments(shown)
+        formatter.add_arguments(map(_entry, shown))
         formatter.end_section()
 
     def show_section(title: str, prefix: str) -> None:

@@ -33,6 +33,14 @@ from app.system.trust import is_within, may_run, module_of, trusted_modules
 
 # classes of libraries for a parameter whose type names no class, such as `Any` or `Callable`
 OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+BASES: dict[str, type] = {  # base of the classes that a flag accepts, by the flag's last part
+    "model": LightningModule,
+    "data": LightningDataModule,
+    "optimizer": torch.optim.Optimizer,
+    "scheduler": torch.optim.lr_scheduler.LRScheduler,
+    "augment": v2.Transform,
+    "callbacks": Callback,
+}
 HOOKS = ("app.parallel.comm_hooks", "torch.distributed.algorithms.ddp_comm_hooks")  # modules, for such parameters
 
 
@@ -189,15 +197,12 @@ class Parser(LightningArgumentParser):
         commands = [c for action in self._actions if isinstance(action.choices, dict) for c in action.choices.values()]
         actions = [action for parser in (self, *commands) for action in parser._actions]
         flags += [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
-        classes = {"model": subclasses(LightningModule), "data": subclasses(LightningDataModule)}
-        for group, members in classes.items():
-            flags += [f"--{group}.{name}" for cls in members for name in parameters(cls)]
+        classes = {flag: subclasses(base) for flag, base in BASES.items()}
+        for group in ("model", "data"):
+            flags += [f"--{group}.{name}" for cls in classes[group] for name in parameters(cls)]
         flags += [f"--trainer.strategy.{name}" for cls in (DDP, *subclasses(DDP)) for name in parameters(cls)]
         files = {path.stem: path.read_text(errors="ignore") for path in Path().glob("*.py") if path.is_file()}
         here = [f"{name}.{cls}" for name, text in files.items() for cls in re.findall(r"(?m)^class (\w+)", text)]
-        bases: dict[str, type] = {"optimizer": torch.optim.Optimizer, "augment": v2.Transform}
-        bases["scheduler"] = torch.optim.lr_scheduler.LRScheduler
-        classes |= {name: subclasses(base) for name, base in {**bases, "callbacks": Callback}.items()}
         names = {flag: [*here, *(cls.__name__ for cls in members)] for flag, members in classes.items()}
         names["model"] += names_of_torchvision()
         raise UserError(rejection(message, flags, names)) from ex
@@ -205,8 +210,7 @@ class Parser(LightningArgumentParser):
 
 def find_class(section: str, name: str) -> type | None:
     """Return the class of a name or import path, or None if parsing will reject it."""
-    base = {"model": LightningModule, "data": LightningDataModule}[section]
-    imported = {cls.__name__: cls for cls in subclasses(base)}
+    imported = {cls.__name__: cls for cls in subclasses(BASES[section])}
     if name in imported or name.partition(".")[0] not in trusted_modules():
         return imported.get(name)
     try:

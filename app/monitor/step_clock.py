@@ -246,13 +246,13 @@ def _since_first(steps: list[tuple[Any, ...]]) -> list[list[float]]:
 class _PhaseProfiler(PassThroughProfiler):
     """Profiler that times the phases of a few steps. It replaces the trainer's profiler meanwhile."""
 
-    def __init__(self, trainer: Trainer, wait: Callable[[], float]) -> None:
+    def __init__(self, trainer: Any, wait: Callable[[], float]) -> None:
         super().__init__()
         self.trainer, self.wait, self.device = trainer, wait, trainer.strategy.root_device
         self.on_gpu = self.device.type != "cpu"
         self._begun: dict[str, float] = {}
         self._marks: list[float] = []  # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
-        self._before, trainer.profiler = trainer.profiler, self  # type: ignore[attr-defined]
+        self._before, trainer.profiler = trainer.profiler, self
         self._handles = [optimizer.register_step_post_hook(self._on_stepped) for optimizer in trainer.optimizers]
         strategy, module = trainer.strategy, trainer.lightning_module
         if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
@@ -279,7 +279,7 @@ class _PhaseProfiler(PassThroughProfiler):
 
     def detach(self) -> None:
         if self.trainer.profiler is self:  # a callback may have set another one
-            self.trainer.profiler = self._before  # type: ignore[attr-defined]
+            self.trainer.profiler = self._before
         for handle in self._handles:
             handle.remove()
 

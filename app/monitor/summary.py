@@ -71,8 +71,6 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         by_steps = 0 <= (record.max_steps or -1) <= record.steps
         more = f"--trainer.max_steps {2 * record.steps}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
         yield f"train longer    {resume} {more}"
-        if alone:
-            yield "compare         python -m app compare"
 
 
 def epoch_line(

@@ -223,10 +223,12 @@ def _require_links(options: Namespace, devices: int, cuda: bool) -> None:
     per_node = options.per_node or devices
     network = options.bandwidth is not None and options.latency is not None
     nodes = options.node_bandwidth is not None and options.node_latency is not None
-    if network or 1 < per_node <= devices or (per_node == 1 and nodes):
+    gpus = torch.cuda.device_count()
+    can_measure = 1 < per_node <= devices and (gpus > 1 or not cuda)
+    if network or can_measure or (per_node == 1 and nodes):
         return
     flag = f"--per_node {options.per_node}: " if options.per_node else ""
-    has = f"{devices} GPU(s)" if cuda else f"cores for {devices} process(es) of this training; see --run.threads"
+    has = f"{gpus} GPU(s)" if cuda else f"cores for {devices} process(es) of this training; see --run.threads"
     remedy = "give --per_node, --bandwidth and --latency of another machine"
     other = "--node_bandwidth and --node_latency between machines like this one"
     raise UserError(f"{flag}this machine has {has}: {remedy}, or {other}")
@@ -240,10 +242,6 @@ def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> t
     )
     missing = [name for name in ("bandwidth", "latency") if name not in within]
     per_node = options.per_node or basis.devices
-    if missing and per_node > 1 and basis.cuda and torch.cuda.device_count() < 2:
-        flags = " and ".join(f"--{name}" for name in missing)
-        reason = "the steps are from a GPU, but measuring the network between GPUs needs two on this machine"
-        raise UserError(f"{reason}: give {flags}")
     link, spread, source = Link(math.inf, 0.0), (1.0, 1.0), "given"
     if missing and per_node > 1:
         say("measuring an all-reduce of two processes")

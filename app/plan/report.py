@@ -31,13 +31,9 @@ def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int, doubts: 
     model, row = config["model"], recommended(table)
     name = (model.get("init_args") or {}).get("network") or model["class_path"].rpartition(".")[2]
     gain = f"{row['speed_up']:.2f} × one device ({_range(row, 'speed_up', '.2f')}), predicted{doubts}"
-    taken = f"{row['strategy']} on {_devices(row)}: {gain}" if row["devices"] > 1 else "one device"
-    return f"{name}, batch {batch}: take {taken}"
-
-
-def _devices(row: pd.Series) -> str:
     nodes = f" of {row['nodes']} nodes" if row["nodes"] > 1 else ""
-    return f"{row['devices']} devices{nodes}"
+    taken = f"{row['strategy']} on {row['devices']} devices{nodes}: {gain}" if row["devices"] > 1 else "one device"
+    return f"{name}, batch {batch}: take {taken}"
 
 
 def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
