@@ -126,7 +126,8 @@ def _route(argv: list[str]) -> int:
         synonym = SYNONYMS.get(argv[0])
         near = f": did you mean {synonym}?" if synonym else nearest(argv[0], COMMANDS)
         raise UserError(f"{argv[0]}: there is no such command{near} ({', '.join(COMMANDS)})")
-    in_terminal, is_first = sys.stderr.isatty(), "torch" not in sys.modules
+    in_terminal = sys.stderr.isatty()
+    is_first = "torch" not in sys.modules
     print("loading torch and Lightning …" * in_terminal, end="", file=sys.stderr, flush=True)
     if is_first:
         gc.disable()  # because imports leave no garbage, and collections would take a sixth of the import time

@@ -72,7 +72,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--json", type=bool, default=False, help="print JSON, for machines")
     options = parser.parse_args(arguments)
     console = make_console(stderr=options.json, highlight=False)
-    checks, began = [], monotonic()
+    checks = []
+    began = monotonic()
     with console.status("") as status:
         for check in examine(lambda what: status.update(f"looking at {what}")):
             checks.append(check)
@@ -152,7 +153,9 @@ def _accelerators() -> Check:
 
 def _cores() -> Check:
     """Report the processor and the free memory."""
-    usable, cores, memory = usable_cores(), os.cpu_count() or 1, psutil.virtual_memory()
+    usable = usable_cores()
+    cores = os.cpu_count() or 1
+    memory = psutil.virtual_memory()
     return Check(
         "processor",
         "green",

@@ -55,7 +55,8 @@ class Execution:
         Raises:
             UserError: When `matmul_precision` is not `highest` and the GPU has no TF32.
         """
-        cuda, channels_last = device.type == "cuda", self.channels_last
+        cuda = device.type == "cuda"
+        channels_last = self.channels_last
         if channels_last == "auto":
             channels = [min(parameter.shape[:2]) for parameter in network.parameters() if parameter.ndim == 4]
             wide = cuda and "16" in precision and max(channels, default=0) >= TENSOR_CORE_CHANNELS
@@ -98,7 +99,8 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> O
         device: Device of the weights.
         clips_scaled: Whether gradients are clipped under float16's loss scaler.
     """
-    cls, options = type(optimizer), inspect.signature(type(optimizer)).parameters
+    cls = type(optimizer)
+    options = inspect.signature(type(optimizer)).parameters
     chosen = any(group.get(name) for group in optimizer.param_groups for name in {*IMPLEMENTATION, "differentiable"})
     refused = any(group.get("fused") is False for group in optimizer.param_groups)
     if device.type == "cuda" and cls in (SGD, Adam, AdamW) and not (chosen or refused or clips_scaled):

@@ -123,7 +123,8 @@ def write(classifier: Classifier, images: Tensor, file: Path) -> Tensor:
         images: uint8 (B, C, H, W).
         file: Path of the file.
     """
-    names, dynamic = json.dumps(classifier.class_names), {"images": {0: torch.export.Dim("batch")}}
+    names = json.dumps(classifier.class_names)
+    dynamic = {"images": {0: torch.export.Dim("batch")}}
     # two images, because torch.export would treat a batch size of 1 as a constant
     program = torch.export.export(classifier, (images[:2],), dynamic_shapes=dynamic)
     if file.suffix == ".pt2":

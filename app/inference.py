@@ -48,8 +48,11 @@ class Classifier(nn.Module):
 
     def __init__(self, module: LightningModule, images: dict[str, Any], geometry: Geometry, folder: Path) -> None:
         super().__init__()
-        self.module, self.geometry, self.folder = module, geometry, folder
-        self.class_names, self.image_shape = tuple(images["class_names"]), tuple(images["image_shape"])
+        self.module = module
+        self.geometry = geometry
+        self.folder = folder
+        self.class_names = tuple(images["class_names"])
+        self.image_shape = tuple(images["image_shape"])
         self.transform = Transform(images["mean"], images["std"])
         self.eval()
 
@@ -123,7 +126,8 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
             `ImageClassifier` trained on an `ImageData`, or the network's module is not trusted.
     """
     file = checkpoint_of(Path(run))
-    checkpoint, folder = read(file), file.parent
+    checkpoint = read(file)
+    folder = file.parent
     if not (folder / "config.yaml").is_file():
         folder = Path(os.path.normpath(file / "../.."))
     images = checkpoint.get("images")

@@ -84,7 +84,8 @@ class ImageClassifier(LightningModule):
         super().__init__()
         if num_classes < 2:
             raise UserError(f"a classifier needs two classes or more, not {num_classes}: add a class to --data")
-        self.recipe, self.views = Recipe(**recipe), views
+        self.recipe = Recipe(**recipe)
+        self.views = views
         self.network_name = network if isinstance(network, str) else type(network).__name__
         self.network = make_network(network, num_classes) if isinstance(network, str) else network
         self.weights = weights
@@ -123,7 +124,8 @@ class ImageClassifier(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Return the callback that averages the weights, if `ema` is set."""
-        decay, trainer = self.recipe.ema, self.trainer
+        decay = self.recipe.ema
+        trainer = self.trainer
         if decay is None or trainer.state.fn != "fit":
             return []
         return [MovingAverage(decay, trainer.strategy.root_device)]
@@ -266,7 +268,8 @@ class ImageClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Create the optimizer and the scheduler."""
-        trainer, recipe = self.trainer, self.recipe
+        trainer = self.trainer
+        recipe = self.recipe
         clips_scaled = trainer.precision == "16-mixed" and bool(trainer.gradient_clip_val)
         optimizer = fastest(self.make_optimizer(), trainer.strategy.root_device, clips_scaled)
         if recipe.scheduler is not None:

@@ -267,7 +267,8 @@ def checkpoint_of(path: Path, resumes: bool = False) -> Path:
     """
     if not os.path.isdir(path):  # unlike Path.is_dir, false for a name that is too long
         return path
-    best, last = path / "checkpoints" / "best.ckpt", path / "checkpoints" / "last.ckpt"
+    best = path / "checkpoints" / "best.ckpt"
+    last = path / "checkpoints" / "last.ckpt"
     preferred, other = (last, best) if resumes else (best, last)
     return other if other.is_file() and not preferred.is_file() else preferred
 
@@ -308,7 +309,8 @@ def _published(name: str) -> dict[str, Tensor]:
     if name.startswith("timm/"):
         with downloading(f"--model.weights DEFAULT: no weights of {name}", "give a file of them to --model.weights"):
             return _timm(name).create_model(name[5:], pretrained=True).state_dict()
-    url, folder = torchvision.models.get_model_weights(name).DEFAULT.url, Path(torch.hub.get_dir(), "checkpoints")
+    url = torchvision.models.get_model_weights(name).DEFAULT.url
+    folder = Path(torch.hub.get_dir(), "checkpoints")
     earlier = folder / Path(url).name
     if earlier.exists():
         load(earlier, "--model.weights DEFAULT:")  # torch verifies only new downloads
@@ -383,7 +385,8 @@ def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: 
         raise UserError(f"{problem}: {len(wrong)} of {len(initial)} tensors differ: {'; '.join(entries)}")
     loaded = {key: weights[key] for key in initial if key not in replaced}
     for key, value in loaded.items():
-        form, expected = _form(value), _form(initial[key])
+        form = _form(value)
+        expected = _form(initial[key])
         if form != expected and key not in counters:
             raise UserError(f"--model.weights {source}: {key} is {form}, here {expected}: convert it, and save it anew")
     network.load_state_dict({**initial, **loaded})

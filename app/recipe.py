@@ -78,11 +78,17 @@ class Recipe:
         scheduler_interval: Literal["epoch", "step"] = "epoch",
         ema: OpenUnitInterval | None = None,
     ) -> None:
-        self.loss, self.label_smoothing, self.class_weights = loss, label_smoothing, class_weights
-        self.optimizer, self.freeze = optimizer, freeze
-        self.head_lr, self.norm_bias_lr = head_lr, norm_bias_lr
+        self.loss = loss
+        self.label_smoothing = label_smoothing
+        self.class_weights = class_weights
+        self.optimizer = optimizer
+        self.freeze = freeze
+        self.head_lr = head_lr
+        self.norm_bias_lr = norm_bias_lr
         self.schedule: Schedule | None = "constant" if warmup and schedule is None else schedule
-        self.scheduler, self.scheduler_interval, self.ema = scheduler, scheduler_interval, ema
+        self.scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
+        self.ema = ema
         self.no_decay = set(no_decay.split(",")) if no_decay else set()
         if self.no_decay - {"norm", "bias"}:
             raise UserError(f"--model.no_decay {no_decay}: give norm, bias, or norm,bias")
@@ -260,7 +266,8 @@ def freeze(network: nn.Module, blocks: int | Literal["backbone"]) -> list[nn.Mod
         split = [layer for layer in layers if [*layer.parameters()]]
         if blocks >= len(split):
             raise UserError(f"--model.freeze {blocks}: {type(network).__name__} has {len(split)} blocks: give less")
-        frozen, trained = split[:blocks], {id(p) for block in split[blocks:] for p in block.parameters()}
+        frozen = split[:blocks]
+        trained = {id(p) for block in split[blocks:] for p in block.parameters()}
     for parameter in network.parameters():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
     return frozen

@@ -58,7 +58,8 @@ class Replay(Callback):
     """
 
     def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
         self._step: dict[str, Any] = {"step": 0}
         self._worst: dict[str, Any] = {}
 
@@ -73,7 +74,8 @@ class Replay(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Score the batch's samples, and compute each shard's gradient norm, with the weights before the step."""
-        step, epoch = trainer.global_step + 1, trainer.current_epoch
+        step = trainer.global_step + 1
+        epoch = trainer.current_epoch
         if not self.first <= step <= self.last:
             return
         if step != self._step["step"]:
@@ -119,7 +121,8 @@ def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
     """Return the file or index of each sample of a batch; an empty list if the loader has no global order."""
     loader = trainer.train_dataloader
     if isinstance(loader, GlobalBatches):
-        rows, files = loader.samples(batch_idx).tolist(), loader.split.names
+        rows = loader.samples(batch_idx).tolist()
+        files = loader.split.names
         return [files[row] for row in rows] if files else rows
     order = order_of(loader)
     return order.samples(batch_idx) if isinstance(order, GlobalSampler) else []
@@ -132,7 +135,8 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
     Yields:
         A function that seeds the random streams.
     """
-    buffers, modes = Buffers(module), [(layer, layer.training) for layer in module.modules()]
+    buffers = Buffers(module)
+    modes = [(layer, layer.training) for layer in module.modules()]
     buffers.save()
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
     try:

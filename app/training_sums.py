@@ -68,7 +68,8 @@ class Sums:
         If the epoch has no samples, return an empty dict.
         """
         self.end_window(trainer)
-        epoch, self.epoch = self.epoch, [0.0] * 3
+        epoch = self.epoch
+        self.epoch = [0.0] * 3
         return _means(["train_loss", "train_acc"], epoch)
 
 

@@ -103,7 +103,8 @@ def typed(value: Any) -> str:
 
 def _lacking(variant: Variant) -> str | None:
     """Return a description of missing devices, or None. Each replica needs its own GPU or core."""
-    trainer, needed = variant.settings.trainer, variant.replicas
+    trainer = variant.settings.trainer
+    needed = variant.replicas
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         return "there is no GPU"
     gpus = Resolved(variant.settings).accelerator == "cuda"

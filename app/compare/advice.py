@@ -50,7 +50,8 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
     if rows.empty:
         return Verdict("Nothing was measured", None, "Nothing was measured: the reasons are below.")
     best = rows.iloc[0]
-    name, rate = str(best.name), f"{best['samples_per_s']:,.0f} samples/s"
+    name = str(best.name)
+    rate = f"{best['samples_per_s']:,.0f} samples/s"
     take = f"**Take {plain(name)}**"
     if len(rows) == 1:
         return Verdict(f"{name}: {rate}", name, f"{take}: no other was measured.")
@@ -63,7 +64,8 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
         reason = f"{take}: it is {plain(_times(best, rows.iloc[1]))}, more than the spread of its runs."
         return Verdict(f"{name} is the fastest: {rate}, {_times(best, other)}", name, reason)
     fewest = min(tied, key=lambda row: (row["replicas"], row.name != baseline))
-    few, most = fewest["replicas"], max(row["replicas"] for row in tied)
+    few = fewest["replicas"]
+    most = max(row["replicas"] for row in tied)
     fewer = f", on {few} device{'s' * (few > 1)} where others take {most}" if few < most else ""
     return Verdict(
         f"No winner: {len(tied)} variants are as fast as each other, within the spread of their runs",
@@ -124,7 +126,8 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
         baseline: Name of the baseline.
         cores: Number of cores that a process may use.
     """
-    rows, result = ranked(table), verdict(table, baseline)
+    rows = ranked(table)
+    result = verdict(table, baseline)
     sentences = [result.reason]
     if result.recommended is None:
         return sentences
@@ -182,7 +185,8 @@ def ranks(table: pd.DataFrame) -> dict[str, int]:
 
 def _limit(row: pd.Series, cores: int) -> list[str]:
     """Return a sentence with a remedy for each limit of a variant: its memory, and the bottleneck of its steps."""
-    fullest, name = row[["memory_main_percent", "memory_others_percent"]].max(), plain(row.name)
+    fullest = row[["memory_main_percent", "memory_others_percent"]].max()
+    name = plain(row.name)
     sentences = []
     if fullest >= NEARLY_FULL:
         remedy = "`--trainer.precision bf16-mixed` or a smaller `--data.batch_size`"

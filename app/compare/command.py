@@ -96,7 +96,8 @@ def run(arguments: list[str]) -> int:
         for tracker in trackers(make_loggers(folder, tracking_mode(None), project, group, ["summary"])):
             tracker.log_comparison(table, pictures)
             tracker.finish()
-            where, runs = tracker.where(), shlex.quote(str(folder))
+            where = tracker.where()
+            runs = shlex.quote(str(folder))
             upload = f"offline; upload with  find {runs} -name 'offline-run-*' -exec wandb sync {{}} +"
             console.print(f"tracked  {upload if where.startswith('offline') else where}")
     if not any(outcome.records for outcome in runner.outcomes):
@@ -174,7 +175,8 @@ def _announce(runner: Runner, console: Console) -> None:
 
 def _follow(runner: Runner, console: Console) -> None:
     """Run the experiment. Print a line per finished run; on a terminal, also show the current run."""
-    began, repeats = time.monotonic(), runner.experiment.repeats
+    began = time.monotonic()
+    repeats = runner.experiment.repeats
 
     def report(outcome: Outcome) -> None:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"run {len(outcome.records)} of {repeats}"

@@ -135,7 +135,8 @@ def expand(experiment: Experiment, flags: Mapping[str, Any]) -> list[Variant]:
 
 def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
     """Return the flags of each combination of the grid's values, by a name such as `strategy=ddp devices=2`."""
-    grid, exclude = experiment.grid, experiment.exclude
+    grid = experiment.grid
+    exclude = experiment.exclude
     for key, values in grid.items():
         if not values:
             raise UserError(f"grid: {key} has no values")
@@ -155,7 +156,8 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
     variant = Variant.of_flags(name, flags, experiment.configs)
     if experiment.scale_batch:
         variant = Variant.of_flags(name, flags | _scaled(variant), experiment.configs)
-    limit, warmup = variant.settings.trainer.max_epochs, experiment.warmup_epochs
+    limit = variant.settings.trainer.max_epochs
+    warmup = experiment.warmup_epochs
     if limit is not None and 0 <= limit <= warmup:
         problem = f"--trainer.max_epochs {limit} leaves nothing to measure after --warmup_epochs {warmup}"
         raise UserError(f"variant {name!r}: {problem}: give more epochs or less warm-up")
@@ -168,7 +170,8 @@ def _scaled(variant: Variant) -> dict[str, Any]:
     With several replicas, several epochs and no schedule, the flags also add a warm-up of one epoch.
     Source: Goyal et al., https://arxiv.org/abs/1706.02677.
     """
-    count, settings = variant.replicas, variant.settings
+    count = variant.replicas
+    settings = variant.settings
     batch = settings.get("data.init_args.batch_size")
     rate = settings.get("model.init_args.optimizer.init_args.lr")
     if not isinstance(batch, int) or rate is None:

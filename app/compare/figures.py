@@ -54,7 +54,8 @@ def pictures(
         baseline: Name of the variant from which the ideal speed-up is computed.
         recommended: The recommended variant.
     """
-    rows, drawn = ranked(table), {}
+    rows = ranked(table)
+    drawn = {}
     if len(rows):
         rates = {outcome.variant.name: outcome.medians for outcome in outcomes}
         paint = partial(_throughput, rows=rows, rates=rates, baseline=baseline, recommended=recommended)
@@ -69,7 +70,8 @@ def pictures(
         drawn["loss_epoch"] = Picture(title, paint)
     timed = rows.dropna(subset=["rest_ms"]).rename(columns={f"{phase}_ms": phase for phase in PHASES})
     if len(timed):
-        labels, steps = [short(name, LONGEST) for name in timed.index], list(timed.itertuples())
+        labels = [short(name, LONGEST) for name in timed.index]
+        steps = list(timed.itertuples())
         paint = partial(stacked_bars, labels=labels, phases=PHASES, rows=steps)
         drawn["step"] = Picture("Where the time of a step goes, on rank zero", paint, height=1.3 + 0.3 * len(timed))
     return drawn
@@ -157,7 +159,8 @@ def _loss(
         colours = {name: BLUE if name == recommended else ORANGE if name == baseline else GREY for name in names}
     ends = []
     for name in names:
-        line, colour = lines[name], colours[name]
+        line = lines[name]
+        colour = colours[name]
         axes.plot(line.index + 1, line["loss"], color=colour, marker="o", markersize=3)
         axes.fill_between(line.index + 1, line["least"], line["most"], color=colour, alpha=0.2, linewidth=0)
         label = f"{len(alike)} variants" if others and name == first else short(name, LONGEST)

@@ -34,17 +34,24 @@ def write_report(
         each picture by the picture's title.
     """
     baseline = experiment.baseline or outcomes[0].variant.name
-    results, cores, usable = tabulate(outcomes, baseline), head["hardware"]["cores"], head["usable_cores"]
+    results = tabulate(outcomes, baseline)
+    cores = head["hardware"]["cores"]
+    usable = head["usable_cores"]
     load = busy(results, cores, usable)
     commands = {outcome.variant.name: _command(outcome) for outcome in outcomes}
     if load and load_explains(results, cores, usable):
-        result, shown, places = Verdict(load, None), results.assign(speed_up=math.nan, efficiency=math.nan), {}
+        result = Verdict(load, None)
+        shown = results.assign(speed_up=math.nan, efficiency=math.nan)
+        places = {}
         advised = ["Measure again when it is quiet:"]
         following = head["command"] + " --fresh" * ("--fresh" not in head["command"])
         cautions = []
     else:
-        result, shown, places = verdict(results, baseline), results, ranks(results)
-        advised, following = advice(results, baseline, usable), commands.get(result.recommended or "")
+        result = verdict(results, baseline)
+        shown = results
+        places = ranks(results)
+        advised = advice(results, baseline, usable)
+        following = commands.get(result.recommended or "")
         cautions = [f"**{load}.** Measure again when it is quiet, with `--fresh`."] if load else []
     drawn = pictures(shown, outcomes, baseline, result.recommended)
     if not places and "throughput" in drawn:

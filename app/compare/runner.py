@@ -51,13 +51,15 @@ class Runner:
     """
 
     def __init__(self, experiment: Experiment, variants: list[Variant], directory: Path, more: list[str]) -> None:
-        self.experiment, self.directory = experiment, directory
+        self.experiment = experiment
+        self.directory = directory
         # after a NaN loss, a run continues, and the report names the variant
         self.more = ["--run.warmup_epochs", str(experiment.warmup_epochs), *more, "--run.on_nonfinite", "warn"]
         self.outcomes = [Outcome(variant) for variant in variants]
         for outcome in self.outcomes:
             if outcome.variant.lacking:
-                outcome.status, outcome.reason = "skipped", outcome.variant.lacking
+                outcome.status = "skipped"
+                outcome.reason = outcome.variant.lacking
             for repeat in range(1, experiment.repeats + 1):
                 path = self.folder(outcome.variant, repeat) / "version_0" / "run.json"
                 record = Record.load(path) if path.exists() else Record()
@@ -99,14 +101,16 @@ class Runner:
             KeyboardInterrupt: On Ctrl-C, after stopping the run.
             SystemExit: On SIGTERM, after stopping the run.
         """
-        variant, folder = outcome.variant, self.folder(outcome.variant, repeat)
+        variant = outcome.variant
+        folder = self.folder(outcome.variant, repeat)
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
         flags = [*variant.arguments[1:], *self.more]
         record = run_fit(flags, self.experiment.time_limit, folder, variant.nodes())
         if record.status in ("completed", "interrupted"):
             self._keep(outcome, repeat, record)
         else:
-            outcome.tail, outcome.reason = last_lines(folder), str(record.error)
+            outcome.tail = last_lines(folder)
+            outcome.reason = str(record.error)
             outcome.status = "failed"
             if record.time_limit is not None:
                 outcome.status = "hanging" if record.setup_s is not None else "starting"
@@ -127,11 +131,13 @@ class Runner:
                     f"--trainer.log_every_n_steps) after a warm-up of {self.experiment.warmup_epochs} epoch(s)"
                 )
             return
-        outcome.status, after = "slow", f"after {record.time_limit:g} s"
+        outcome.status = "slow"
+        after = f"after {record.time_limit:g} s"
         rates = [rate for _, rate in record.course.samples_per_s][1:]
         if rates and record.throughput.median is None:
             record.throughput = Throughput(statistics.median(rates), min(rates), max(rates), len(rates))
             after += ", warm-up included"
-        epoch, epochs = sum(row.whole for row in record.epochs) + 1, record.max_epochs
+        epoch = sum(row.whole for row in record.epochs) + 1
+        epochs = record.max_epochs
         place = f"epoch {epoch} of {epochs}" if epochs is not None and epochs > 0 else f"step {record.steps:,}"
         outcome.reason = f"{place if record.steps else 'not one step'} {after}"

@@ -58,7 +58,8 @@ class RawBatch(NamedTuple):
         """Copy the batch to a device; copies from pinned memory are asynchronous."""
         later = device.type == "cuda"
         draws = None if self.draws is None else self.draws.to(device, non_blocking=later)
-        images, labels = self.images.to(device, non_blocking=later), self.labels.to(device, non_blocking=later)
+        images = self.images.to(device, non_blocking=later)
+        labels = self.labels.to(device, non_blocking=later)
         return RawBatch(images, labels, draws, self.mix)
 
 
@@ -73,7 +74,9 @@ class Reader:
     """
 
     def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
-        self.split, self.crop, self.augment = split, crop, augment
+        self.split = split
+        self.crop = crop
+        self.augment = augment
 
     def __call__(self, item: tuple[int, int]) -> Tensor:
         """Read the image at a row of the split, uint8 (C, H, W), and augment it with the item's seed."""
@@ -88,7 +91,8 @@ class Reader:
             if self.augment:  # augmentations may write to the image, but a mapped split is read-only
                 image = image.clone(memory_format=torch.contiguous_format)
             for augment in self.augment:
-                kept, image = f"{image.dtype} {tuple(image.shape)}", augment(image)
+                kept = f"{image.dtype} {tuple(image.shape)}"
+                image = augment(image)
                 made = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
                 if made != kept:
                     raise UserError(
@@ -181,9 +185,13 @@ class GlobalBatches(GlobalOrder):
     ) -> None:
         super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position)
         self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
-        self.split, self.rows = split, rows
-        self.shuffle, self.draws, self.weights = shuffle, draws, weights
-        self.alternate, self.empty = alternate, empty
+        self.split = split
+        self.rows = rows
+        self.shuffle = shuffle
+        self.draws = draws
+        self.weights = weights
+        self.alternate = alternate
+        self.empty = empty
         self.mixing = mixing if any(mixing) else None
         self.epoch = 0
         self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
@@ -197,13 +205,15 @@ class GlobalBatches(GlobalOrder):
             reader = Reader(split, crop, augment)
             self._workers = Workers(reader, self._items_of_steps, split.image_shape, num_workers, self._pin)
             return
-        self.images, self._where = split.tensor(), rows
+        self.images = split.tensor()
+        self._where = rows
         if placement == "device":
             images = torch.empty((len(rows), *self.images.shape[1:]), dtype=torch.uint8, device=device)
             # in blocks, because a copy of all images would double the use of host memory
             for block, numbers in zip(images.split(4096), rows.split(4096), strict=True):
                 block.copy_(self.images[numbers])
-            self.images, self._where = images, torch.arange(len(rows))
+            self.images = images
+            self._where = torch.arange(len(rows))
 
     @property
     def _iterator(self) -> Any:
@@ -267,7 +277,8 @@ class GlobalBatches(GlobalOrder):
         For mixup and cutmix, also return a slice with one more sample, which is mixed with this rank's last sample.
         Otherwise, return None instead.
         """
-        span, first = self.span(step), step * self.batch_size
+        span = self.span(step)
+        first = step * self.batch_size
         if self.empty == "stand_in" and span.start == span.stop:
             return slice(first, first + 1), None
         if self.mixing is None or span.start == span.stop:
@@ -336,7 +347,8 @@ class GlobalBatches(GlobalOrder):
         """Draw an epoch's random integers for augmentation, equal for all ranks and batch sizes, int32 (draws, n)."""
         if not self.draws:
             return None
-        shape, generator = (len(self.rows), self.draws), stream(self.seed, 2, epoch)
+        shape = (len(self.rows), self.draws)
+        generator = stream(self.seed, 2, epoch)
         drawn = torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin).T
         if self.alternate:
             first = torch.randint(2, (len(self.rows),), generator=stream(self.seed, 5), dtype=torch.int32)

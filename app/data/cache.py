@@ -55,7 +55,8 @@ class ImageCache:
         files = source.encoded(split)
         made = self._map(*self._identify(source, split, files)) if files else None
         if made is not None:
-            made.ragged, made.image_shape = source.ragged(split), source.image_shape
+            made.ragged = source.ragged(split)
+            made.image_shape = source.image_shape
         return made
 
     def _map(self, path: Path, key: str, check_pixels: bool = False) -> Split | None:

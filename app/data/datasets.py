@@ -84,13 +84,16 @@ class EncodedImages(ImageData):
         sides = (size, size) if isinstance(size, int) else size
         resize = int(resize) if isinstance(resize, int) else resize  # a checkpoint with a PositiveInt would not load
         source.geometry = Geometry(sides, resize, interpolation, crop, scale, ratio, cache_size)
-        source.image_shape, source.other_files = (channels, *sides), {}
+        source.image_shape = (channels, *sides)
+        source.other_files = {}
         for flag, values in (("mean", mean), ("std", std)):
             if values is not None and len(values) != channels:
                 raise UserError(f"--data.{flag} {values}: give one value for each of {channels} channels")
         half = [0.5] * channels
-        source.mean, source.std = mean or half, std or half
-        source.predict_dir, source.skips = predict_dir or source.predict_dir, on_bad_image == "skip"
+        source.mean = mean or half
+        source.std = std or half
+        source.predict_dir = predict_dir or source.predict_dir
+        source.skips = on_bad_image == "skip"
         if source.predict_dir is not None or "test" in source.splits:
             source.splits = [*dict.fromkeys([*source.splits, "predict"])]
         super().__init__(source, **kwargs)

@@ -77,7 +77,9 @@ class GlobalSampler(GlobalOrder):
 
     def __init__(self, sampler: Any, train: bool, **order: Any) -> None:
         super().__init__(len(sampler), **order)
-        self._sampler, self._train, self.epoch = sampler, train, 0
+        self._sampler = sampler
+        self._train = train
+        self.epoch = 0
         self.sampler = self  # Lightning calls `set_epoch` of a batch sampler's `sampler`
 
     def set_epoch(self, epoch: int) -> None:
@@ -141,7 +143,8 @@ def put_in_order(owner: LightningDataModule | LightningModule, virtual_devices: 
 
 def _loaders(owner: Any, name: str, virtual_devices: int | None, seed: int) -> Any:
     made = getattr(type(owner), f"{name}_dataloader")(owner)
-    where, train = f"{type(owner).__name__}.{name}_dataloader", name == "train"
+    where = f"{type(owner).__name__}.{name}_dataloader"
+    train = name == "train"
     if isinstance(made, list | tuple) and not train:
         return [_rebuilt(loader, where, owner.trainer, False, None, seed) for loader in made]
     return _rebuilt(made, where, owner.trainer, train, virtual_devices if train else None, seed)

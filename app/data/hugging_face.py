@@ -32,7 +32,8 @@ class RowSplit(FileSplit):
         self, rows: Any, labels: Sequence[int], place: str, source: EncodedSource, ragged: Geometry | None
     ) -> None:
         super().__init__(None, labels, source.image_shape, source.geometry, ragged)
-        self._rows, self._place = rows, place
+        self._rows = rows
+        self._place = place
 
     def _open(self, index: int) -> Image.Image:
         (image,) = self._rows[index].values()

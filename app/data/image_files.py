@@ -126,9 +126,13 @@ class FileSplit(Split):
         geometry: Geometry,
         ragged: Geometry | None = None,
     ) -> None:
-        self.names, self.labels = names, torch.tensor(labels, dtype=torch.int64)
-        self.image_shape, self.geometry, self.ragged = image_shape, geometry, ragged
-        self.mapped, self._images = False, None
+        self.names = names
+        self.labels = torch.tensor(labels, dtype=torch.int64)
+        self.image_shape = image_shape
+        self.geometry = geometry
+        self.ragged = ragged
+        self.mapped = False
+        self._images = None
 
     def _open(self, index: int) -> Image.Image:
         return open_image(self._name(index))
@@ -313,8 +317,11 @@ def _images(folder: str | Path, others: Counter[str], above: Mapping[tuple[int, 
         others: Counter of other files by suffix, which is updated.
         above: Parent folders by device and inode, to detect a link that leads back to a parent.
     """
-    entries, state = _entries(str(folder)), os.stat(folder)
-    files, folders, here = [], [], (state.st_dev, state.st_ino)
+    entries = _entries(str(folder))
+    state = os.stat(folder)
+    files = []
+    folders = []
+    here = (state.st_dev, state.st_ino)
     if here in above:
         raise UserError(f"{folder} links back to its parent folder {above[here]}: correct this link")
     for entry in entries:

@@ -92,16 +92,19 @@ class ImageData(LightningDataModule):
             raise UserError(f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0")
         if val_size < 0 or (isinstance(val_size, float) and val_size >= 1):
             raise UserError(f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0")
-        self.source, self.augment = source, augment if isinstance(augment, list) else [augment] if augment else []
+        self.source = source
+        self.augment = augment if isinstance(augment, list) else [augment] if augment else []
         self._worked = "--data.augment" if self.augment else "--data.crop" if source.ragged("train") else ""
         if self._worked and placement not in ("auto", "disk"):
             raise UserError(f"{self._worked} runs in worker processes: give --data.placement disk, not {placement}")
         if batch_size == 1 and (mixup or cutmix):
             raise UserError("--data.mixup and --data.cutmix mix images of a batch: give a larger --data.batch_size")
-        self.mixing, self.balance = (mixup, cutmix), balance
+        self.mixing = (mixup, cutmix)
+        self.balance = balance
         self.batch_size = batch_size
         self.val_size = val_size
-        self.requested_placement, self.requested_workers = placement, num_workers
+        self.requested_placement = placement
+        self.requested_workers = num_workers
         self.drop_last = drop_last
         self.virtual_devices: int | None = None  # set by `fit`
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
@@ -177,7 +180,8 @@ class ImageData(LightningDataModule):
         if not hasattr(self, "placement"):  # choose once, because loaded images reduce the free memory
             self.placement = self._place()
         if stage == "fit":
-            size, world = self.global_batch_size, self.trainer.world_size
+            size = self.global_batch_size
+            world = self.trainer.world_size
             if self.virtual_devices is not None and size < self.virtual_devices:
                 raise UserError(shards_beyond(self.virtual_devices, size))
             # checked here, not in __init__, because a batch size given as a fraction depends on the number of images
@@ -271,7 +275,8 @@ class ImageData(LightningDataModule):
         if self._worked:
             return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
-        strategy, size = self.trainer.strategy, len(split) * math.prod(self.image_shape)
+        strategy = self.trainer.strategy
+        size = len(split) * math.prod(self.image_shape)
         needed = size * (1 if split.mapped else self._local_ranks)
         fits = needed < psutil.virtual_memory().available / 2
         if not strategy.reduce_boolean_decision(fits, all=True):
@@ -358,7 +363,8 @@ class ImageData(LightningDataModule):
             Images (n, C, H, W), and labels (n,); for a mixed batch, class probabilities (n, classes) instead of labels.
         """
         assert isinstance(batch, RawBatch)
-        images, labels = self.transform(batch.images, batch.draws), batch.labels
+        images = self.transform(batch.images, batch.draws)
+        labels = batch.labels
         if batch.mix is not None:
             images, labels = batch.mix(images, labels, self.num_classes)
         return self.trainer.precision_plugin.convert_input(images), labels

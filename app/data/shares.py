@@ -29,7 +29,9 @@ class Shards(list[Any]):
 
     def __init__(self, shards: Iterable[Any], first: int, counts: Sequence[int], samples: int) -> None:
         super().__init__(shards)
-        self.first, self.counts, self.samples = first, counts, samples
+        self.first = first
+        self.counts = counts
+        self.samples = samples
 
 
 def equal_shares(world_size: int, count: int) -> list[int]:
@@ -104,10 +106,14 @@ class GlobalOrder:
         seed: int,
         position: Callable[[], int],
     ) -> None:
-        self.seed, self.position = seed, position
+        self.seed = seed
+        self.position = position
         self._samples = samples
-        self.batch_size, self.drop_last = batch_size, drop_last
-        self.rank, self.world_size, self.virtual_devices = rank, world_size, virtual_devices
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.rank = rank
+        self.world_size = world_size
+        self.virtual_devices = virtual_devices
         self._parts = virtual_devices or world_size
         self.deal(equal_shares(world_size, self._parts))
 

@@ -62,7 +62,9 @@ class _Items(Dataset[Any]):
 
     def __init__(self, read: Callable[[Any], Tensor], target: Sequence[int] | str) -> None:
         # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY is empty
-        self.read, self.target, self.made_by = read, target, MADE_BY
+        self.read = read
+        self.target = target
+        self.made_by = MADE_BY
 
     def __getitem__(self, item: Any) -> Tensor | UserError:
         try:
@@ -160,7 +162,9 @@ class Split(Dataset[Tensor]):
         self, images: Tensor, labels: Tensor, names: Sequence[str] | None = None, mapped: bool = False
     ) -> None:
         self._images: Tensor | None = images
-        self.labels, self.names, self.mapped = labels, names, mapped
+        self.labels = labels
+        self.names = names
+        self.mapped = mapped
         self.image_shape: Sequence[int] = images.shape[1:]
 
     def __len__(self) -> int:
@@ -216,7 +220,8 @@ class RaggedSplit(Split):
 
 def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
     """Raise a UserError if images, uint8 (count, C, H, W), do not fit into the free memory."""
-    needed, free = count * math.prod(image_shape), psutil.virtual_memory().available
+    needed = count * math.prod(image_shape)
+    free = psutil.virtual_memory().available
     if needed > free:
         figures = f"{needed / 2**30:.1f} GiB, of {free / 2**30:.1f} GiB of free memory"
         raise UserError(f"{count:,} images of {'×'.join(map(str, image_shape))} take {figures}: {remedy}")
@@ -326,7 +331,8 @@ class TorchvisionSource(Source):
         """Download missing files."""
         if all(file.exists() for file in self.files):
             return
-        name, remedy = self.dataset.__name__, f"name another directory than {self.root!r} with --data.root"
+        name = self.dataset.__name__
+        remedy = f"name another directory than {self.root!r} with --data.root"
         problem = f"no {name} in {self.files[0].parent}, and it could not be downloaded"
         with downloading(problem, f"put {self.archives} there, {remedy}, {EMBEDDED} --data.like {name}"):
             self.dataset(self.root, download=True)
@@ -338,7 +344,8 @@ class TorchvisionSource(Source):
         folder, (channels, height, width) = self.files[0].parent, self.image_shape
         try:  # unpickling CIFAR-10 is safe: torchvision verifies its checksums first
             data = self.dataset(self.root, train=split == "train")
-            images, labels = torch.as_tensor(data.data), torch.as_tensor(data.targets)
+            images = torch.as_tensor(data.data)
+            labels = torch.as_tensor(data.targets)
             pixels = images.view(len(labels), height, width, channels)
             highest = int(labels.max())
         except Exception as error:  # torchvision raises many types

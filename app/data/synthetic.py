@@ -63,10 +63,12 @@ def triangle(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 def star(x: Floats, y: Floats, kind: Floats) -> Floats:
     """Return the distance from a five-pointed star; `kind` sets its depth."""
-    fifth, inner = 2 * math.pi / 5, 0.4 + 0.1 * kind
+    fifth = 2 * math.pi / 5
+    inner = 0.4 + 0.1 * kind
     angle = abs((np.arctan2(x, -y) + fifth / 2) % fifth - fifth / 2)
     # vector of the edge from a tip at (1, 0) to the next inner corner, which lies at radius `inner`
-    ey, ex = inner * math.sin(fifth / 2), inner * math.cos(fifth / 2) - 1
+    ey = inner * math.sin(fifth / 2)
+    ex = inner * math.cos(fifth / 2) - 1
     norm = np.sqrt(ex * ex + ey * ey)
     radius = _length(x, y)
     return (radius * np.cos(angle) - 1) * (ey / norm) - radius * np.sin(angle) * (ex / norm)
@@ -91,7 +93,8 @@ def stripes(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
     """Return the distance from a checkerboard. A point is in a square if both or neither of x and y are in a band."""
-    across, down = _bands(x, 0.567), _bands(y, 0.567)
+    across = _bands(x, 0.567)
+    down = _bands(y, 0.567)
     edge = np.minimum(abs(across), abs(down))
     return np.maximum(_box(x, y, 0.85, 0.85), np.copysign(edge, -across * down))
 
@@ -101,7 +104,8 @@ def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
     strokes = LETTERS[(kind.ravel() * len(LETTERS)).astype(int), ..., None, None, None] * np.float32(0.85)
     x, nearest = abs(x), np.full_like(x, np.inf)
     for ax, ay, bx, by in (np.moveaxis(strokes[:, i], 1, 0) for i in range(strokes.shape[1])):
-        dx, dy = bx - ax, by - ay
+        dx = bx - ax
+        dy = by - ay
         along = np.clip(((x - ax) * dx + (y - ay) * dy) / (dx * dx + dy * dy), 0, 1)
         nearest = np.minimum(nearest, _length(x - ax - along * dx, y - ay - along * dy))
     return nearest - 0.16
@@ -130,9 +134,13 @@ class SyntheticSource(Source):
     """
 
     def __init__(self, like: Literal["CIFAR10", "FashionMNIST"], count: int, seed: int) -> None:
-        self.like, self.count, self.seed = like, count, seed
+        self.like = like
+        self.count = count
+        self.seed = seed
         model = CIFAR10Source if like == "CIFAR10" else FashionMNISTSource
-        self.image_shape, self.mean, self.std = model.image_shape, model.mean, model.std
+        self.image_shape = model.image_shape
+        self.mean = model.mean
+        self.std = model.std
         self.class_names = [shape.__name__ for shape in SHAPES]
 
     def prepare(self) -> None:
@@ -141,7 +149,8 @@ class SyntheticSource(Source):
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
         count = self.count if split == "train" else max(self.count // 5, 1)
-        images, labels = np.empty((count, *self.image_shape), np.uint8), np.empty(count, np.int64)
+        images = np.empty((count, *self.image_shape), np.uint8)
+        labels = np.empty(count, np.int64)
         for block, start in enumerate(range(0, count, BLOCK)):
             rng = np.random.default_rng((self.seed, split != "train", block))
             span = slice(start, start + BLOCK)
@@ -156,9 +165,11 @@ class SyntheticSource(Source):
         y, x = np.mgrid[:height, :width].astype(np.float32) - (height - 1) / 2  # (H, W)
         radius = (0.24 + 0.18 * size) * height
         room = height - 1.7 * radius
-        left, top = x[:1] - (cx - 0.5) * room, y[:, :1] - (cy - 0.5) * room
+        left = x[:1] - (cx - 0.5) * room
+        top = y[:, :1] - (cy - 0.5) * room
         angle = 1.2 * (turn - 0.5)
-        cos, sin = np.cos(angle) / radius, np.sin(angle) / radius
+        cos = np.cos(angle) / radius
+        sin = np.sin(angle) / radius
         cover = np.empty((n, 1, height, width), np.float32)
         for label, shape in enumerate(SHAPES):
             members = (labels == label).nonzero()[0]
@@ -167,7 +178,8 @@ class SyntheticSource(Source):
             cover[members] = (0.5 - shape(across, down, kind[members]) * radius[members]).clip(0, 1)
 
         gray = channels == 1
-        paper, contrast = (70 if gray else 215) * paper, 50 + 90 * contrast
+        paper = (70 if gray else 215) * paper
+        contrast = 50 + 90 * contrast
         ink = paper + np.where(paper > 128, -contrast, contrast)
         if not gray:
             rainbow = np.linspace(0, 2 * np.pi, 3, endpoint=False, dtype=np.float32)[:, None, None]

@@ -97,7 +97,8 @@ class TableSource(EncodedSource):
     """
 
     def __init__(self, path: str, file_column: str, label_column: str, split_column: str) -> None:
-        self.root, self._label = path, label_column
+        self.root = path
+        self._label = label_column
         self._rows: dict[SplitName, list[tuple[int, str, str]]] = {"train": []}  # line, file, label
         folder = Path(path).parent
         first: dict[str, int] = {}

@@ -108,7 +108,9 @@ class Transform:
     ) -> None:
         self.mean = torch.tensor([255 * m for m in mean]).view(-1, 1, 1)
         self.std = torch.tensor([255 * s for s in std]).view(-1, 1, 1)
-        self.crop_padding, self.flip, self.cutout = crop_padding, flip, cutout
+        self.crop_padding = crop_padding
+        self.flip = flip
+        self.cutout = cutout
         self._choices: dict[tuple[int, int, torch.device], Choices] = {}
 
     @property
@@ -127,7 +129,8 @@ class Transform:
             float32 (B, C, H, W).
         """
         if self.mean.device != images.device:
-            self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
+            self.mean = self.mean.to(images.device)
+            self.std = self.std.to(images.device)
         if draws is None:
             return self._normalised(images)
         choices = self._choices_for(images)
@@ -150,7 +153,8 @@ class Transform:
         height, width = images.shape[2:]
         key = height, width, images.device
         if key not in self._choices:
-            padding, x = self.crop_padding, torch.arange(width)
+            padding = self.crop_padding
+            x = torch.arange(width)
             crops = torch.arange(2 * padding + 1)
             mirrored = x.flip(0) if self.flip else x
             made = (

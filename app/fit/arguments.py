@@ -189,7 +189,8 @@ class Arguments:
                 token = Token.of(f"{STRATEGY}.class_path", token.value) if is_class else token
             if settings and token is settings[0]:
                 if name in StrategyRegistry:
-                    cls, known = StrategyRegistry[name]["strategy"], StrategyRegistry[name]["init_params"]
+                    cls = StrategyRegistry[name]["strategy"]
+                    known = StrategyRegistry[name]["init_params"]
                     spelt.append(Token.of(STRATEGY, f"{cls.__module__}.{cls.__qualname__}"))
                     spelt += [Token.of(f"{STRATEGY}.{key}", str(value)) for key, value in known.items()]
                 elif name == "auto":

@@ -57,7 +57,9 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         config: The configuration with instantiated classes.
         command: The command line.
     """
-    trainer, run, timeout = config.trainer, config.run, config.cluster.timeout
+    trainer = config.trainer
+    run = config.run
+    timeout = config.cluster.timeout
     chosen: Sequence[Callback] = as_list(trainer.callbacks)
     arguments: dict[str, Any] = {}
     added: list[Callback] = []

@@ -29,7 +29,8 @@ class CheckpointFiles(TorchCheckpointIO):
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        buffer, file = io.BytesIO(), Path(path)
+        buffer = io.BytesIO()
+        file = Path(path)
         torch.save(checkpoint, buffer)
         try:
             try:

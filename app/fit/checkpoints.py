@@ -94,7 +94,8 @@ class RunCheckpoint(ModelCheckpoint):
 
         When you upgrade Lightning, compare this method with `ModelCheckpoint.on_train_batch_end`.
         """
-        is_complete, every = 0 <= trainer.max_steps <= trainer.global_step, self._every_n_train_steps
+        is_complete = 0 <= trainer.max_steps <= trainer.global_step
+        every = self._every_n_train_steps
         is_due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
         saves = self.monitor is None and (is_stopped(trainer) or is_complete or is_due)
         if saves and not self._should_skip_saving_checkpoint(trainer):
@@ -113,7 +114,9 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def _minimise(self, metric: str | None) -> None:
-        self.monitor, self.mode, self.kth_value = metric, "min", torch.tensor(torch.inf)
+        self.monitor = metric
+        self.mode = "min"
+        self.kth_value = torch.tensor(torch.inf)
 
 
 def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str, resumes: bool = False) -> str:
@@ -291,9 +294,11 @@ def _check_resumable(
             raise UserError(f"--ckpt_path {path}: it has no {key}, so training cannot resume from it: give another")
     try:
         loop = checkpoint["loops"]["fit_loop"]
-        epochs, state = loop["epoch_progress"]["current"]["processed"], loop.get("epoch_loop.state_dict", {})
+        epochs = loop["epoch_progress"]["current"]["processed"]
+        state = loop.get("epoch_loop.state_dict", {})
         progress = loop["epoch_loop.batch_progress"]
-        trained, is_last = progress["current"]["processed"], progress["is_last_batch"]
+        trained = progress["current"]["processed"]
+        is_last = progress["is_last_batch"]
         groups = [dict(group) for optimizer in checkpoint["optimizer_states"] for group in optimizer["param_groups"]]
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"--ckpt_path {path}: Lightning's Trainer did not save it: give another one") from error

@@ -139,7 +139,8 @@ class CLI(Flags):
 
     def before_instantiate_classes(self) -> None:
         """Remove the checkpoint from the saved config, so that the config can start new runs."""
-        self.requested_checkpoint, self.flags.ckpt_path = self.flags.ckpt_path, None
+        self.requested_checkpoint = self.flags.ckpt_path
+        self.flags.ckpt_path = None
 
     def count_classes(self, data: app.data.ImageData) -> int:
         """Return the number of classes; for evaluation, let the data number its classes as the checkpoint does."""
@@ -208,7 +209,8 @@ class CLI(Flags):
 
     def _agree(self, timeout: float) -> None:
         """Let rank zero decide directory and checkpoint; then add the run's record and loggers."""
-        trainer, strategy = self.trainer, self.trainer.strategy
+        trainer = self.trainer
+        strategy = self.trainer.strategy
         set_timeout(strategy, timeout)
         if method := start_method(strategy):
             replace_launcher(strategy, SpawnLauncher(strategy, method, timeout if trainer.world_size > 1 else None))
@@ -247,13 +249,15 @@ class CLI(Flags):
 
     def _record(self, decided: dict[str, Any]) -> None:
         """Add the run's loggers to the Trainer; record checkpoint and launchers, and continue an earlier record."""
-        run, earlier = self.flags.run, decided["earlier"]
+        run = self.flags.run
+        earlier = decided["earlier"]
         mode = tracking_mode(run.wandb) if self.subcommand == "fit" else "off"
         folder = Path(run.root, decided["folder"])
         loggers = make_loggers(folder, mode, run.project, run.group, run.tags, earlier and earlier.tracker)
         self.trainer.loggers = loggers + self.trainer.loggers
         self.record = next(callback for callback in self.trainer.callbacks if isinstance(callback, RunRecord))  # type: ignore[attr-defined]
-        self.record.record.resumed_from, self.record.record.launchers = self.checkpoint, decided["launchers"]
+        self.record.record.resumed_from = self.checkpoint
+        self.record.record.launchers = decided["launchers"]
         if self.trainer.is_global_zero:
             if self.subcommand == "fit" and (warning := busy()):
                 rank_zero_info(f"warning: {warning}")
@@ -263,7 +267,9 @@ class CLI(Flags):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add our plugins and callbacks, and drop this node's settings from the saved config."""
-        config, saved, resolved = self.config_init[self.subcommand], self.flags, self.resolved
+        config = self.config_init[self.subcommand]
+        saved = self.flags
+        resolved = self.resolved
         kwargs |= {"devices": resolved.trainer.devices, "num_nodes": resolved.nodes}
         if resolved.devices == resolved.nodes == 1 and kwargs["devices"] == "auto":
             kwargs["devices"] = 1
@@ -297,7 +303,8 @@ class CLI(Flags):
         """Run the Trainer's method under the watchdog, then close the run. An agent does nothing here."""
         if self.processes:
             return
-        trainer, launcher = self.trainer, self.trainer.strategy.launcher
+        trainer = self.trainer
+        launcher = self.trainer.strategy.launcher
         stacks = Path(str(trainer.loggers[0].log_dir), "stacks") if self.record else None
         several = trainer.world_size > 1 and not isinstance(launcher, SpawnLauncher)
         if isinstance(launcher, SpawnLauncher):

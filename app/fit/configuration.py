@@ -138,7 +138,8 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         UserError: When a config cannot be read, or the run of `--run.name` lacks the checkpoint `--ckpt_path`.
     """
     arguments = Arguments(argv)
-    checkpoint, name = arguments.value("--ckpt_path"), arguments.value("--run.name")
+    checkpoint = arguments.value("--ckpt_path")
+    name = arguments.value("--run.name")
     if checkpoint is None or argv[0] not in ("validate", "test", "predict") or arguments.configs:
         return arguments
     if checkpoint in ("best", "last") and name is not None:
@@ -187,7 +188,8 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
     arguments.tokens = with_switches(arguments.tokens, classes)
     if any(token.flag == "--model.num_classes" for token in arguments.tokens) and takes_classes_of_data(classes):
         raise UserError("--model.num_classes comes from the data: leave it out")
-    known, size = parameters(find_class("data", classes["data"])), arguments.chosen("data.size")
+    known = parameters(find_class("data", classes["data"]))
+    size = arguments.chosen("data.size")
     if size is not None and "images" in known and "size" not in known:
         raise UserError(f"--data.size {size}: the images have one size: for their number, give --data.images {size}")
     try:

@@ -53,7 +53,8 @@ SHARDED = (SingleDeviceStrategy, DDP)  # strategies that work with virtual devic
 def flag_problems(s: Resolved) -> Iterator[str]:
     """Yield messages about flags that cannot work, each with a remedy."""
     yield from _nulls(s)
-    name, known = s.config.trainer.strategy, ["auto", *StrategyRegistry.available_strategies()]
+    name = s.config.trainer.strategy
+    known = ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(name, str) and name not in known:
         yield f"--trainer.strategy {name}: unknown{nearest(name, known)}"
     for rule in (_values, _strategy_options, _execution, _order):
@@ -141,7 +142,8 @@ def _execution(s: Resolved) -> Iterator[str]:
 
 def _order(s: Resolved) -> Iterator[str]:
     """Reject settings that contradict virtual devices or the global order."""
-    run, count = s.config.run, s.virtual_devices
+    run = s.config.run
+    count = s.virtual_devices
     exact = s.trainer.deterministic
     if count is not None:
         for flag, is_set, remedy in (

@@ -50,11 +50,13 @@ ENDS = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # end of a sentence
 
 def _entry(action: argparse.Action) -> argparse.Action:
     """Return an action that argparse's help formatter prints as a flag with its value, description and default."""
-    flag, name = max(action.option_strings, key=len).removesuffix("+"), action.dest.rpartition(".")[2].upper()
+    flag = max(action.option_strings, key=len).removesuffix("+")
+    name = action.dest.rpartition(".")[2].upper()
     nargs = 0 if action.nargs == 0 or action.dest == "print_config" else None
     if isinstance(action.metavar, str) and action.metavar.startswith("{"):  # choices
         name = action.metavar
-    text, default = (action.help or "").strip().rstrip(".").replace("``", "`"), action.default
+    text = (action.help or "").strip().rstrip(".").replace("``", "`")
+    default = action.default
     if isinstance(default, Mapping):
         default = str(default.get("class_path", "")).rpartition(".")[2]
     if default not in (None, argparse.SUPPRESS, "", ()) and nargs is None:

@@ -46,7 +46,8 @@ HOOKS = ("app.parallel.comm_hooks", "torch.distributed.algorithms.ddp_comm_hooks
 
 def bases_of(hint: Any) -> tuple[type, ...]:
     """Return the classes that a type names; for a callable, the classes that it returns."""
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    origin = get_origin(hint) or hint
+    arguments = get_args(hint)
     if origin in (Union, UnionType):
         members = [bases_of(member) for member in arguments if member is not NoneType]
         return () if () in members else sum(members, ())
@@ -93,7 +94,8 @@ def guard_types() -> None:
     jsonargparse only checks modules, and classes against a type that names some; it would call any function with the
     arguments of a config. At an upgrade: does `adapt_typehints` still convert each value, nested ones, too?
     """
-    adapt, check_type = _typehints.adapt_typehints, _typehints.ActionTypeHint._check_type
+    adapt = _typehints.adapt_typehints
+    check_type = _typehints.ActionTypeHint._check_type
     defaults: list[Any] = [None]  # default values of the parameters that are being converted, the innermost last
 
     def check(value: Any, hint: Any, given: Any = None) -> None:
@@ -166,7 +168,8 @@ class PlainParser(ArgumentParser):
         create_in_any(False)
         for action in self._actions:
             if isinstance(action.default, bool):
-                action.nargs, action.const = "?", True
+                action.nargs = "?"
+                action.const = True
         return super().parse_args(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:

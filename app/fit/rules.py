@@ -78,7 +78,9 @@ def _sizes(s: Resolved) -> Iterator[str]:
 
 
 def _devices(s: Resolved) -> Iterator[str]:
-    cls, name, devices = s.accelerator_class, s.trainer.accelerator, s.trainer.devices
+    cls = s.accelerator_class
+    name = s.trainer.accelerator
+    devices = s.trainer.devices
     if cls is None:
         yield f"--trainer.accelerator {name}: unknown{nearest(name, AcceleratorRegistry)}: leave it out, or use cpu"
         return
@@ -113,7 +115,8 @@ def _compiler(s: Resolved) -> Iterator[str]:
 
 def _starter(s: Resolved) -> Iterator[str]:
     """Reject variables and flags that contradict this process's launcher."""
-    cluster, by = s.config.cluster, s.launcher.by if s.launcher else None
+    cluster = s.config.cluster
+    by = s.launcher.by if s.launcher else None
     if by not in (None, OWN_AGENT) and cluster.init_method is not None:
         yield f"--cluster.init_method: {by} decides how the nodes meet: leave it out"
     if s.stands_alone:
@@ -140,7 +143,8 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
         yield f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp or ddp_dp"
     if not s.stands_alone or s.nodes == 1 or s.traits.single_process:
         return
-    method, node_rank = s.config.cluster.init_method or "env://", s.config.cluster.node_rank
+    method = s.config.cluster.init_method or "env://"
+    node_rank = s.config.cluster.node_rank
     if not _is_address(method):
         yield f"--cluster.init_method {method}: give tcp://HOST:PORT, file:///PATH or env://"
     if method == "env://":
@@ -149,9 +153,11 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
             yield f"--trainer.num_nodes {s.nodes}: where do the nodes meet? {remedy} or srun"
         elif not 0 < int(port := os.environ["MASTER_PORT"]) < 2**16:
             yield f"MASTER_PORT={port} in the environment: give a port, 1 to 65535"
-    where, rank = "--cluster.node_rank", node_rank
+    where = "--cluster.node_rank"
+    rank = node_rank
     if rank is None:
-        where, rank = "NODE_RANK", os.environ.get("NODE_RANK")
+        where = "NODE_RANK"
+        rank = os.environ.get("NODE_RANK")
     if rank is None:
         yield f"--trainer.num_nodes {s.nodes}: which of them is this? give --cluster.node_rank, or set NODE_RANK"
     elif int(rank) >= s.nodes:
@@ -170,7 +176,8 @@ def _is_address(method: str) -> bool:
 
 def _strategy(s: Resolved) -> Iterator[str]:
     """Reject a strategy that does not fit the launcher, the devices or the number of processes."""
-    flag, backend = f"--trainer.strategy {s.name}", s.options.get("process_group_backend")
+    flag = f"--trainer.strategy {s.name}"
+    backend = s.options.get("process_group_backend")
     if s.launcher and s.launcher.world_size > 1 and s.traits.single_process:
         yield f"{flag} is one process, but {s.launcher.by} started several: use --trainer.strategy ddp"
     if s.launcher and s.spawns:

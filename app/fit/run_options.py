@@ -115,7 +115,8 @@ def decide(
     Raises:
         UserError: When the checkpoint is missing, or the run's folder cannot be created.
     """
-    root, name = config.run.root, config.run.name or default_name(config)
+    root = config.run.root
+    name = config.run.name or default_name(config)
     for pattern in ("version_*", "version_*/checkpoints"):
         for folder in Path(root, name).glob(pattern):
             remove_parts(folder)
@@ -169,8 +170,10 @@ def _folder(
         return _held(claim_version(new)), None
     if stage != "fit":
         return _held(claim_version(used, stage)), None
-    record, file = read_earlier(used / "run.json"), used / "config.yaml"
-    flags, before = _settings(load_yaml(dump())), _settings(read_yaml(str(file)) if file.is_file() else {})
+    record = read_earlier(used / "run.json")
+    file = used / "config.yaml"
+    flags = _settings(load_yaml(dump()))
+    before = _settings(read_yaml(str(file)) if file.is_file() else {})
     reason = next((f"--{name} differs" for name in flags if before.get(name, flags[name]) != flags[name]), None)
     if reason is None and not is_newest(Path(str(checkpoint))):
         reason = "it has newer checkpoints"

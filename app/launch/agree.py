@@ -140,7 +140,8 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     Returns:
         The store. The caller must keep a reference until the process group exists.
     """
-    address, deadline = os.environ["MASTER_ADDR"], Deadline(timeout)
+    address = os.environ["MASTER_ADDR"]
+    deadline = Deadline(timeout)
     agents = distributed.TCPStore(address, int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=timeout))
     store = host_store(address, 0, timeout) if rank == 0 else None
     if store is not None:

@@ -82,7 +82,8 @@ class Slurm(environments.SLURMEnvironment):
 
     def __init__(self) -> None:
         environments.ClusterEnvironment.__init__(self)
-        self.auto_requeue, self.requeue_signal = False, signal.SIGUSR1
+        self.auto_requeue = False
+        self.requeue_signal = signal.SIGUSR1
 
     @property
     def main_address(self) -> str:

@@ -29,7 +29,10 @@ from app.system.machine import usable_cores
 TAIL = 30  # number of lines to print from the end of a failed rank's output
 # files that a rank writes beside torch's error file: the run's directory, the exit code after a signal, the rank's
 # process, whose id is part of the name, and a mark at the end of the run
-RUN_DIR, STOPPED, PROCESS, ENDED = "run_dir", "stopped", "process_", "ended"
+RUN_DIR = "run_dir"
+STOPPED = "stopped"
+PROCESS = "process_"
+ENDED = "ended"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
 
@@ -82,7 +85,8 @@ def launch(
             """Return the ranks that ended with exit code 0 before the end of the run, as by `os._exit(0)`."""
             failures = {}
             for file in files(f"*/{PROCESS}*"):
-                process, local_rank = int(file.name.removeprefix(PROCESS)), int(file.parent.name)
+                process = int(file.name.removeprefix(PROCESS))
+                local_rank = int(file.parent.name)
                 # look for the process first, because it writes the mark before it ends
                 if not psutil.pid_exists(process) and not file.with_name(ENDED).exists():
                     failure = ProcessFailure(local_rank, process, 0, str(file.with_name("error.json")))
@@ -112,7 +116,8 @@ def launch(
             stop_only_once()
             raise SignalException("stopped", signal.Signals(number))
 
-        rendezvous.before_restart, rendezvous.while_running = refuse_restart, check_ranks
+        rendezvous.before_restart = refuse_restart
+        rendezvous.while_running = check_ranks
         for number in heard((signal.SIGTERM, signal.SIGHUP)):
             signal.signal(number, stop)
         config = LaunchConfig(

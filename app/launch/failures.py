@@ -134,7 +134,8 @@ def root_cause(failures: Mapping[int, ProcessFailure], nodes: int = 1) -> tuple[
 
     def order(rank: int) -> tuple[bool, ...]:
         """Return a sort key: causes before their consequences."""
-        code, message = failures[rank].exitcode, message_of(failures[rank].error_file_data)
+        code = failures[rank].exitcode
+        message = message_of(failures[rank].error_file_data)
         has_lost = message.startswith(RankLostError.__name__)
         was_stopped = stopped(code) is not None
         # on a single node, a signal causes lost connections; elsewhere, the launcher may have sent it after a loss
@@ -168,7 +169,8 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
         return kind(text)
     if name == RankError.__name__:
         return RankError(f"rank {rank}: {text}")
-    code, reason = failure.exitcode, f": {message.splitlines()[0]}" if message else ""
+    code = failure.exitcode
+    reason = f": {message.splitlines()[0]}" if message else ""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     if code == 0:
         how = "ended with exit code 0 before the end of the run"

@@ -58,7 +58,9 @@ class Deadline:
     """Timeout of a wait; prints from time to time which nodes or processes are missing."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.began, self.due = seconds, time.monotonic(), 5.0
+        self.seconds = seconds
+        self.began = time.monotonic()
+        self.due = 5.0
 
     def check(self, missing: str, remark: str = "", quiet: bool = False) -> None:
         """Print the missing nodes or processes from time to time; raise after the deadline.
@@ -116,7 +118,8 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
             listener = socket.create_server(place[:2], family=family, backlog=1024)
     if listener is None:
         try:
-            address, listener = "localhost", socket.create_server(("", port), backlog=1024)
+            address = "localhost"
+            listener = socket.create_server(("", port), backlog=1024)
         except (OSError, OverflowError) as error:
             remedy = "end the program that uses it, or give another --cluster.init_method or MASTER_PORT"
             raise UserError(f"this machine cannot listen on port {port} ({error}): {remedy}") from error
@@ -151,14 +154,19 @@ class NodeRendezvous(StaticTCPRendezvous):
     """
 
     def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
-        self.cluster, self.method = cluster, cluster.init_method or "env://"
-        url, env = urlsplit(self.method), os.environ
+        self.cluster = cluster
+        self.method = cluster.init_method or "env://"
+        url = urlsplit(self.method)
+        env = os.environ
         self.file = Path(url.path) if url.scheme == "file" and num_nodes > 1 else None
-        address, port = url.hostname or "", url.port or 0
+        address = url.hostname or ""
+        port = url.port or 0
         if num_nodes == 1:
-            address, port = "127.0.0.1", int(env.get("MASTER_PORT", 0))
+            address = "127.0.0.1"
+            port = int(env.get("MASTER_PORT", 0))
         elif url.scheme == "env":
-            address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+            address = env["MASTER_ADDR"]
+            port = int(env["MASTER_PORT"])
         elif url.scheme == "file":
             address = outward_address()
         rank = int(env.get("NODE_RANK", 0)) if cluster.node_rank is None else cluster.node_rank
@@ -231,7 +239,8 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     def _join(self, deadline: Deadline) -> TCPStore:
         """Connect to node 0, register this node, and wait for all nodes."""
-        remark, node0 = "", f"node 0 of {self.world_size} at {self.where}"
+        remark = ""
+        node0 = f"node 0 of {self.world_size} at {self.where}"
         while True:
             try:
                 if place := self._place():

@@ -126,7 +126,8 @@ def _end_in_time(reader: int, beat: watchdog.Heartbeat, directory: Path | None, 
             return
         number = received[0]
     end = ExitStatus.stopped_by(CAUSES[number])
-    still, last = 0, [0, 0, 0]
+    still = 0
+    last = [0, 0, 0]
     while not over.wait(1.0):
         now = beat.values[:3].tolist()
         still = still + 1 if now == last and now[1] != watchdog.ELSEWHERE and not _is_saving() else 0
@@ -204,7 +205,8 @@ class StopTogether(Callback):
             signals.stopped_by = self._answer()
             if not signals.stopped_by:
                 lowest = np.array([signals.noted or signal.NSIG])  # read `noted` once: it may change at any time
-                operation, shared = distributed.ReduceOp.MIN, torch.from_numpy(lowest)
+                operation = distributed.ReduceOp.MIN
+                shared = torch.from_numpy(lowest)
                 self._pending = lowest, distributed.all_reduce(shared, operation, self._group, async_op=True)
                 if at_once:
                     signals.stopped_by = self._answer()

@@ -43,7 +43,8 @@ class SpawnLauncher(_MultiProcessingLauncher):
     """
 
     def __init__(self, strategy: Any, start_method: Any, timeout: float | None) -> None:
-        self.timeout, self.stopped_by = timeout, 0
+        self.timeout = timeout
+        self.stopped_by = 0
         self.stacks: Path | None = None
         self._error_file = ""  # path of the processes' error files, with {} for a process's index
         self._failures: list[int] = []  # indices of failed processes, in the order of their ends

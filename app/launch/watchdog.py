@@ -48,7 +48,9 @@ class Heartbeat:
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.rank, self.folder, self.file = rank, folder, folder / f"rank_{rank}.txt"
+        self.rank = rank
+        self.folder = folder
+        self.file = folder / f"rank_{rank}.txt"
         self.files = os.memfd_create("heartbeat"), os.memfd_create("stacks")
         os.ftruncate(self.files[0], SIZE)
         self._memory = mmap.mmap(self.files[0], SIZE)
@@ -92,7 +94,8 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
     if timeout is None or folder is None or sys.platform != "linux":
         yield
         return
-    beat, before = Heartbeat(folder, rank), signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    beat = Heartbeat(folder, rank)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:  # run the file, because importing the package takes seconds
         command = [sys.executable, "-IS", __file__, os.getpid(), timeout, beat.file, *beat.files]
         watchdog = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, pass_fds=beat.files)
@@ -128,12 +131,15 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
     memory = mmap.mmap(beats, SIZE, prot=mmap.PROT_READ)
     values = memoryview(memory).cast("q")
     still, last = 0.0, [0] * 3  # seconds without progress; latest step, phase and counter
-    clock, written = time.monotonic(), False
+    clock = time.monotonic()
+    written = False
     while os.getppid() == process:
         select.select([sys.stdin], [], [], 1.0)  # returns at once when the parent has ended
-        before, clock = clock, time.monotonic()
+        before = clock
+        clock = time.monotonic()
         now = values[:3].tolist()
-        still, last = (still + min(clock - before, 2.0) if now == last and now[1] != ELSEWHERE else 0.0), now
+        still = still + min(clock - before, 2.0) if now == last and now[1] != ELSEWHERE else 0.0
+        last = now
         with contextlib.suppress(OSError):  # raised if the disk is full, or the process has ended
             if written and not still and now[1] != ELSEWHERE:  # progress again: the written stacks are outdated
                 file.unlink(missing_ok=True)
@@ -142,7 +148,8 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
             if (others_give_up or still >= timeout - min(10.0, 1 + timeout / 4)) and not written:
                 written = True
                 file.parent.mkdir(parents=True, exist_ok=True)
-                temporary, text = file.with_suffix(".part"), f"step {now[0]}, in {PHASES[now[1]]}\n"
+                temporary = file.with_suffix(".part")
+                text = f"step {now[0]}, in {PHASES[now[1]]}\n"
                 for stack in take_stacks(process, stacks):
                     text += stack  # write after each stack, because other ranks may give up soon
                     temporary.write_text(text)
@@ -185,7 +192,8 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
             os.kill(pid, WRITE_STACKS)
             for _ in range(20):  # wait until the file stops growing
                 time.sleep(0.05)
-                before, size = size, os.fstat(stacks).st_size
+                before = size
+                size = os.fstat(stacks).st_size
                 if begin < size == before:
                     break
             yield f"\nprocess {pid}\n" + os.pread(stacks, size - begin, begin).decode(errors="replace")
@@ -249,7 +257,8 @@ def within_loop(frames: Sequence[Frame]) -> Sequence[Frame]:
 def threads(text: str) -> list[Frame]:
     """Return the frames of a process's main thread, innermost first: file, line and function."""
     chunks = re.split(r"^(Current thread|Thread) .*$", text, flags=re.MULTILINE)
-    kinds, stacks = chunks[1::2], chunks[2::2]
+    kinds = chunks[1::2]
+    stacks = chunks[2::2]
     if not stacks:
         return []
     main = kinds.index("Current thread") if "Current thread" in kinds else -1  # the main thread is listed last

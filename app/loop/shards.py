@@ -115,7 +115,8 @@ class ShardSums:
 
     def _add_bucket(self, _: None, bucket: GradBucket) -> Future[Tensor]:
         """Sum a bucket over all shards. DDP calls this hook when the bucket holds the last shard's gradients."""
-        buffer, parameters = bucket.buffer(), bucket.parameters()
+        buffer = bucket.buffer()
+        parameters = bucket.parameters()
         places = [self.place[id(parameter)] for parameter in parameters]
         starts = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
 
@@ -187,14 +188,16 @@ class ShardedStep(Step):
         super().__init__(loop)
         if loop.sums is None:
             loop.sums = ShardSums(self.module, self.strategy, loop.virtual_devices)
-        self._sums, self._buffers = loop.sums, Buffers(self.module)
+        self._sums = loop.sums
+        self._buffers = Buffers(self.module)
         self._device = self.strategy.root_device
         self._alone, self.without_sync = self.without_sync, nullcontext  # each batch sums over the ranks
         self._checked = False
 
     def _look_up_batch(self) -> None:
         super()._look_up_batch()
-        self._prepare_shard, self.preparation = self.preparation, [self._prepare]
+        self._prepare_shard = self.preparation
+        self.preparation = [self._prepare]
 
     def _look_up_training(self) -> None:
         super()._look_up_training()
@@ -202,7 +205,8 @@ class ShardedStep(Step):
 
     def _prepare(self, batch: Any) -> Shards:
         assert isinstance(batch, Shards)
-        self.loop.samples, step = batch.samples, self.loop.batch_progress.current.ready
+        self.loop.samples = batch.samples
+        step = self.loop.batch_progress.current.ready
         with own_streams(self._device) as seed:
             for place, shard in enumerate(batch):
                 seed(seed_of_shard(self.trainer, 4, step, batch.first + place))
@@ -251,7 +255,8 @@ class ShardedStep(Step):
             `training_step` returns a tensor; copy of the gradients that earlier batches have accumulated; future of the
             sum of all shards' vectors (see `_vector`).
         """
-        accumulated, samples = self.trainer.accumulate_grad_batches, batch.samples
+        accumulated = self.trainer.accumulate_grad_batches
+        samples = batch.samples
         if accumulated > 1:
             order = order_of(self.trainer.train_dataloader)
             assert order is not None
@@ -261,7 +266,8 @@ class ShardedStep(Step):
         names: set[str] = set()
         vectors: dict[Node, Tensor] = {}
         for place, (shard, count) in enumerate(zip(batch, batch.counts, strict=True)):
-            number, last = batch.first + place, place == len(batch) - 1
+            number = batch.first + place
+            last = place == len(batch) - 1
             with nullcontext() if last else self._alone():
                 seed(seed_of_shard(self.trainer, 5, self.index, number))
                 logged.values = {}
@@ -271,7 +277,8 @@ class ShardedStep(Step):
                 loss, outputs = (output, {}) if isinstance(output, Tensor) else self._unpack(output, 1)
                 if loss is None:
                     raise UserError("training_step returned None, to skip a shard: virtual devices cannot skip one")
-                before, changed = changed, self._buffers.changed()
+                before = changed
+                changed = self._buffers.changed()
                 if place == 0:
                     earlier = self._begin(accumulated)
                 elif before != changed or logged.values.keys() != names:

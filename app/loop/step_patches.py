@@ -58,14 +58,19 @@ class Hook:
     """
 
     def __init__(self, trainer: Any, name: str) -> None:
-        self._trainer, self._module, self._name = trainer, trainer.lightning_module, name
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        self._name = name
         self._method = attrgetter(name)  # unlike getattr, not a call for Python's profiler
         idle = [MethodType(getattr(Callback, name), callback) for callback in trainer.callbacks]
         self._idle = {None, MethodType(getattr(LightningModule, name), self._module), *idle}
 
     def __call__(self, *args: Any) -> Any:
         """Call the overridden methods, and return the module's result."""
-        trainer, module, method, idle = self._trainer, self._module, self._method, self._idle
+        trainer = self._trainer
+        module = self._module
+        method = self._method
+        idle = self._idle
         attributes = module.__dict__
         before = attributes["_current_fx_name"]
         attributes["_current_fx_name"] = self._name
@@ -130,10 +135,12 @@ class WindowLoop(_TrainingEpochLoop):
             UserError: When checkpoints would be due inside a window, because a validation is.
         """
         super().on_run_start(data_fetcher)
-        trainer, batches = self.trainer, self.trainer.accumulate_grad_batches
+        trainer = self.trainer
+        batches = self.trainer.accumulate_grad_batches
         if batches == 1 or not trainer.checkpoint_callbacks:
             return
-        every, epoch = trainer.val_check_batch, trainer.num_training_batches
+        every = trainer.val_check_batch
+        epoch = trainer.num_training_batches
         # without check_val_every_n_epoch, batches are counted over all epochs; an interval of time ends anywhere
         counted = 0 if trainer.check_val_every_n_epoch else epoch
         fits = every in (epoch, float("inf")) or (every is not None and every % batches == counted % batches == 0)
@@ -195,10 +202,13 @@ class LoggingLoop(WindowLoop):
 
     def on_batch_start(self, batch: Any, size: int | None = None) -> None:
         """Tell `self.log` the batch, its size if known, and whether the batch is the epoch's first."""
-        connector, results = self.trainer._logger_connector, self._results
+        connector = self.trainer._logger_connector
+        results = self._results
         connector._first_loop_iter = connector._first_loop_iter is None
         connector._current_fx = None  # set by the first call of `self.log`
-        results.batch, results.batch_size, results.dataloader_idx = batch, size, None
+        results.batch = batch
+        results.batch_size = size
+        results.dataloader_idx = None
 
     def on_batch_end(self) -> None:
         """Store this step's metrics; pass them to the loggers every `log_every_n_steps` steps and when training stops.
@@ -206,7 +216,8 @@ class LoggingLoop(WindowLoop):
         Unlike Lightning, do not read metrics for the progress bar on every step.
         """
         trainer: Any = self.trainer
-        connector, every = trainer._logger_connector, trainer.log_every_n_steps
+        connector = trainer._logger_connector
+        every = trainer.log_every_n_steps
         if connector._current_fx is not None:
             connector.on_batch_end()
         self._results.batch = self._results.batch_size = None

@@ -97,7 +97,8 @@ class StraightLoop(LoggingLoop):
     def why_not(self, data_fetcher: Any) -> str | None:
         """Return the requested feature that needs Lightning's step, or None."""
         trainer: Any = self.trainer  # typed Any, because Lightning does not declare these attributes
-        module, strategy = trainer.lightning_module, trainer.strategy
+        module = trainer.lightning_module
+        strategy = trainer.strategy
         if not isinstance(trainer.profiler, PassThroughProfiler):
             return "a profiler"
         if not module.automatic_optimization:
@@ -123,7 +124,9 @@ class StraightLoop(LoggingLoop):
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Count the step. Call Lightning's method if more is due: validation, schedulers, or the end of the epoch."""
-        trainer, progress, every = self.trainer, self.batch_progress, self.trainer.val_check_batch
+        trainer = self.trainer
+        progress = self.batch_progress
+        every = self.trainer.val_check_batch
         batches = progress.current if trainer.check_val_every_n_epoch is not None else progress.total
         if (
             self._step is None
@@ -141,7 +144,8 @@ class StraightLoop(LoggingLoop):
     @property
     def done(self) -> bool:
         """Whether the epoch has ended."""
-        step, progress = self._step, self.batch_progress
+        step = self._step
+        progress = self.batch_progress
         if (
             step is None
             or self.trainer.should_stop
@@ -171,19 +175,25 @@ class Step:
 
     def __init__(self, loop: StraightLoop) -> None:
         trainer: Any = loop.trainer
-        module, strategy = trainer.lightning_module, trainer.strategy
-        self.loop, self.trainer, self.module, self.strategy = loop, trainer, module, strategy
+        module = trainer.lightning_module
+        strategy = trainer.strategy
+        self.loop = loop
+        self.trainer = trainer
+        self.module = module
+        self.strategy = strategy
         self.data = getattr(trainer, "datamodule", None) or module
         self.state = step_state(self)
         progress = loop.automatic_optimization.optim_progress.optimizer
-        self.steps, self.zero_grads = progress.step, progress.zero_grad
+        self.steps = progress.step
+        self.zero_grads = progress.zero_grad
         order = order_of(trainer.train_dataloader)
         # the order weights the loss. An `ImageClassifier` weights its loss itself; only its loaders have `empty="keep"`
         self.order = None if getattr(order, "empty", None) == "keep" else order
         self.without_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
         if isinstance(strategy, ParallelStrategy):
             self.without_sync = strategy.block_backward_sync
-        self.batch, self.index = None, 0
+        self.batch = None
+        self.index = 0
         self.outputs: dict[str, Any] | None = None  # set by the training step
 
         self._plain_zero_grad = MethodType(LightningModule.optimizer_zero_grad, module)
@@ -203,7 +213,8 @@ class Step:
 
     def _part(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a call so that `self.log` and the profiler see the call's name."""
-        call, profiler = in_hook(self.module, name, call), self.trainer.profiler
+        call = in_hook(self.module, name, call)
+        profiler = self.trainer.profiler
         if type(profiler) is PassThroughProfiler:
             return call
 
@@ -216,7 +227,8 @@ class Step:
     def _look_up_batch(self) -> None:
         """Look up the batch hooks of module and data module."""
         self._batch_state = batch_state(self)
-        strategy, device = self.strategy, self.strategy.root_device
+        strategy = self.strategy
+        device = self.strategy.root_device
         trainer = self.trainer
 
         def hook(name: str) -> Callable[..., Any] | None:
@@ -243,7 +255,9 @@ class Step:
     def _look_up_training(self) -> None:
         """Look up the training step; skip strategy and precision plugin if they add nothing."""
         self._training_state = training_state(self)
-        module, strategy, precision = self.module, self.strategy, self.strategy.precision_plugin
+        module = self.module
+        strategy = self.strategy
+        precision = self.strategy.precision_plugin
         alone = strategy.model is module and not overrides(strategy, Strategy, "training_step")
         alone = alone and not overrides(precision, Precision, *FORWARD)
         step = module.training_step if alone else strategy.training_step
@@ -258,7 +272,8 @@ class Step:
     def _look_up_backward(self) -> None:
         """Look up the backward pass; skip strategy and precision plugin if they add nothing."""
         self._backward_state = backward_state(self)
-        module, strategy = self.module, self.strategy
+        module = self.module
+        strategy = self.strategy
 
         def backward(loss: Tensor) -> None:
             self.on_before_backward(loss)
@@ -273,7 +288,9 @@ class Step:
     def _look_up_optimizer(self) -> None:
         """Look up the optimizer and its step."""
         self._optimizer_state = optimizer_state(self)
-        trainer, module, strategy = self.trainer, self.module, self.strategy
+        trainer = self.trainer
+        module = self.module
+        strategy = self.strategy
         wrapped = module.optimizers()
         self.optimizer = optimizer = wrapped.optimizer
         if overrides(module, LightningModule, "optimizer_step"):
@@ -297,7 +314,8 @@ class Step:
 
     def _can_bypass(self, *names: str) -> bool:
         """Return whether the step may skip these methods of strategy and precision plugin, because they do nothing."""
-        strategy, precision = self.strategy, self.strategy.precision_plugin
+        strategy = self.strategy
+        precision = self.strategy.precision_plugin
         # in automatic optimization, DDPStrategy's overrides do nothing; without a scaler, MixedPrecision's do nothing
         ddp = isinstance(strategy, DDPStrategy)
         unscaled = isinstance(precision, MixedPrecision) and precision.scaler is None
@@ -313,7 +331,9 @@ class Step:
         Raises:
             StopIteration: When `on_train_batch_start` of the module ends the epoch.
         """
-        loop, trainer, progress = self.loop, self.trainer, self.loop.batch_progress
+        loop = self.loop
+        trainer = self.trainer
+        progress = self.loop.batch_progress
         batch, _, _ = next(data_fetcher)
         index = progress.current.ready
         progress.is_last_batch = data_fetcher.done
@@ -323,7 +343,8 @@ class Step:
             batch = prepare(batch)
         progress.increment_ready()
         loop.on_batch_start(batch)
-        ends, outputs = False, None
+        ends = False
+        outputs = None
         if batch is None:
             rank_zero_warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
@@ -347,7 +368,9 @@ class Step:
         loop.on_batch_end()
 
     def _train(self, batch: Any, index: int, accumulating: bool) -> dict[str, Any]:
-        self.batch, self.index, self.outputs = batch, index, None
+        self.batch = batch
+        self.index = index
+        self.outputs = None
         self.zeroed = self.strategy.optimizers[0]
         self.begins_window = index % self.trainer.accumulate_grad_batches == 0
         if optimizer_state(self) != self._optimizer_state:
@@ -361,7 +384,9 @@ class Step:
             self.steps.increment_completed()
         if self.outputs is None:
             raise UserError(f"{type(self.module).__name__}.optimizer_step or its optimizer never calls the closure")
-        outputs, self.outputs, self.batch = self.outputs, None, None
+        outputs = self.outputs
+        self.outputs = None
+        self.batch = None
         return outputs
 
     def compute(self) -> Tensor | None:
@@ -394,7 +419,8 @@ class Step:
 
     def _zero(self) -> None:
         self.zero_grads.increment_ready()
-        module, optimizer = self.module, self.zeroed
+        module = self.module
+        optimizer = self.zeroed
         self.on_before_zero_grad(optimizer)
         self.zero_grads.increment_started()
         if module.optimizer_zero_grad == self._plain_zero_grad:
@@ -415,7 +441,8 @@ class Step:
         """Clip the gradients, if the Trainer has a clip value or the module overrides a clipping hook."""
         if clipping_state(self) != self._clipping_state:
             self._look_up_clipping()
-        value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
+        value = self.trainer.gradient_clip_val
+        algorithm = self.trainer.gradient_clip_algorithm
         if self.clips or value is not None:
             self.clip(self.optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
 

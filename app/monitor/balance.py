@@ -27,11 +27,13 @@ class Balance(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Redistribute the shards if that shortens a step. The loader starts after this hook, with the new shares."""
-        loop, order = trainer.fit_loop.epoch_loop, order_of(trainer.train_dataloader)
+        loop = trainer.fit_loop.epoch_loop
+        order = order_of(trainer.train_dataloader)
         if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
             return
         self.ranks.share(trainer, [])  # finish the exchange of the last window's times
-        tree, rows = loop.sums.tree, self.ranks.ranks
+        tree = loop.sums.tree
+        rows = self.ranks.ranks
         if not rows:
             return
         seconds = [(row.data + row.compute) / share for row, share in zip(rows, tree.shares, strict=True)]

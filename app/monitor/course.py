@@ -19,7 +19,8 @@ class Course:
     def __init__(self, width: int = 1) -> None:
         self.points: list[list[float]] = []
         self._most = min(max(NUMBERS // width, 20), MOST)
-        self._every, self._seen = 1, 0
+        self._every = 1
+        self._seen = 0
 
     def add(self, seconds: float, *figures: float) -> None:
         """Add a measurement: the seconds since the start of training, and `width` figures."""

@@ -36,7 +36,8 @@ class Header(RichModelSummary):
         network: nn.Module = pl_module
         name = type(pl_module).__name__
         if isinstance(pl_module, ImageClassifier):
-            network, name = pl_module.network, title(pl_module.network_name)
+            network = pl_module.network
+            name = title(pl_module.network_name)
         self._network = f"{name}, {counted(network)}"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -50,7 +51,8 @@ class Header(RichModelSummary):
 
 def counted(network: nn.Module) -> str:
     """Format a network's number of parameters, such as `1,000 parameters, 10 of them trainable`."""
-    total, trainable = count_parameters(network), count_parameters(network, trainable=True)
+    total = count_parameters(network)
+    trainable = count_parameters(network, trainable=True)
     return f"{total:,} parameters" + (f", {trainable:,} of them trainable" if trainable < total else "")
 
 
@@ -61,7 +63,8 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         trainer: A trainer that has been set up.
         network: Description of the network.
     """
-    record, data = Record(**resolved_configuration(trainer)), getattr(trainer, "datamodule", None)
+    record = Record(**resolved_configuration(trainer))
+    data = getattr(trainer, "datamodule", None)
     if not isinstance(data, ImageData):
         yield "network", network
     else:

@@ -125,9 +125,11 @@ class Tracker(WandbLogger):
                 then = f"{fallback or 'without it'} from here on"
                 rank_zero_info(f"Weights & Biases does not start ({one_line(str(error))}): {then}")
             # take a new id, because wandb treats the failed run's id as taken
-            self.id, self.mode = trial() or uuid.uuid4().hex[:8], "offline"
+            self.id = trial() or uuid.uuid4().hex[:8]
+            self.mode = "offline"
             tracker_settings(self).update(mode=self.mode, id=self.id, resume=None)
-        self.failed, self.mode = True, "disabled"
+        self.failed = True
+        self.mode = "disabled"
         return DummyExperiment()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,7 +235,8 @@ class MetricsFile(CSVLogger):
     @rank_zero_only
     def save(self) -> None:
         """Append the logged rows; rewrite the file if a metric is new. A failed write leaves no partial line."""
-        logged, path = self.experiment, self._path
+        logged = self.experiment
+        path = self._path
         columns = sorted({*logged.metrics_keys, *(name for row in logged.metrics for name in row)})
         size = path.stat().st_size if path.exists() else 0
         try:
@@ -242,7 +245,8 @@ class MetricsFile(CSVLogger):
             else:
                 with path.open("a", newline="") as file:
                     csv.DictWriter(file, columns).writerows(logged.metrics)
-            logged.metrics, logged.metrics_keys = [], columns
+            logged.metrics = []
+            logged.metrics_keys = columns
         except OSError as error:
             with suppress(OSError):
                 os.truncate(path, size)
@@ -364,7 +368,8 @@ def make_loggers(
         tags: Tags of the wandb run.
         resumed: Id of an earlier wandb run to continue.
     """
-    version, name = folder.name, folder.parent.name
+    version = folder.name
+    name = folder.parent.name
     loggers: list[Logger] = [MetricsFile(str(folder.parent.parent), name=name, version=version)]
     if mode != "off":
         options = {"name": f"{name}/{version}", "project": project, "group": group, "tags": tags}

@@ -42,11 +42,15 @@ class NonFinite(Callback):
         if action == "skip":
             self.on_before_optimizer_step = self._skip  # type: ignore[method-assign]
         self._losses: list[tuple[int, Tensor]] = []  # batch index and loss
-        self._window, self._checked_step, self._last_batch = 1, 0, 0
+        self._window = 1
+        self._checked_step = 0
+        self._last_batch = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the window."""
-        self._losses, self._window, self._checked_step = [], log_window(trainer), trainer.global_step
+        self._losses = []
+        self._window = log_window(trainer)
+        self._checked_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -94,7 +98,8 @@ class NonFinite(Callback):
         Raises:
             UserError: On every rank, when a value on any rank is not finite and the action is `stop`.
         """
-        losses, self._losses = self._losses, []
+        losses = self._losses
+        self._losses = []
         first = NONE
         if losses:
             self._last_batch = losses[-1][0]
@@ -108,7 +113,8 @@ class NonFinite(Callback):
         if first == NONE and whole:
             return
         batch, rank = divmod(first, trainer.world_size)
-        step, every = trainer.global_step, trainer.accumulate_grad_batches
+        step = trainer.global_step
+        every = trainer.accumulate_grad_batches
         problem = f"the weights are not finite after step {step}"
         if first != NONE:
             step -= self._last_batch // every - batch // every

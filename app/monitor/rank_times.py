@@ -70,7 +70,9 @@ class RankTimes:
         self._started = time.perf_counter()
         self.memory = Course(trainer.world_size)
         self._cores = tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
-        self._busy, self._own, self._delay = busy_seconds(self._cores), own_seconds(), core_wait_seconds()
+        self._busy = busy_seconds(self._cores)
+        self._own = own_seconds()
+        self._delay = core_wait_seconds()
         self.places = gather_objects((trainer.node_rank, self._cores))
 
     @property
@@ -102,7 +104,8 @@ class RankTimes:
             return
         ended, began, ready, averaged, now = np.array(steps).T
         wait = averaged - ready
-        delay, self._delay = self._delay, core_wait_seconds()
+        delay = self._delay
+        self._delay = core_wait_seconds()
         figures = [
             *(float(np.median(times)) for times in (began - ended, now - began - wait, wait)),
             self._memory(trainer.strategy.root_device),

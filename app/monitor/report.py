@@ -100,7 +100,11 @@ def headline(record: Record) -> str:
 
 def _facts(record: Record) -> list[tuple[str, str]]:
     """Return names and texts of the recorded settings and hardware."""
-    model, data, machine, trained, setup = record.model, record.data, record.hardware, record.train_s, record.setup_s
+    model = record.model
+    data = record.data
+    machine = record.hardware
+    trained = record.train_s
+    setup = record.setup_s
     kinds = {"train": "training", "val": "validation", "test": "test"}
     counts = [f"{data.images[name]:,} {kind}" for name, kind in kinds.items() if data.images.get(name)] if data else []
     facts = {
@@ -209,7 +213,8 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
     shares = counts / np.maximum(total, 1)
     axes.imshow(shares, cmap=BLUES, vmin=0, vmax=1, interpolation="none", aspect="auto")
     cell = 72 * 0.6 * axes.figure.get_figwidth() / len(names)  # type: ignore[union-attr]  # points
-    size, step = min(10.0, max(0.75 * cell, 6.0)), math.ceil(6 / cell)
+    size = min(10.0, max(0.75 * cell, 6.0))
+    step = math.ceil(6 / cell)
     labels = [short(name, 16) for name in names[::step]]
     axes.set_xticks(range(0, len(names), step), labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
     axes.set_yticks(range(0, len(names), step), labels, fontsize=size)
@@ -251,7 +256,8 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
         if image.is_floating_point():  # rescale normalised pixels to 0…1
             image = image.nan_to_num(0.0, 0.0, 0.0)
             image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-9)
-        centre, bottom = (cell % columns + 0.5) * width, (lines - cell // columns - 1) * height + 0.05
+        centre = (cell % columns + 0.5) * width
+        bottom = (lines - cell // columns - 1) * height + 0.05
         high, wide = (side * length / max(image.shape[1:]) for length in image.shape[1:])
         pixels = image.expand(3, -1, -1).permute(1, 2, 0)
         axes.imshow(pixels, extent=(centre - wide / 2, centre + wide / 2, bottom, bottom + high))
@@ -290,8 +296,11 @@ def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
 
 
 def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
-    times, ranks, median = record.time_per_step, record.ranks, record.throughput.median
-    rates, memory = np.array(record.course.samples_per_s), np.array(record.course.memory_gib)
+    times = record.time_per_step
+    ranks = record.ranks
+    median = record.throughput.median
+    rates = np.array(record.course.samples_per_s)
+    memory = np.array(record.course.memory_gib)
     blocks = [f"**{plain(line)}**: the others wait for it in every step." for line in slow_ranks(ranks).values()]
     shown = []
 
@@ -320,7 +329,8 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
         figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
         shown.append('![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")')
     if 1 < len(ranks) <= CELLS:
-        labels, height = [f"rank {row.rank}" for row in ranks], 1.1 + 0.28 * len(ranks)
+        labels = [f"rank {row.rank}" for row in ranks]
+        height = 1.1 + 0.28 * len(ranks)
         figures["ranks"] = draw(lambda axes: stacked_bars(axes, labels, NAMES, ranks), height=height)
         shown.append('![Milliseconds of a step on each rank](ranks "A step on each rank: wait is for the others")')
     return "\n\n".join(filter(None, [*blocks, "\n".join(shown)]))

@@ -48,7 +48,9 @@ class PredictionWriter(Callback):
             return
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
         split: Split = trainer.predict_dataloaders.split  # type: ignore[union-attr]
-        path, files, labels = Path(directory, "predictions.csv"), split.names, split.labels.tolist()
+        path = Path(directory, "predictions.csv")
+        files = split.names
+        labels = split.labels.tolist()
         known = min(labels) >= 0
         more = [f"{column}{place + 1}" for place in range(1, len(rows[0][1])) for column in ("name", "probability")]
         head = ["file" if files else "index", "predicted", "name", "probability", *["label"] * known, *more]
@@ -75,7 +77,8 @@ class TestFigures(Callback):
     __test__ = False  # because pytest collects classes named Test…
 
     def __init__(self, wrong: int = 25, track: bool = False) -> None:
-        self.wrong, self.track = wrong, track
+        self.wrong = wrong
+        self.track = track
         self._worst: list[tuple[float, int, int, int]] = []  # confidence, index, predicted, label
 
     def on_test_batch_end(

@@ -127,12 +127,15 @@ class RunRecord(Callback):
         """
         part = records.Part(**{field.name: getattr(earlier, field.name) for field in fields(records.Part)})
         if part.status == "running":
-            part.status, part.error = "failed", "the run was killed, or the machine went down"
+            part.status = "failed"
+            part.error = "the run was killed, or the machine went down"
         part.train_s = (earlier.train_s or 0.0) - sum(previous.train_s or 0.0 for previous in earlier.parts)
-        now, self.record = self.record, earlier
+        now = self.record
+        self.record = earlier
         for name in ("command", "resumed_from", "launchers", "status", "error", "test", "tested"):
             setattr(earlier, name, getattr(now, name))
-        earlier.run_dir, earlier.parts = str(folder), [*earlier.parts, part]
+        earlier.run_dir = str(folder)
+        earlier.parts = [*earlier.parts, part]
         with suppress(OSError):  # if this fails, the next write reports the error
             earlier.save(folder / "run.json")  # spawned ranks load this file, and continue the record
 
@@ -150,7 +153,8 @@ class RunRecord(Callback):
         self.path = path
         for name, value in resolved_configuration(trainer).items():
             setattr(self.record, name, value)
-        self.record.status, self.record.run_dir = "running", directory
+        self.record.status = "running"
+        self.record.run_dir = directory
         self.record.tracker = next((tracker.id for tracker in trackers(trainer.loggers)), None)
         self._write()
 
@@ -167,7 +171,8 @@ class RunRecord(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Record why the run ends. This hook is not collective, because other ranks may be gone."""
-        data, directory = getattr(trainer, "datamodule", None), getattr(trainer.logger, "log_dir", None)
+        data = getattr(trainer, "datamodule", None)
+        directory = getattr(trainer.logger, "log_dir", None)
         if trainer.training and isinstance(data, ImageData) and out_of_memory(exception):
             size = data.global_batch_size
             if size >= 2 * trainer.world_size:
@@ -180,11 +185,13 @@ class RunRecord(Callback):
             with suppress(ValueError):
                 self.record = Record.load(self.path)
             self.record.run_dir = directory
-        end, rank_failed = ExitStatus.of(explained(exception)), isinstance(exception, RankError)
+        end = ExitStatus.of(explained(exception))
+        rank_failed = isinstance(exception, RankError)
         better = end.status == "interrupted" or rank_failed
         if self.record.status == "interrupted" or (self.record.status == "failed" and not better):
             return  # a spawned process has recorded the reason
-        self.record.status, self.record.error = end.status, end.reason
+        self.record.status = end.status
+        self.record.error = end.reason
         if self._first_step is not None and trainer.state.fn == "fit" and not rank_failed:
             self._close_epoch(trainer)
             self._measure(trainer)
@@ -277,7 +284,8 @@ class RunRecord(Callback):
         self._begin_window(now)
 
     def _begin_window(self, now: float) -> None:
-        self._window_start, self._window_profiled = now, False
+        self._window_start = now
+        self._window_profiled = False
         self._window_samples = self._window_steps = 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -292,25 +300,30 @@ class RunRecord(Callback):
         self._last_step = time_when_done(trainer.strategy.root_device)
         seconds = round(self._last_step - self._epoch_start, 3)
         rate = round(statistics.median(self._epoch_rates), 1) if self._epoch_rates else None
-        epoch, whole = trainer.current_epoch, trainer.is_last_batch
+        epoch = trainer.current_epoch
+        whole = trainer.is_last_batch
         self._open_epoch = records.Epoch(epoch, whole, seconds, rate, self._learning_rate)
-        self._epoch_validated, self._validated = self._validated, False
+        self._epoch_validated = self._validated
+        self._validated = False
 
     def _close_epoch(self, trainer: Trainer) -> None:
-        row, self._open_epoch = self._open_epoch, None
+        row = self._open_epoch
+        self._open_epoch = None
         if row is None:
             return
         validated = self._epoch_validated
         row.train_loss = _metrics(trainer, "train").loss
         if validated:
             figures = _metrics(trainer, "val")
-            row.val_loss, row.val_acc = figures.loss, figures.acc
+            row.val_loss = figures.loss
+            row.val_acc = figures.acc
         best = max((earlier.val_acc or 0.0 for earlier in self.record.epochs), default=0.0)
         self.record.epochs.append(row)
         if self.path is None:
             return
         if trainer.progress_bar_callback is not None:  # print one line per epoch, which stays above the bar
-            is_best, left = (row.val_acc or 0.0) > best, self.time_left(trainer)
+            is_best = (row.val_acc or 0.0) > best
+            left = self.time_left(trainer)
             memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
             logged = trainer.callback_metrics.items()
             metrics = {name: value for name, value in logged if validated or not name.startswith("val")}
@@ -320,7 +333,8 @@ class RunRecord(Callback):
 
     def time_left(self, trainer: Trainer) -> float | None:
         """Estimate the seconds to the end of training, including validation; return None if the end is unknown."""
-        done, since = _batches(trainer), self._first_step
+        done = _batches(trainer)
+        since = self._first_step
         by_epochs = (trainer.max_epochs or -1) * trainer.num_training_batches
         by_steps = trainer.max_steps * trainer.accumulate_grad_batches
         end = min((limit for limit in (by_epochs, by_steps) if limit > 0), default=math.inf)
@@ -330,23 +344,28 @@ class RunRecord(Callback):
 
     def _measure(self, trainer: Trainer) -> None:
         """Update the record's loop, times, throughput, losses and checkpoints."""
-        record, loop = self.record, trainer.fit_loop.epoch_loop
+        record = self.record
+        loop = trainer.fit_loop.epoch_loop
         record.loop_reason = loop.reason if isinstance(loop, StraightLoop) else "--run.loop lightning"
         record.loop = "straight" if record.loop_reason is None else "lightning"
         if isinstance(loop, ShardedLoop) and loop.sums is not None:
             record.shards = loop.sums.tree.shares
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NonFinite):
-                record.not_finite_since, record.skipped_steps = callback.since, callback.skipped
+                record.not_finite_since = callback.since
+                record.skipped_steps = callback.skipped
                 record.not_finite_step = callback.step
         memory: list[list[float]] = []
         if self._clock is not None:
             ranks = self._clock.ranks
-            record.ranks, record.others_cores, memory = ranks.ranks, ranks.others_cores, ranks.memory.points
+            record.ranks = ranks.ranks
+            record.others_cores = ranks.others_cores
+            memory = ranks.memory.points
         earlier = sum(part.train_s or 0.0 for part in record.parts)
         rates_over_time = _continued(self._before.samples_per_s, self._course.points, earlier)
         record.course = records.Course(rates_over_time, _continued(self._before.memory_gib, memory, earlier))
-        record.steps, record.threads = trainer.global_step, torch.get_num_threads()
+        record.steps = trainer.global_step
+        record.threads = torch.get_num_threads()
         record.steps_per_epoch = batches if (batches := trainer.num_training_batches) < math.inf else None
         if self._first_step is not None:
             record.train_s = round(earlier + max(self._last_step - self._first_step, 0.0), 3)

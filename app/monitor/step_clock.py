@@ -54,7 +54,8 @@ class StepClock(Callback):
         ranks: Exchange of the times among ranks.
     """
 
-    skipped, window = 5, 20
+    skipped = 5
+    window = 20
 
     def __init__(self, ranks: RankTimes) -> None:
         self.ranks = ranks
@@ -99,7 +100,8 @@ class StepClock(Callback):
         self._now = time.perf_counter
         self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
         if device == "cuda":
-            self._now, self._seconds = _recorded, _since_first
+            self._now = _recorded
+            self._seconds = _since_first
         self._ready = self._averaged = self._began = self._waited_since = self._now()
         self._steps: list[tuple[Any, ...]] = []
         self._last_window: list[tuple[Any, ...]] = []  # read one window later, when the GPU has finished its steps
@@ -137,7 +139,8 @@ class StepClock(Callback):
         self._beat[1] = UPDATE
         if self._ready is self._waited_since:  # the backward pass did not reach the hooked parameter
             return
-        self._averaged, self._waited_since = self._now(), self._ready
+        self._averaged = self._now()
+        self._waited_since = self._ready
         if len(self._handles) > 1 and self._last_parameter is not None:  # keep only the last gradient's hook
             self._unhook()
             self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
@@ -248,13 +251,17 @@ class _PhaseProfiler(PassThroughProfiler):
 
     def __init__(self, trainer: Any, wait: Callable[[], float]) -> None:
         super().__init__()
-        self.trainer, self.wait, self.device = trainer, wait, trainer.strategy.root_device
+        self.trainer = trainer
+        self.wait = wait
+        self.device = trainer.strategy.root_device
         self.on_gpu = self.device.type != "cpu"
         self._begun: dict[str, float] = {}
         self._marks: list[float] = []  # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
-        self._before, trainer.profiler = trainer.profiler, self
+        self._before = trainer.profiler
+        trainer.profiler = self
         self._handles = [optimizer.register_step_post_hook(self._on_stepped) for optimizer in trainer.optimizers]
-        strategy, module = trainer.strategy, trainer.lightning_module
+        strategy = trainer.strategy
+        module = trainer.lightning_module
         if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
             assert strategy.replica is not None
             self._handles += [
@@ -271,7 +278,8 @@ class _PhaseProfiler(PassThroughProfiler):
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase in the step that ends here, and start the next step."""
-        spent, whole = self._spent, time_when_done(self.device) - self._began
+        spent = self._spent
+        whole = time_when_done(self.device) - self._began
         spent["forward_backward"] = spent["forward"] + spent["backward"]
         spent["rest"] = max(whole - sum(spent[phase] for phase in PHASES), 0.0)
         self.restart()
@@ -315,7 +323,8 @@ class _PhaseProfiler(PassThroughProfiler):
         self._marks.append(time_when_done(None if self.on_gpu else self.device))  # None: the replica's device
 
     def _on_gathered(self, *_: Any) -> None:
-        marks, self._marks = self._marks, []
+        marks = self._marks
+        self._marks = []
         if marks and self.trainer.training:
             began, *replicas = marks
             overhead = time_when_done(self.device) - began - (max(replicas) - min(replicas))

@@ -26,7 +26,9 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         fitted: Whether the command was `fit`.
         use: Command to suggest for the best checkpoint, such as `test`, or None.
     """
-    directory, speed, epochs = Path(str(record.run_dir)), record.throughput, record.epochs
+    directory = Path(str(record.run_dir))
+    speed = record.throughput
+    epochs = record.epochs
     validated = [row for row in epochs if row.val_acc is not None]
     if record.status != "completed":
         yield f"{record.status:<15} {record.error}"
@@ -46,7 +48,8 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         windows = f"{speed.n} window{'s' * (speed.n != 1)}"
         rate = f", {speed.median:,.0f} samples/s (median of {windows})" if speed.median else ""
         whole = f" in {len(record.parts) + 1} parts" if record.parts else ""
-        trained, before = duration(record.train_s), duration(record.setup_s)
+        trained = duration(record.train_s)
+        before = duration(record.setup_s)
         taken = taken_cores(record.others_cores, record.hardware)
         others = f"; other programs took {taken}" if taken else ""
         yield f"time            {trained} training{whole}, {before} set-up{rate}{others}"

@@ -102,8 +102,10 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> i
     Returns:
         Number of bytes that this rank sent; all ranks together send 2(N−1) times the buffer.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    following, previous = (rank + 1) % world, (rank - 1) % world
+    rank = dist.get_rank(group)
+    world = dist.get_world_size(group)
+    following = (rank + 1) % world
+    previous = (rank - 1) % world
     chunks = buffer.tensor_split(world)
     received = torch.empty_like(chunks[0])  # no chunk is longer than the first
     sent = 0

@@ -48,7 +48,8 @@ class Replica(nn.Module):
     def capture(self, device_type: str) -> None:
         """Save the calling thread's autocast state and inference mode."""
         self.inference = torch.is_inference_mode_enabled()
-        dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type)
+        enabled = torch.is_autocast_enabled(device_type)
         self.autocast = partial(torch.autocast, device_type, dtype, enabled)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,13 +31,17 @@ class Tree:
     """
 
     def __init__(self, count: int, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
-        self.count, self.rank, self.world_size, self.group = count, rank, world_size, group
+        self.count = count
+        self.rank = rank
+        self.world_size = world_size
+        self.group = group
         self.root: Node = ((count - 1).bit_length(), 0)
         self.deal(equal_shares(world_size, count))
 
     def deal(self, shares: Sequence[int]) -> None:
         """Set the number of shards of each rank. All ranks must pass the same shares."""
-        self.shares, self.shards = list(shares), run_of(self.rank, shares)
+        self.shares = list(shares)
+        self.shards = run_of(self.rank, shares)
         self._held = [self.partial_sums(run_of(rank, shares)) for rank in range(self.world_size)]
 
     def add(self, nodes: dict[Node, Any], node: Node, value: Any, plus: Callable[[Any, Any], Any]) -> None:
@@ -56,7 +60,8 @@ class Tree:
                 value = plus(nodes.pop(sibling), value)
             elif (index ^ 1) << level < self.count:  # the sibling exists, and is added later
                 break
-            level, index = level + 1, index >> 1
+            level = level + 1
+            index = index >> 1
         nodes[level, index] = value
 
     def partial_sums(self, shards: Iterable[int]) -> list[Node]:
@@ -81,7 +86,8 @@ class Tree:
         """
         if self.world_size == 1:
             return nodes[self.root]
-        rank, others = self.rank, [other for other in range(self.world_size) if other != self.rank]
+        rank = self.rank
+        others = [other for other in range(self.world_size) if other != self.rank]
         split = [nodes[node].tensor_split(self.world_size) for node in self._held[rank]]
         chunk = split[0][rank]
         received = {other: chunk.new_empty(len(self._held[other]), len(chunk)) for other in others}

@@ -49,9 +49,11 @@ def quantity(name: str, text: str) -> float:
     Raises:
         UserError: When number or unit is missing, or the bandwidth is zero.
     """
-    units, example = BANDWIDTHS, "bytes or bits per second, such as 25GB/s or 100Mbit/s"
+    units = BANDWIDTHS
+    example = "bytes or bits per second, such as 25GB/s or 100Mbit/s"
     if name.endswith("latency"):
-        units, example = LATENCIES, "a time, such as 20us or 1ms"
+        units = LATENCIES
+        example = "a time, such as 20us or 1ms"
     match = re.fullmatch(rf"(\d*\.?\d+)\s*({'|'.join(units)})", text.strip())
     if match is None or (units is BANDWIDTHS and not float(match[1])):
         raise UserError(f"--{name} {text}: give {example}")
@@ -119,7 +121,8 @@ def run(arguments: list[str]) -> int:
     command = str(CommandLine(["plan", *arguments]))
     doubts = " on a busy machine" if warning or basis.taken else ""
     doubts += "" if basis.step.launch_known else " without the cost of launching a step"
-    title, text = heading(table, basis.config, basis.batch, doubts), "\n\n".join(advice(table, options.scale_batch))
+    title = heading(table, basis.config, basis.batch, doubts)
+    text = "\n\n".join(advice(table, options.scale_batch))
     reading = "\n\n".join([*notes(table, machines), *basis.cautions])
     figures = "\n".join(f'![{caption}]({name} "{caption}")' for name, caption in PICTURES.items())
     rows = predictions(table)
@@ -177,7 +180,9 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
     if records:
         fit[1:1] = ["--config", str(Path(options.run[0].removesuffix("run.json"), "config.yaml"))]
     resolved = Resolved(resolve(fit))
-    config, cuda, gpus = resolved.config.as_dict(), resolved.accelerator == "cuda", torch.cuda.device_count()
+    config = resolved.config.as_dict()
+    cuda = resolved.accelerator == "cuda"
+    gpus = torch.cuda.device_count()
     threads = config["run"]["threads"]
     threads = torch.get_num_threads() if threads == "auto" else threads
     cautions: list[str] = []
@@ -185,7 +190,8 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
         settings = [(record.model, record.precision, record.threads) for record in records]
         if any(other != settings[0] for other in settings):
             raise UserError("the runs of --run differ in model, precision or threads: vary only the batch size")
-        cuda, threads = records[0].accelerator == "cuda", records[0].threads
+        cuda = records[0].accelerator == "cuda"
+        threads = records[0].threads
         gpus = len(records[0].hardware.gpus) if records[0].hardware else 0
         if len({timed(record).images for record in records}) == 1:
             cautions.append(
@@ -242,7 +248,9 @@ def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> t
     )
     missing = [name for name in ("bandwidth", "latency") if name not in within]
     per_node = options.per_node or basis.devices
-    link, spread, source = Link(math.inf, 0.0), (1.0, 1.0), "given"
+    link = Link(math.inf, 0.0)
+    spread = (1.0, 1.0)
+    source = "given"
     if missing and per_node > 1:
         say("measuring an all-reduce of two processes")
         try:
@@ -255,6 +263,7 @@ def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> t
     elif not missing and not between:
         source += ", between nodes taken to be the same (see --node_bandwidth, --node_latency)"
     link = replace(link, **within)
-    node_link, price = replace(link, **between) if between or not missing else None, options.price_per_hour
+    node_link = replace(link, **between) if between or not missing else None
+    price = options.price_per_hour
     machines = Machines(per_node, link, node_link, not basis.cuda, link_spread=spread, price_per_hour=price)
     return machines, source

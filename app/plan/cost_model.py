@@ -113,7 +113,8 @@ class Step:
             link: Slowest link of the ring.
         """
         images = -(-batch // devices)
-        backward, end = self.backward(images), 0.0
+        backward = self.backward(images)
+        end = 0.0
         for bucket in self.buckets:
             end = max(end, bucket.ready * backward) + link.all_reduce(bucket.size, devices)
         agreed = link.all_reduce(AGREEMENT, devices)
@@ -187,7 +188,8 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
     )
     phases = ("data", "forward_backward", "optimizer", "rest")
     fits = [(sum(t.phases[p] for p in phases) / 1000 / step.single(t.images), *t.windows) for t in measured]
-    lows, highs = [fit * low for fit, low, _ in fits], [fit * high for fit, _, high in fits]
+    lows = [fit * low for fit, low, _ in fits]
+    highs = [fit * high for fit, _, high in fits]
     return replace(step, spread=(min(1.0, *lows), max(1.0, *highs)))
 
 

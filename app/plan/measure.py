@@ -72,7 +72,8 @@ def timed_run(arguments: list[str]) -> Record:
 
 def timed(record: Record) -> Timed:
     """Convert a run record to step times, with the number of images per device."""
-    rates, windows = record.throughput, (1.0, 1.0)
+    rates = record.throughput
+    windows = (1.0, 1.0)
     if rates.median and rates.min and rates.max:
         windows = rates.median / rates.max, rates.median / rates.min
     assert record.global_batch_size

@@ -28,7 +28,8 @@ def recommended(table: pd.DataFrame) -> pd.Series:
 
 def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int, doubts: str = "") -> str:
     """Return the recommendation in one line; `doubts` may add ` on a busy machine` to `predicted`."""
-    model, row = config["model"], recommended(table)
+    model = config["model"]
+    row = recommended(table)
     name = (model.get("init_args") or {}).get("network") or model["class_path"].rpartition(".")[2]
     gain = f"{row['speed_up']:.2f} × one device ({_range(row, 'speed_up', '.2f')}), predicted{doubts}"
     nodes = f" of {row['nodes']} nodes" if row["nodes"] > 1 else ""
@@ -110,7 +111,8 @@ def _draw_ways(axes: Axes, table: pd.DataFrame, name: str, per_node: int) -> Non
         low, middle, high = (dp[name + end] for end in ENDS)
         ends = [middle - low, high - middle]
         axes.errorbar(1.06 * dp.index, middle, yerr=ends, fmt="s", color=ORANGE, capsize=3, label="dp, predicted")
-    is_share, counts = name == "efficiency", sorted(set(table["devices"]))
+    is_share = name == "efficiency"
+    counts = sorted(set(table["devices"]))
     ideal = [table[name].iloc[0] * (1 if is_share else count) for count in counts]
     axes.plot(counts, ideal, ":", color=GREY, label="ideal")
     axes.set_ylim(0, 1.1 * max(table[f"{name}_high"].max(), ideal[0]))

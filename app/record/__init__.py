@@ -303,7 +303,8 @@ def mark_ended(directory: str, end: ExitStatus) -> None:
     path = Path(directory, "run.json")
     with suppress(ValueError, OSError):  # a damaged file, or a full disk
         record = Record.load(path) if path.exists() else Record(run_dir=directory)
-        record.status, record.error = end.status, end.reason
+        record.status = end.status
+        record.error = end.reason
         record.save(path)
 
 

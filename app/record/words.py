@@ -90,7 +90,8 @@ def bottleneck(milliseconds: Mapping[str, float], gpu: bool, placement: str | No
     if taken and not gpu:
         return f"Other programs: {taken}", "again when they are done"
     phase = max((name for name in PHASES if name != "forward_backward"), key=lambda name: milliseconds[name])
-    time, step = milliseconds[phase], sum(milliseconds[name] for name in PHASES)
+    time = milliseconds[phase]
+    step = sum(milliseconds[name] for name in PHASES)
     if time < OVERHEAD * step:
         time = milliseconds["forward_backward"]
         phase = "rest" if gpu and milliseconds["launch"] >= LAUNCH_BOUND * time else "forward_backward"

@@ -97,8 +97,11 @@ def run_fit(
         with tempfile.TemporaryDirectory() as temporary:
             return run_fit(flags, limit, Path(temporary, "run"), nodes)
     folder.mkdir(parents=True, exist_ok=True)
-    outputs, earlier = [folder / f"output_node{node}.txt" for node in range(len(nodes))], _records(folder)
-    began, busy, late = time.monotonic(), busy_seconds() - own_seconds(), False
+    outputs = [folder / f"output_node{node}.txt" for node in range(len(nodes))]
+    earlier = _records(folder)
+    began = time.monotonic()
+    busy = busy_seconds() - own_seconds()
+    late = False
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_stop, processes)
@@ -131,9 +134,11 @@ def run_fit(
         record.time_limit = limit
         if record.status != "interrupted" or record.setup_s is None:
             state = "no progress" if record.setup_s is not None else "still setting up"
-            record.status, record.error = "failed", f"{state} after {limit:g} s"
+            record.status = "failed"
+            record.error = f"{state} after {limit:g} s"
     elif record.status != "completed" or any(codes):
-        record.status, record.error = "failed", _reason(record, codes, outputs)
+        record.status = "failed"
+        record.error = _reason(record, codes, outputs)
     if record.run_dir is not None:
         record.save(path)
     return record

@@ -80,7 +80,8 @@ def busy() -> str | None:
     The one-minute load average counts the whole host. If this process may use only some of the cores, load that fits on
     the other cores is ignored.
     """
-    load, cores = psutil.getloadavg()[0], usable_cores()
+    load = psutil.getloadavg()[0]
+    cores = usable_cores()
     if load <= max(cores, (os.cpu_count() or 1) - cores):
         return None
     remedy = "use fewer threads (OMP_NUM_THREADS=1)" if torch.get_num_threads() > 1 else "wait until they are done"

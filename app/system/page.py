@@ -22,7 +22,9 @@ LOOK: Any = matplotlib.rc_params_from_file(Path(__file__).with_suffix(".mplstyle
 # colours of figures; in a page, they become CSS variables, with other values on a dark screen
 COLOURS = tuple(LOOK["axes.prop_cycle"].by_key()["color"])
 BLUE, ORANGE, GREEN, PURPLE, GREY = COLOURS
-INK, PAPER, PALE = LOOK["text.color"], "#fffffe", "#a9c1f0"
+INK = LOOK["text.color"]
+PAPER = "#fffffe"
+PALE = "#a9c1f0"
 NAMES = {PAPER: "paper", BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY: "grey", PALE: "pale"}
 VARIABLES = {INK: "currentColor"} | {colour: f"var(--{name})" for colour, name in NAMES.items()}
 
@@ -149,7 +151,8 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """
     low, high = axes.get_ylim()
     missing = max(0.02 * max(abs(low), abs(high)) - (high - low), 0.0)
-    low, high = low - missing / 2, high + missing / 2
+    low = low - missing / 2
+    high = high + missing / 2
     axes.set_ylim(low, high)
     gap = (high - low) * 15 / 72 / (0.75 * axes.figure.get_figheight())  # type: ignore[union-attr]
     ends = sorted(ends)

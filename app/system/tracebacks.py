@@ -44,7 +44,8 @@ def users_part(text: str) -> str | None:
 def maker(error: BaseException) -> str | None:
     """Return the flag and class of the object that raised an error, such as `--data.augment RandomCrop`, or None."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file, cls = frame.f_code.co_filename, type(frame.f_locals.get("self"))
+        file = frame.f_code.co_filename
+        cls = type(frame.f_locals.get("self"))
         if file.startswith(OURS) or STEP.match(file) or _is_users(file):
             return None
         if cls in MADE_BY:

@@ -64,15 +64,19 @@ def causes(case: Case) -> list[Cause]:
 
 def _samples(case: Case) -> Cause | None:
     """Return why a step's samples differ from the reference's, or None."""
-    way, reference, place = case.way, case.reference, case.differences.get("samples")
+    way = case.way
+    reference = case.reference
+    place = case.differences.get("samples")
     if place is None:
         return None
-    world, batches = len(way.ranks), [way.facts["batches"], reference.facts["batches"]]
+    world = len(way.ranks)
+    batches = [way.facts["batches"], reference.facts["batches"]]
     lengths = f"an epoch has {batches[0]} batches, {batches[1]} in the reference"
     lengths = "the data set has no length" if float("inf") in batches else lengths
     if place.step is None:
         return Cause(f"training ends at another step: {lengths}", f"keep the global batch; or {OURS}")
-    here, there = way.steps[place.step], reference.steps[place.step]
+    here = way.steps[place.step]
+    there = reference.steps[place.step]
     is_per_rank = world > 1 and len(here.samples) == world * len(there.samples)
     if _split(case) and not is_per_rank:  # `_split` already explains the different samples
         return None
@@ -115,7 +119,8 @@ def _samples(case: Case) -> Cause | None:
             "every epoch has the same order: the sampler's set_epoch is never called",
             "give the loader itself to Lightning, which calls it, or call it in on_train_epoch_start",
         )
-    sampler, expected = way.facts["sampler"], reference.facts["sampler"]
+    sampler = way.facts["sampler"]
+    expected = reference.facts["sampler"]
     by = f": here by {sampler}, there by {expected}" if sampler != expected else ""
     return Cause(
         f"samples come in another order{by}: the same training only on average",
@@ -144,10 +149,12 @@ def _split(case: Case) -> Cause | None:
     runs = case.way, case.reference
     evaluated, expected = (run.evaluated for run in runs)
     here, there = ({sample for step in run.steps for sample in step.samples} for run in runs)
-    more, fewer = evaluated - expected, expected - evaluated
+    more = evaluated - expected
+    fewer = expected - evaluated
     if not (more and fewer and ({*more} & there or {*fewer} & here)):
         return None
-    owner, others = "process" if len(case.way.ranks) > 1 else "run", min(more.total(), expected.total())
+    owner = "process" if len(case.way.ranks) > 1 else "run"
+    others = min(more.total(), expected.total())
     return Cause(
         f"each {owner} draws its own split: {others} of {expected.total()} validation samples differ",
         "seed random_split's generator: generator=torch.Generator().manual_seed(0)",
@@ -176,7 +183,9 @@ def _lost_order(case: Case, number: int) -> Cause:
 
 def _rates(case: Case) -> Cause | None:
     """Return why the learning rates differ from the reference's, or None."""
-    way, reference, place = case.way, case.reference, case.differences.get("learning rate")
+    way = case.way
+    reference = case.reference
+    place = case.differences.get("learning rate")
     if place is None:
         return None
     if way.facts["accumulate"] > reference.facts["accumulate"]:
@@ -201,7 +210,8 @@ def _rates(case: Case) -> Cause | None:
             "return the scheduler from configure_optimizers, so that Lightning saves it; or save its state",
         )
     for scheduler, expected in zip(way.facts["schedulers"], reference.facts["schedulers"], strict=False):
-        name, interval = scheduler["class"], scheduler["interval"]
+        name = scheduler["class"]
+        interval = scheduler["interval"]
         lengths, wanted = ([len(run.epoch(epoch)) for epoch in (0, 1)] for run in (way, reference))
         if interval == "epoch" and lengths != wanted:
             return Cause(
@@ -223,7 +233,8 @@ def _rates(case: Case) -> Cause | None:
 
 def _over_a_batch(case: Case) -> Iterator[Cause]:
     """Yield causes that arise when a batch is split or a run is resumed: BatchNorm's statistics and random numbers."""
-    facts, resumed = case.way.facts, case.way.resumed_at is not None
+    facts = case.way.facts
+    resumed = case.way.resumed_at is not None
     is_same_order = "samples" not in case.differences or _other_pixels(case)
     if not is_same_order or not ({"loss", "gradients", "weights"} & case.differences.keys()):
         return
@@ -248,11 +259,15 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
 
 def _gradients(case: Case) -> Iterator[Cause]:
     """Yield causes of different losses or gradients, such as parameter hooks, unequal shares, or a summed loss."""
-    way, reference, differences = case.way, case.reference, case.differences
+    way = case.way
+    reference = case.reference
+    differences = case.differences
     place = differences.get("gradients") or differences.get("loss")
     if "samples" in differences or place is None or place.step is None:
         return
-    here, there, world = way.steps[place.step], reference.steps[place.step], len(way.ranks)
+    here = way.steps[place.step]
+    there = reference.steps[place.step]
+    world = len(way.ranks)
     accumulated = way.facts["accumulate"]
     if way.facts["hooked"] and world > 1:
         yield Cause(
@@ -285,8 +300,11 @@ def _gradients(case: Case) -> Iterator[Cause]:
 
 def _state(case: Case) -> Iterator[Cause]:
     """Yield causes in the model's state: ranks that differ at the end, and attributes that a resume or dp loses."""
-    way, reference, differences = case.way, case.reference, case.differences
-    first, trained = way.ranks[0]["digests"], way.ranks[0]["parameters"]
+    way = case.way
+    reference = case.reference
+    differences = case.differences
+    first = way.ranks[0]["digests"]
+    trained = way.ranks[0]["parameters"]
     names = [name for name in first if any(rank["digests"].get(name) != first[name] for rank in way.ranks)]
     if parameters := [name for name in names if name in trained]:
         yield Cause(
@@ -303,7 +321,8 @@ def _state(case: Case) -> Iterator[Cause]:
             "reduce their inputs over all ranks",
             changes_loss=False,
         )
-    attributes, expected = way.ranks[0]["attributes"], reference.ranks[0]["attributes"]
+    attributes = way.ranks[0]["attributes"]
+    expected = reference.ranks[0]["attributes"]
     lost = [name for name in expected if name not in attributes or apart(attributes[name], expected[name]) > TOLERANCE]
     numbers = {"loss", "gradients", "weights", "evaluation"} & differences.keys()
     if not lost or not numbers or "samples" in differences:
@@ -324,8 +343,12 @@ def _evaluation(case: Case) -> Iterator[Cause]:
     """Yield causes that change only the evaluation."""
     if "evaluation" not in case.differences:
         return
-    way, evaluated, expected = case.way, case.way.evaluated, case.reference.evaluated
-    world, more, fewer = len(way.ranks), (evaluated - expected).total(), (expected - evaluated).total()
+    way = case.way
+    evaluated = case.way.evaluated
+    expected = case.reference.evaluated
+    world = len(way.ranks)
+    more = (evaluated - expected).total()
+    fewer = (expected - evaluated).total()
     if more and not fewer:
         text = f"{more} of {expected.total()} samples are evaluated twice: the shares are padded to equal size"
         if more == expected.total() * (world - 1):

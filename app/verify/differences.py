@@ -82,7 +82,8 @@ class Step:
     """
 
     def __init__(self, number: int, ranks: list[dict[str, Any]]) -> None:
-        self.number, self.ranks = number, ranks
+        self.number = number
+        self.ranks = ranks
         self.epoch = ranks[0]["epoch"]
         self.samples = [sample for rank in ranks for batch in rank["samples"] for sample in batch]
         self.labels = [label for rank in ranks for batch in rank["labels"] for label in batch]
@@ -202,7 +203,8 @@ def _joined(operations: list[list[tuple[str, str, list[str]]]]) -> list[tuple[st
 
 
 def _samples(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
-    seen, wanted = Counter(here.samples), Counter(there.samples)
+    seen = Counter(here.samples)
+    wanted = Counter(there.samples)
     if seen != wanted:
         shared = (seen & wanted).total()
         yield Difference(
@@ -264,16 +266,20 @@ def weights_apart(reference: Recorded, way: Recorded, tolerance: float) -> Itera
 
 
 def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterator[Difference]:
-    seen, wanted = way.evaluated, reference.evaluated
+    seen = way.evaluated
+    wanted = reference.evaluated
     if seen != wanted:
-        twice, missing = (seen - wanted).total(), (wanted - seen).total()
+        twice = (seen - wanted).total()
+        missing = (wanted - seen).total()
         counts = [f"{twice} samples too many"] * bool(twice) + [f"{missing} too few"] * bool(missing)
         yield Difference("samples", f"{' and '.join(counts)}, of {wanted.total()}")
     for rank in range(len(way.ranks)):
-        metrics, expected = way.ranks[rank]["metrics"], reference.ranks[0]["metrics"]
+        metrics = way.ranks[rank]["metrics"]
+        expected = reference.ranks[0]["metrics"]
         names = metrics if rank else {*metrics, *expected}  # some metrics are logged only on rank zero
         for name in sorted(names):
-            here, there = metrics.get(name, math.nan), expected.get(name, math.nan)
+            here = metrics.get(name, math.nan)
+            there = expected.get(name, math.nan)
             if (size := apart(here, there)) > tolerance:
                 place = f"{name} on rank {rank}" if rank else name
                 yield Difference(place, f"{here:.6g}, {there:.6g} in the reference", size)

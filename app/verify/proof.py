@@ -16,7 +16,9 @@ from app.verify.causes import ORDER, ROUNDING, SHARDS, Case, Cause, causes
 from app.verify.differences import EXACT, TOLERANCE, Recorded, differences, effect, first_operation, largest
 from app.verify.verdict import Result, Verdict
 
-REFERENCE, STOPPED, RESUMED = "one device", "stopped", "stop and resume"
+REFERENCE = "one device"
+STOPPED = "stopped"
+RESUMED = "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
 MAY_BE_ROUNDING = 1e-2  # largest relative difference that 16-bit rounding can cause at the first step that differs
 NUMBERS = ("loss", "gradients", "weights")
@@ -67,7 +69,10 @@ class Prover:
                 raise UserError(
                     f"--{flag} is a flag of the variants: leave it out, or add a variant of your own by --ways"
                 )
-        self.settings, self.configs, self.typed, self.folder = settings, list(configs), typed, folder
+        self.settings = settings
+        self.configs = list(configs)
+        self.typed = typed
+        self.folder = folder
         self.say: Callable[[str], None] = lambda line: None
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
@@ -93,7 +98,8 @@ class Prover:
         if sharded:
             skipped["dp × 2"] = "--run.virtual_devices needs separate processes"
             del ways["dp × 2"]
-        accumulated, size = "accumulation × 2", self.config.data.get("init_args.batch_size")
+        accumulated = "accumulation × 2"
+        size = self.config.data.get("init_args.batch_size")
         if sharded or self.config.trainer.accumulate_grad_batches != 1 or not isinstance(size, int) or size % 2:
             skipped[accumulated] = "it halves --data.batch_size, which these flags do not allow"
         else:
@@ -189,7 +195,8 @@ class Prover:
 
     def _resume(self, reference: Recorded, more: Mapping[str, Any], series: str = "") -> Result:
         """Run a training that stops in the middle of the first epoch, and resume it from the checkpoint."""
-        flags, middle = {**ALONE, **more}, max(len(reference.epoch(0)) // 2, 1)
+        flags = {**ALONE, **more}
+        middle = max(len(reference.epoch(0)) // 2, 1)
         stopped = self._run(STOPPED, flags, steps=middle, series=series)
         if stopped.recorded is None:
             return Result(RESUMED, stopped.command, failed=stopped.failed)
@@ -229,7 +236,9 @@ class Prover:
             flags: Flags of the variant; None for the variant that was stopped and resumed.
             reference: Recording on one device.
         """
-        before, more, left = result, dict[str, Any](), result.causes
+        before = result
+        more = dict[str, Any]()
+        left = result.causes
         if "data.batch_size" in (flags or ()) and "trainer.accumulate_grad_batches" not in (flags or ()):
             # the variant sets a rank's batch size, but the global order would divide it among the ranks again
             return
@@ -257,7 +266,9 @@ class Prover:
             result.behind += [cause for cause in after.causes if _without_figures(cause) not in known]
             for causes_so_far in (result.causes, result.behind):
                 causes_so_far[:] = [_with_effect(cause, remaining, removed, change) for cause in causes_so_far]
-            before, reference, left = after, same, after.causes
+            before = after
+            reference = same
+            left = after.causes
 
     def _repeat_in_float64(self, result: Result, flags: Mapping[str, Any] | None, more: Mapping[str, Any]) -> None:
         """Repeat a variant in float64, where rounding nearly vanishes, to separate rounding from other differences.

@@ -37,12 +37,14 @@ class Operations(TorchDispatchMode):
 
     def __init__(self, samples: int) -> None:
         super().__init__()
-        self.samples, self.rows = samples, list[tuple[str, str, list[str]]]()
+        self.samples = samples
+        self.rows = list[tuple[str, str, list[str]]]()
         self.tracker = ModuleTracker()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        module, name = max(self.tracker.parents, key=len), func.name().partition("::")[2].partition(".")[0]
+        module = max(self.tracker.parents, key=len)
+        name = func.name().partition("::")[2].partition(".")[0]
         for value in () if func.is_view else tensors(output):
             split = value.ndim and len(value) == self.samples
             self.rows.append((module, name, [digest(row) for row in (value if split else [value])]))
@@ -59,7 +61,9 @@ class Recording(Callback):
     """
 
     def __init__(self, steps: int, epoch_steps: int, bits: bool = False) -> None:
-        self.steps, self.epoch_steps, self.bits = steps, epoch_steps, bits
+        self.steps = steps
+        self.epoch_steps = epoch_steps
+        self.bits = bits
         self.record: dict[str, Any] = {"steps": [], "evaluation": {}, "metrics": {}}
         self._step: dict[str, Any] | None = None  # the current step
         self._random = torch.empty(0)

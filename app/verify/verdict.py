@@ -66,7 +66,8 @@ class Result:
 
     def cell(self, column: str) -> str:
         """Return the variant's table cell for a column."""
-        difference, steps = self.differences.get(column), self.recorded.steps if self.recorded else []
+        difference = self.differences.get(column)
+        steps = self.recorded.steps if self.recorded else []
         known = {"samples": any(step.samples for step in steps), "loss": any(step.loss == step.loss for step in steps)}
         if not steps or (difference is None and not known.get(column, True)):
             return "—"
@@ -155,7 +156,8 @@ class Verdict:
         """Result in one sentence."""
         tried = [result for result in self.results if result.skipped is None]
         different = [result.name for result in tried if not result.same]
-        trained, batches = sum(step.micro_batches for step in self.reference.epoch(0)), self.reference.facts["batches"]
+        trained = sum(step.micro_batches for step in self.reference.epoch(0))
+        batches = self.reference.facts["batches"]
         cut = f", in the first {trained} of {batches} batches of an epoch" if trained < batches else ""
         if not different:
             return f"The same {'bits' if self.bits else 'training'} in all {len(tried) + 1} ways of running{cut}."
