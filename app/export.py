@@ -74,8 +74,10 @@ def run(arguments: list[str]) -> int:
         with warnings.catch_warnings(action="ignore"), torch.no_grad():
             difference = replace(classifier, images, file)
     except ImportError as error:
-        remedy = 'pip install "data-parallel-lab[export]", or onnx onnxscript onnxruntime'
-        raise UserError(f"--format {options.format} needs {error.name}: {remedy}") from error
+        raise UserError(
+            f'--format {options.format} needs {error.name}: pip install "data-parallel-lab[export]", '
+            "or onnx onnxscript onnxruntime"
+        ) from error
     except OSError as error:
         kept = ", and the previous one is kept" * file.exists()
         raise UserError(
@@ -105,8 +107,9 @@ def replace(classifier: Classifier, images: Tensor, file: Path) -> float:
     with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
         difference = float((write(classifier, images, Path(folder, file.name)) - classifier(images)).abs().max())
         if not difference < 1e-4:
-            problem = f"{file}: its probabilities would differ from the model's by {difference:.1g}"
-            raise UserError(f"{problem}: give another --format")
+            raise UserError(
+                f"{file}: its probabilities would differ from the model's by {difference:.1g}: give another --format"
+            )
         # the graph of a large network is the last to be replaced, because it reads its weights from a second file
         for written in sorted(Path(folder).iterdir(), key=lambda written: written.name == file.name):
             with written.open("rb") as stream:

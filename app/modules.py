@@ -171,9 +171,11 @@ class ImageClassifier(LightningModule):
             other = (channels, size, size)
             if shape_problem(self.network, other) is None:
                 first, second = ("×".join(map(str, sides)) for sides in (shape, other))
-                problem = f"{title(self.network_name)} takes images of {second}, for example, not of {first} ({reason})"
-                remedy = f"Synthetic: --data.like; your own images: --data.size {size} --data.channels {channels}"
-                raise UserError(f"{problem}: choose another --data or --model ({remedy})")
+                raise UserError(
+                    f"{title(self.network_name)} takes images of {second}, for example, not of {first} ("
+                    f"{reason}): choose another --data or --model (Synthetic: --data.like; your own images: "
+                    f"--data.size {size} --data.channels {channels})"
+                )
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, classes) of images (B, C, H, W); in evaluation, the mean over their views."""

@@ -105,12 +105,15 @@ def expand(experiment: Experiment, flags: Mapping[str, Any]) -> list[Variant]:
             raise UserError(f"{name}: null: give its settings, or leave it out")
     for name in itertools.chain(experiment.variants, experiment.flags, experiment.grid, *experiment.variants.values()):
         if not isinstance(name, str) or not name.strip():
-            remedy = "quote a name that YAML reads as a number or a boolean"
-            raise UserError(f"{name!r} is not a name of a variant or flag: {remedy}")
+            raise UserError(
+                f"{name!r} is not a name of a variant or flag: quote a name that YAML reads as a number or a boolean"
+            )
     combinations = math.prod(len(values) for values in experiment.grid.values())
     if max(combinations + len(experiment.variants), experiment.repeats) > MOST_VARIANTS:
-        sizes = f"{len(experiment.variants):,} variants, a grid of {combinations:,} combinations"
-        raise UserError(f"{sizes}, {experiment.repeats:,} repeats: give {MOST_VARIANTS:,} of each at most")
+        raise UserError(
+            f"{len(experiment.variants):,} variants, a grid of {combinations:,} combinations, "
+            f"{experiment.repeats:,} repeats: give {MOST_VARIANTS:,} of each at most"
+        )
     varied = {key for settings in (*experiment.variants.values(), experiment.grid) for key in settings}
     for flag in (*varied, *experiment.flags, *flags):
         limit = flag.removeprefix("trainer.")
@@ -159,8 +162,10 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
     limit = variant.settings.trainer.max_epochs
     warmup = experiment.warmup_epochs
     if limit is not None and 0 <= limit <= warmup:
-        problem = f"--trainer.max_epochs {limit} leaves nothing to measure after --warmup_epochs {warmup}"
-        raise UserError(f"variant {name!r}: {problem}: give more epochs or less warm-up")
+        raise UserError(
+            f"variant {name!r}: --trainer.max_epochs {limit} leaves nothing to measure after "
+            f"--warmup_epochs {warmup}: give more epochs or less warm-up"
+        )
     return variant
 
 
@@ -175,8 +180,10 @@ def _scaled(variant: Variant) -> dict[str, Any]:
     batch = settings.get("data.init_args.batch_size")
     rate = settings.get("model.init_args.optimizer.init_args.lr")
     if not isinstance(batch, int) or rate is None:
-        needs = "--scale_batch needs a --data.batch_size in images and a --model.optimizer.lr"
-        raise UserError(f"variant {variant.name!r}: {needs}: they are {batch} and {rate}")
+        raise UserError(
+            f"variant {variant.name!r}: --scale_batch needs a --data.batch_size in images and a "
+            f"--model.optimizer.lr: they are {batch} and {rate}"
+        )
     model = settings.model.init_args
     is_scheduled = any(model.get(name) for name in ("schedule", "scheduler", "warmup"))
     warms_up = count > 1 and "warmup" in model and not is_scheduled and (settings.trainer.max_epochs or 0) > 1

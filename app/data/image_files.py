@@ -249,8 +249,10 @@ class FolderSource(EncodedSource):
         elif beside:  # class folders, of which one may be named train
             words = re.split(r"[\W\d_]", " ".join(names))
             if {"val", "test"} & {split_of(word) for word in words}:
-                remedy = f"move class folders into {place}/train, and name other splits val and test"
-                raise UserError(f"{place} has {listed(names)}, which look like classes and splits: {remedy}")
+                raise UserError(
+                    f"{place} has {listed(names)}, which look like classes and splits: move class folders into "
+                    f"{place}/train, and name other splits val and test"
+                )
             splits = {}
         self._places = {split: _inner(place / name) for split, name in splits.items()}
         if not splits and given.name != "train":
@@ -259,8 +261,10 @@ class FolderSource(EncodedSource):
         self._classes = _folders(train) if train else []
         if not self._classes:
             hint = f", so give {given.parent}" if given.name == "train" else ""
-            expected = "--data.root must hold train/<class>/*.jpg or *.png, or <class>/*.jpg"
-            raise UserError(f"{train or place} has no class folders: {expected}{hint}, {EMBEDDED}")
+            raise UserError(
+                f"{train or place} has no class folders: --data.root must hold train/<class>/*.jpg or "
+                f"*.png, or <class>/*.jpg{hint}, {EMBEDDED}"
+            )
         for split, folder in [*self._places.items()]:
             labelled = {*_folders(folder)}
             if len(labelled) < 2 and not labelled & {*self._classes}:

@@ -189,8 +189,10 @@ class ImageData(LightningDataModule):
                 raise UserError(unequal_shares(size, world))
             images = len(self._splits["train"][1])
             if self.drop_last and images < size:
-                problem = f"--data.drop_last leaves nothing of {images} training images in batches of {size}"
-                raise UserError(f"{problem}: use a smaller --data.batch_size")
+                raise UserError(
+                    f"--data.drop_last leaves nothing of {images} training images in batches of {size}: use a "
+                    "smaller --data.batch_size"
+                )
 
     def _load(self, name: SplitName) -> None:
         if name in self._splits:

@@ -223,8 +223,10 @@ def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
     needed = count * math.prod(image_shape)
     free = psutil.virtual_memory().available
     if needed > free:
-        figures = f"{needed / 2**30:.1f} GiB, of {free / 2**30:.1f} GiB of free memory"
-        raise UserError(f"{count:,} images of {'×'.join(map(str, image_shape))} take {figures}: {remedy}")
+        raise UserError(
+            f"{count:,} images of {'×'.join(map(str, image_shape))} take {needed / 2**30:.1f} GiB, "
+            f"of {free / 2**30:.1f} GiB of free memory: {remedy}"
+        )
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:

@@ -157,8 +157,10 @@ def _rows(path: str, columns: Mapping[str, str]) -> Iterator[tuple[int, list[str
         places = _places(path, header, columns)
         for line, row in rows:
             if len(row) < len(header) or any(map(str.strip, row[len(header) :])):
-                counts = f"{len(row)} cells, not {len(header)} as the header"
-                raise UserError(f'{path}, line {line} has {counts}: write a cell that contains "{separator}" in quotes')
+                raise UserError(
+                    f"{path}, line {line} has {len(row)} cells, not {len(header)} as the header: write a cell "
+                    f'that contains "{separator}" in quotes'
+                )
             yield line, ["train" if place is None else row[place] for place in places]
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num} cannot be read ({error}): correct its quotes") from error

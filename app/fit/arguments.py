@@ -156,8 +156,10 @@ class Arguments:
             value = token.value or ""
             if token.flag == "--data" and _is_path(value):
                 problem = "a path" if os.path.exists(value) else "a path that is missing"
-                remedy = f"give --data ImageFolder --data.root {value}, or for a CSV file --data ImageTable --data.csv"
-                raise UserError(f"--data {value}: {problem}: {remedy}")
+                raise UserError(
+                    f"--data {value}: {problem}: give --data ImageFolder --data.root {value}, or for a CSV "
+                    "file --data ImageTable --data.csv"
+                )
             with suppress(yaml.YAMLError):
                 try:
                     load_yaml(token.value or "")

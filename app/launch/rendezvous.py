@@ -121,8 +121,10 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
             address = "localhost"
             listener = socket.create_server(("", port), backlog=1024)
         except (OSError, OverflowError) as error:
-            remedy = "end the program that uses it, or give another --cluster.init_method or MASTER_PORT"
-            raise UserError(f"this machine cannot listen on port {port} ({error}): {remedy}") from error
+            raise UserError(
+                f"this machine cannot listen on port {port} ({error}): end the program that uses it, or "
+                "give another --cluster.init_method or MASTER_PORT"
+            ) from error
     return TCPStore(
         address,
         listener.getsockname()[1],
@@ -263,8 +265,9 @@ class NodeRendezvous(StaticTCPRendezvous):
             raise ValueError("another run listens there")
         for flag, value in json.loads(store.get("flags")).items():
             if value != self.flags[flag]:
-                here = f"{self.flags[flag]} on node {self.rank}"
-                raise UserError(f"{flag} is {value} on node 0 and {here}: give the same")
+                raise UserError(
+                    f"{flag} is {value} on node 0 and {self.flags[flag]} on node {self.rank}: give the same"
+                )
         store.set(f"node{self.rank}", self.run_id)
 
     def _wait_for_all(self, store: Store, deadline: Deadline) -> None:

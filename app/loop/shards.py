@@ -161,8 +161,10 @@ class Logged:
             self.options[name] = {**dict(zip(names, args, strict=False)), **options, "sync_dist": False}
             self.values[name] = value
         else:
-            problem = f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only means"
-            raise UserError(f"{problem}: log a torchmetrics metric instead, or leave --run.virtual_devices out")
+            raise UserError(
+                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only "
+                "means: log a torchmetrics metric instead, or leave --run.virtual_devices out"
+            )
 
     def log_step(self, means: Sequence[Tensor], samples: int) -> None:
         """Log the means over all shards."""
@@ -229,8 +231,10 @@ class ShardedStep(Step):
             reason, words, _ = str(error).partition("deterministic implementation")
             if not words:
                 raise
-            problem = f"--run.virtual_devices: {reason}{words}, so results would differ between runs"
-            raise UserError(f"{problem}: replace this operation, or leave the flag out") from error
+            raise UserError(
+                f"--run.virtual_devices: {reason}{words}, so results would differ between runs: replace "
+                "this operation, or leave the flag out"
+            ) from error
         finally:
             del self.module.log
         self._sums.set_gradients()
@@ -335,10 +339,11 @@ class ShardedStep(Step):
         if not self._checked:
             for place, buffer, mean in zip(changed, buffers, means, strict=True):
                 if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
-                    name = f"{self._buffers.name(place)}, of {buffer.dtype}"
-                    problem = f"training_step sets the buffer {name}, to different values on the shards"
-                    remedy = "make it a float, which is averaged, or leave --run.virtual_devices out"
-                    raise UserError(f"{problem}: {remedy}")
+                    raise UserError(
+                        f"training_step sets the buffer {self._buffers.name(place)}, of {buffer.dtype}, to "
+                        "different values on the shards: make it a float, which is averaged, or leave "
+                        "--run.virtual_devices out"
+                    )
         self._buffers.write(changed, means)
         self._log_step(logged, [value.float()[0] for value in values[len(changed) :]], samples)
         return loss[0].float()
@@ -367,8 +372,10 @@ class ShardedLoop(StraightLoop):
             raise UserError(f"--run.virtual_devices does not work with {self.reason}: leave one of them out")
         loader = self.trainer.train_dataloader
         if order_of(loader) is None:
-            problem = f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself"
-            raise UserError(f"{problem}: add --run.global_order true")
+            raise UserError(
+                f"--run.virtual_devices: {type(loader).__name__} deals samples to each process by itself: "
+                "add --run.global_order true"
+            )
         return ShardedStep(self)
 
     def on_batch_start(self, batch: Any, size: int | None = None) -> None:

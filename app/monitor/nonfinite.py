@@ -125,9 +125,11 @@ class NonFinite(Callback):
             callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
             files = [Path(c.best_model_path) for c in callbacks if Path(c.best_model_path).is_file()]
             newest = f", and resume from {max(files, key=lambda path: path.stat().st_mtime)}" if files else ""
-            remedy = f"lower the learning rate, give --trainer.gradient_clip_val or another --trainer.precision{newest}"
-            other = "--run.on_nonfinite warn continues anyway, and skip omits such updates"
-            raise UserError(f"{problem}: {remedy}; {other}")
+            raise UserError(
+                f"{problem}: lower the learning rate, give --trainer.gradient_clip_val or another "
+                f"--trainer.precision{newest}; --run.on_nonfinite warn continues anyway, and skip omits "
+                "such updates"
+            )
         if self.since is None and self.action == "warn":
             self.since = trainer.current_epoch
             rank_zero_info(f"{problem}: lower the learning rate, or take another --trainer.precision")

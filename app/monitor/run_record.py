@@ -219,8 +219,10 @@ class RunRecord(Callback):
         if isinstance(data, ImageData) and data.source.skips:
             (_, first), *others = gather_objects((trainer.node_rank, data.content))
             if wrong := next(((node, content) for node, content in others if content != first), None):
-                problem = f"node {wrong[0]} reads other images than node 0 ({wrong[1]}, {first})"
-                raise UserError(f"--data.on_bad_image skip: {problem}: give all nodes the same files")
+                raise UserError(
+                    f"--data.on_bad_image skip: node {wrong[0]} reads other images than node 0 ({wrong[1]}, "
+                    f"{first}): give all nodes the same files"
+                )
         self._clock = next((c for c in trainer.callbacks if isinstance(c, StepClock)), None)  # type: ignore[attr-defined]
         model = records.Model(type(pl_module).__name__, count_parameters(pl_module))
         if isinstance(pl_module, ImageClassifier):

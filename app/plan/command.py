@@ -235,9 +235,10 @@ def _require_links(options: Namespace, devices: int, cuda: bool) -> None:
         return
     flag = f"--per_node {options.per_node}: " if options.per_node else ""
     has = f"{gpus} GPU(s)" if cuda else f"cores for {devices} process(es) of this training; see --run.threads"
-    remedy = "give --per_node, --bandwidth and --latency of another machine"
-    other = "--node_bandwidth and --node_latency between machines like this one"
-    raise UserError(f"{flag}this machine has {has}: {remedy}, or {other}")
+    raise UserError(
+        f"{flag}this machine has {has}: give --per_node, --bandwidth and --latency of another "
+        "machine, or --node_bandwidth and --node_latency between machines like this one"
+    )
 
 
 def _machines(options: Namespace, basis: Basis, say: Callable[[str], None]) -> tuple[Machines, str]:

@@ -150,8 +150,10 @@ class Restoring(_CheckpointConnector):
         trainer: Any = self.trainer
         if trainer.state.fn == "fit" and not weights_only and in_window(trainer):
             every = trainer.accumulate_grad_batches
-            problem = f"Trainer.save_checkpoint inside the {every} batches of an optimizer step would lose gradients"
-            raise UserError(f"{problem}: call it where (batch_idx + 1) % {every} is 0, or with weights_only=True")
+            raise UserError(
+                f"Trainer.save_checkpoint inside the {every} batches of an optimizer step would lose "
+                f"gradients: call it where (batch_idx + 1) % {every} is 0, or with weights_only=True"
+            )
         checkpoint = super().dump_checkpoint(weights_only)
         for callback in trainer.callbacks:
             if hasattr(callback, "before_saving"):
@@ -170,9 +172,10 @@ class Restoring(_CheckpointConnector):
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if not self.trainer.ckpt_path:
                 raise
-            reason = f"{type(error).__name__}: {one_line(str(error))[:200]}"
-            problem = f"--ckpt_path {self.trainer.ckpt_path} cannot be restored ({reason})"
-            raise UserError(f"{problem}: give another one") from error
+            raise UserError(
+                f"--ckpt_path {self.trainer.ckpt_path} cannot be restored ({type(error).__name__}: "
+                f"{one_line(str(error))[:200]}): give another one"
+            ) from error
 
 
 @expects(f"{_EPOCH_LOOP}._broadcast_sigterm_tensor")
