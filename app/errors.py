@@ -100,7 +100,7 @@ def out_of_memory(error: BaseException) -> str | None:
     known = match.groupdict()
     size = f": {known['size']} were requested" if known.get("size") else ""
     free = f", and {known['free']} are free" if known.get("free") else ""
-    notes: list[str] = getattr(error, "__notes__", [])
+    notes = getattr(error, "__notes__", [])
     smaller = f"a lower {SMALLER} with a higher --trainer.accumulate_grad_batches"
     proposal = next((note for note in notes if note.startswith(SMALLER)), smaller)
     other = "--trainer.precision bf16-mixed, --data.placement memory" if "device" in known else "--data.placement disk"

@@ -142,7 +142,7 @@ class Recipe:
             groups.setdefault((factors.get(id(parameter), 1), id(parameter) in plain), []).append(parameter)
         if groups.keys() <= {(1, False)}:
             return self.optimizer(parameters)
-        decay: list[dict[str, Any]] = [{}, {"weight_decay": 0.0}]
+        decay = [{}, {"weight_decay": 0.0}]
         optimizer = self.optimizer([{"params": group, **decay[plain]} for (_, plain), group in groups.items()])
         for (factor, _), group in zip(groups, optimizer.param_groups, strict=True):
             group["lr"] *= factor

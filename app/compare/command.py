@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> int:
         return 0
     if not (folder / "experiment.json").exists():
         write_json(folder / "experiment.json", asdict(experiment) | fingerprint)
-    head: dict[str, Any] = {
+    head = {
         "command": str(CommandLine(["compare", *arguments])),
         "load": os.getloadavg()[0],
         "usable_cores": usable_cores(),

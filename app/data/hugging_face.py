@@ -133,7 +133,7 @@ class HuggingFaceSource(EncodedSource):
     def load(self, split: SplitName) -> Split:  # noqa: D102
         if split == "predict" and self.predict_dir is not None:
             return super().load(split)
-        name: SplitName = "test" if split == "predict" else split
+        name = "test" if split == "predict" else split
         return RowSplit(self._tables[name], self._labels[name], f"{split} in {self.root}", self, self.ragged(split))
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:

@@ -169,7 +169,7 @@ class FileSplit(Split):
         target = file if self.ragged else self.image_shape
         workers = Workers(self.__getitem__, batches, target, min(num_workers, len(batches)))
         console = get_console()
-        found: Errors = {} if wrong is None else wrong
+        found = {} if wrong is None else wrong
         silent = not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0"
         with Progress(console=console, transient=True, disable=silent) as progress:
             task = progress.add_task(f"decoding {len(self):,} images", total=len(batches))

@@ -60,7 +60,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
     trainer = config.trainer
     run = config.run
     timeout = config.cluster.timeout
-    chosen: Sequence[Callback] = as_list(trainer.callbacks)
+    chosen = as_list(trainer.callbacks)
     arguments: dict[str, Any] = {}
     added: list[Callback] = []
     ranks = RankTimes(timeout)

@@ -96,7 +96,7 @@ def guard_types() -> None:
     """
     adapt = _typehints.adapt_typehints
     check_type = _typehints.ActionTypeHint._check_type
-    defaults: list[Any] = [None]  # default values of the parameters that are being converted, the innermost last
+    defaults = [None]  # default values of the parameters that are being converted, the innermost last
 
     def check(value: Any, hint: Any, given: Any = None) -> None:
         if isinstance(value, dict | list) and not bases_of(hint):  # jsonargparse creates the classes in it, too

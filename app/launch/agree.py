@@ -25,7 +25,7 @@ def gather_objects(mine: Any) -> list[Any]:
     """Gather every rank's picklable object on every rank, in order of rank. Collective."""
     if not distributed.is_initialized():
         return [mine]
-    everyone: list[Any] = [None] * distributed.get_world_size()
+    everyone = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, mine)
     return everyone
 
@@ -99,7 +99,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
         UserError: When ranks are missing at the deadline, or the process group cannot be created.
     """
     strategy: Any = trainer.strategy
-    environment: ClusterEnvironment | None = getattr(strategy, "cluster_environment", None)
+    environment = getattr(strategy, "cluster_environment", None)
     launcher = launched()
     if launcher is None and trainer.world_size > 1 and environment and environment.creates_processes_externally:
         # the user's ClusterEnvironment plugin reports that a launcher has started the processes

@@ -197,7 +197,7 @@ class StopTogether(Callback):
         With several ranks, the result lags by one step: it covers signals up to the previous step. With `at_once`, wait
         for an all-reduce that covers signals up to now.
         """
-        signals: Signals = signal_connector(trainer)
+        signals = signal_connector(trainer)
         if trainer.world_size == 1:
             signals.stopped_by = signals.noted
             return signals.stopped_by

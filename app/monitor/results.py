@@ -46,15 +46,15 @@ class PredictionWriter(Callback):
             rank_zero_info("no predictions.csv for your own model or data: give a BasePredictionWriter as callback")
         if not trainer.is_global_zero or not rows or directory is None:
             return
-        data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
-        split: Split = trainer.predict_dataloaders.split  # type: ignore[union-attr]
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        split = trainer.predict_dataloaders.split  # type: ignore[union-attr]
         path = Path(directory, "predictions.csv")
         files = split.names
         labels = split.labels.tolist()
         known = min(labels) >= 0
         more = [f"{column}{place + 1}" for place in range(1, len(rows[0][1])) for column in ("name", "probability")]
         head = ["file" if files else "index", "predicted", "name", "probability", *["label"] * known, *more]
-        lines: list[list[Any]] = [head]
+        lines = [head]
         for index, *best in rows:
             cells = [cell for p, label in zip(*best, strict=True) for cell in (data.class_names[label], f"{p:.6f}")]
             line = [files[index] if files else index, best[1][0], *cells[:2], *[labels[index]] * known]

@@ -154,7 +154,7 @@ def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, An
     """
     rows = []
     for device in devices:
-        sizes: dict[str, int | None] = dict.fromkeys(("allocated", "reserved", "in_use"))
+        sizes = dict.fromkeys(("allocated", "reserved", "in_use"))
         sizes |= {"host_rss": _peak_rss(), "total": psutil.virtual_memory().total}
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)

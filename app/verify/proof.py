@@ -87,7 +87,7 @@ class Prover:
         skipped: dict[str, str] = {}
         if self.settings.quick:
             return {"ddp × 2": ddp, **self.settings.ways}, skipped
-        ways: dict[str, dict[str, Any]] = {
+        ways = {
             "dp × 2": {**ddp, "trainer.strategy": "dp"},
             "ddp × 2": ddp,
             "ddp × 4": {**ddp, "trainer.devices": 4},

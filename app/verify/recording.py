@@ -283,8 +283,8 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 def attributes(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     """Return numeric public attributes of all modules and of the user's callbacks, by name, with norms for tensors."""
-    owners: list[tuple[str, Any]] = [pair for pair in module.named_modules() if not isinstance(pair[1], Metric)]
-    callbacks: Iterable[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    owners = [pair for pair in module.named_modules() if not isinstance(pair[1], Metric)]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
     chosen = [c for c in callbacks if type(c).__module__.partition(".")[0] not in ("app", "lightning")]
     owners += [(type(c).__name__, c) for c in chosen]
     return {
