@@ -87,7 +87,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(error, UserError | RankError | KeyboardInterrupt) or shortage(error):
             return _say(error)
         text = traceback.format_exc()
-        if not (excerpt := users_part(text)):
+        excerpt = users_part(text)
+        if not excerpt:
             if isinstance(error, OSError) and error.filename:
                 return _say(UserError(f"{error.filename} cannot be used ({error.strerror}): give another path"))
             raise

@@ -78,7 +78,8 @@ class ExitStatus:
             return cls.stopped_by("Ctrl-C")
         if isinstance(error, RankError):
             return cls(error.exit_code, "failed", str(error))
-        if message := str(error) if isinstance(error, UserError) else shortage(error):
+        message = str(error) if isinstance(error, UserError) else shortage(error)
+        if message:
             return cls(2, "failed", message)
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
@@ -95,7 +96,8 @@ NO_MEMORY = (
 def out_of_memory(error: BaseException) -> str | None:
     """Return a message with requested memory, free memory and a remedy; None if memory did not run out."""
     matches = (re.search(pattern, str(error), re.DOTALL) for pattern in NO_MEMORY)
-    if (match := next(filter(None, matches), None)) is None:
+    match = next(filter(None, matches), None)
+    if match is None:
         return None
     known = match.groupdict()
     size = f": {known['size']} were requested" if known.get("size") else ""

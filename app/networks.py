@@ -184,7 +184,8 @@ def make_network(name: str, num_classes: int) -> nn.Module:
     Raises:
         UserError: When there is no such network.
     """
-    if key := own_network(name):
+    key = own_network(name)
+    if key:
         return NETWORKS[key](num_classes)
     if name in names_of_torchvision():
         one_head = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
@@ -232,7 +233,8 @@ def refusal(name: str) -> str | None:
 
 def _imported(name: str) -> Any:
     """Return the class or function of a network's import path."""
-    if reason := refusal(name):
+    reason = refusal(name)
+    if reason:
         raise UserError(f"--model.network {name}: {reason}")
     try:
         return pkgutil.resolve_name(name)

@@ -109,7 +109,8 @@ def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
 def excluded(table: pd.DataFrame, baseline: str) -> list[str]:
     """Return Markdown warnings that name variants with a non-finite loss, or a lower accuracy than the baseline's."""
     warnings = []
-    if names := [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]:
+    names = [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]
+    if names:
         warnings.append(f"**The loss of {plain(', '.join(names))} is not finite**: excluded below.")
     accuracies = table.set_index("variant")["val_acc"]
     for name in table.loc[table["less_accurate"].eq(1), "variant"]:

@@ -80,7 +80,8 @@ def run(arguments: list[str]) -> int:
     console.print(f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn")
     if done:
         console.print(f"{done} runs are done already; --fresh starts over")
-    if warning := busy():
+    warning = busy()
+    if warning:
         console.print(f"warning: {warning}")
     try:
         _follow(runner, console)

@@ -114,7 +114,8 @@ def _images(drawn: dict[str, Picture], *names: str) -> str:
 
 def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[str]) -> str:
     """Return the top of the report as Markdown: description, cautions, and variants whose runs are missing."""
-    if missing := [outcome.variant.name for outcome in outcomes if outcome.status == "waiting"]:
+    missing = [outcome.variant.name for outcome in outcomes if outcome.status == "waiting"]
+    if missing:
         cautions.append(f"**Not complete: {plain(', '.join(missing))}.** The same command continues.")
     description = f": {plain(experiment.description)}" if experiment.description else ""
     return "\n\n".join([plain(experiment.name) + description, *(f"> {caution}" for caution in cautions)])

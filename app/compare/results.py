@@ -122,7 +122,8 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         row["val_acc"] = median(accuracy[-1] for accuracy in accuracies if accuracy)
         row["val_images"] = next((record.data.images.get("val") for record in records if record.data), None)
     for name, first in (("main", True), ("others", False)):
-        if peaks := [peak for record in records for peak in _peaks(record, first)]:
+        peaks = [peak for record in records for peak in _peaks(record, first)]
+        if peaks:
             row[f"memory_{name}_gib"], row[f"memory_{name}_percent"] = map(max, zip(*peaks, strict=True))
     slow = [slow_ranks(record.ranks) for record in records]
     always = [line for rank, line in (slow[-1] if slow else {}).items() if all(rank in run for run in slow)]

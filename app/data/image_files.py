@@ -277,7 +277,8 @@ class FolderSource(EncodedSource):
     def prepare(self) -> None:
         """Check that each training class has images, and that other splits have images of these classes only."""
         for split, place in self._places.items():
-            if unknown := set(_folders(place)) - set(self._classes):
+            unknown = set(_folders(place)) - set(self._classes)
+            if unknown:
                 raise UserError(f"{place} has classes that train/ lacks: {listed(sorted(unknown))}")
             labels = {label for _, label in self._files(split)}
             empty = [name for label, name in enumerate(self._classes) if label not in labels]

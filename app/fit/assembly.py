@@ -1,6 +1,5 @@
 """Assembly of the Trainer: plugins, callbacks, and patches of Lightning."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from jsonargparse import Namespace

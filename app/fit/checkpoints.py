@@ -141,7 +141,8 @@ def find_checkpoint(name: str, configs: Sequence[str], root: str, run: str, resu
     else:
         path = checkpoint_of(Path(name), resumes)
     check_exists(path, FLAG)
-    if reason := _wrong_with(path):
+    reason = _wrong_with(path)
+    if reason:
         intact = next((other for other in _newest_first([path.parent]) if not _wrong_with(other)), None)
         raise UserError(f"{reason}: {f'use {intact}' if intact else 'give another one'}")
     return str(path)
@@ -209,7 +210,8 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
     damaged: list[Path] = []
     paths = _newest_first(folders)
     for path in paths:
-        if (reason := _wrong_with(path, whole=True)) is None:
+        reason = _wrong_with(path, whole=True)
+        if reason is None:
             for other in damaged:
                 aside = other.replace(other.with_name(f"{other.name}.damaged"))
                 rank_zero_info(f"{other} is damaged: it is kept as {aside.name}, and the run continues from {path}")

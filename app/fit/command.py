@@ -197,7 +197,8 @@ class CLI(Flags):
             cause := error.__cause__ or error.__context__  # the exception that jsonargparse wrapped
         ):
             error = cause  # type: ignore[assignment]
-        if known := error if isinstance(error, UserError) else blamed(error):
+        known = error if isinstance(error, UserError) else blamed(error)
+        if known:
             return str(known)
         expected = isinstance(error, MisconfigurationException | ValueError | TypeError | ImportError)
         text = one_line(str(error)) if expected else f"{type(error).__name__}: {error} (--verbose shows where)"
@@ -212,7 +213,8 @@ class CLI(Flags):
         trainer = self.trainer
         strategy = self.trainer.strategy
         set_timeout(strategy, timeout)
-        if method := start_method(strategy):
+        method = start_method(strategy)
+        if method:
             replace_launcher(strategy, SpawnLauncher(strategy, method, timeout if trainer.world_size > 1 else None))
         connect(trainer, timeout)
         try:

@@ -20,54 +20,67 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         classes: Names of the classes that a flag accepts, by the flag's last part.
     """
     text = one_line(message)
-    if match := re.match(r"unrecognized arguments: ([^\s=]+)", text):
+    match = re.match(r"unrecognized arguments: ([^\s=]+)", text)
+    if match:
         if match[1].endswith((".yaml", ".yml")):
             return f"{match[1]}: a value without a flag: did you mean --config {match[1]}?"
         return f"{match[1]}: there is no such flag{nearest(match[1], flags)}"
-    if match := re.match(r"Subcommand '(\w+)' does not accept option '([^']+)'", text):
+    match = re.match(r"Subcommand '(\w+)' does not accept option '([^']+)'", text)
+    if match:
         return f"{match[2]} in the config: {match[1]} has no such setting{nearest('--' + match[2], flags)}"
     key = re.search(r'Parser key "([^"]+)"', text)
     if key is None:
         return text.removeprefix("argument ")
     nested = re.search(r"NestedArg\(key='([^']+)', val=(?:'([^']*)'|(.*?))\)", text)
     flag = f"--{key[1]}.{nested[1]}".removesuffix(".class_path") if nested else f"--{key[1]}"
-    if inner := NESTED.search(text):  # message of a nested parser
+    inner = NESTED.search(text)
+    if inner:  # message of a nested parser
         within = [known for known in flags if known.startswith(f"{flag}.") and known.endswith(f".{inner[1]}")]
         is_typed = nested is not None and f".{nested[1]}".endswith(f".{inner[1]}")
         return (flag if is_typed else min(within, key=len, default=f"{flag}.{inner[1]}")) + inner[2]
     got = re.search(r"(?:Got|Given) value: (.+?)(?: - |$)", text)
     value = (nested[2] or nested[3]) if nested else got[1] if got else ""
     restriction = r"(?:(\S+) )?does not conform to restriction v>(=?)(\S+)(?: and v<(=?)(\S+))?"
-    if match := re.search(rf"Not of type \w+: {restriction}", text):
+    match = re.search(rf"Not of type \w+: {restriction}", text)
+    if match:
         least = f"{match[3]} or more" if match[2] else f"more than {match[3]}"
         most = f", {match[5]} at most" if match[4] else f", less than {match[5]}" if match[5] else ""
         return f"{flag} {match[1] or value}: give {least}{most}"
-    if match := re.search(r"Not of type \w+: [^']*'([^']*)'", text):
+    match = re.search(r"Not of type \w+: [^']*'([^']*)'", text)
+    if match:
         return f"{flag} {match[1]}: expected a number"
-    if match := re.search(r"following arguments are required: (\w+)", text):
+    match = re.search(r"following arguments are required: (\w+)", text)
+    if match:
         return f"{flag}: its {match[1]} is required"
-    if match := re.search(r"Option '([^']+)' is not accepted", text):
+    match = re.search(r"Option '([^']+)' is not accepted", text)
+    if match:
         flag = flag if nested else f"{flag}.{match[1]}"
         return f"{flag}: the chosen class has no such setting{'' if flag in flags else nearest(flag, flags)}"
-    if match := re.search(r"Importing '((\w+)[^']*)' is not allowed", text):
+    match = re.search(r"Importing '((\w+)[^']*)' is not allowed", text)
+    if match:
         remedy = f"its code is not trusted: give --trust {match[2]} to run it"
         if importlib.util.find_spec(match[2]) is None:
             remedy = f"No module named '{match[2]}'"
         return f"{flag} {match[1]}: {remedy}"
-    if match := re.search(r"Refused '([^']+)'", text):
+    match = re.search(r"Refused '([^']+)'", text)
+    if match:
         return (
             f"{flag} {match[1]}: a library's code runs only if it is a torch.nn.Module: call it in a module of your own"
         )
-    if match := re.search(r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)", text):
+    match = re.search(r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)", text)
+    if match:
         return f"{flag} {match[1]}: expected a subclass of {match[2]}"
-    if match := re.search(r"Import path (?:(\S+) )?does not correspond to a subclass of (\w+)", text):
+    match = re.search(r"Import path (?:(\S+) )?does not correspond to a subclass of (\w+)", text)
+    if match:
         return f"{flag} {match[1] or value}: expected a subclass of {match[2]}"
-    if match := re.search(r"Unable to load config ['\"](.*?)['\"]", text):
+    match = re.search(r"Unable to load config ['\"](.*?)['\"]", text)
+    if match:
         return f"{flag} {match[1]}: neither a file nor settings"
     names = [NAMES.get(name, name) for name, _ in EXPECTED.findall(text) if name not in ("", "NoneType", "int")]
     names = names or ["int"] * ("<class 'int'>" in text)
     choices = [choice.strip("' ") for _, literal in EXPECTED.findall(text) for choice in literal.split(",") if literal]
-    if (match := re.search(r"dot import path string: (\S+)", text)) and "a number" not in names:
+    match = re.search(r"dot import path string: (\S+)", text)
+    if match and "a number" not in names:
         near = nearest(match[1], (classes or {}).get(flag.rpartition(".")[2].lstrip("-"), ()))
         return f"{flag} {match[1]}: there is no such class{near or ': give its import path, package.module.Class'}"
     names += [f"one of {', '.join(dict.fromkeys(choices))}"] * bool(choices)

@@ -190,7 +190,8 @@ class Parser(LightningArgumentParser):
         """Format the help page, with the settings of the chosen model and data."""
         settings = LightningArgumentParser(usage=argparse.SUPPRESS, description="", add_help=False)
         for section, name in self.chosen.items():
-            if (cls := find_class(section, name)) is not None:
+            cls = find_class(section, name)
+            if cls is not None:
                 settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
         return page(self, settings, self.chosen) if self.chosen else super().format_help(*args, **kwargs)
 

@@ -52,7 +52,8 @@ class Resolved:
             KeyError: When `--trainer.strategy` is an unknown name.
         """
         flag = self.trainer.strategy
-        if cls := class_of(flag):
+        cls = class_of(flag)
+        if cls:
             return cls
         if flag == "auto":
             several = self.trainer.num_nodes > 1 or self.devices > 1

@@ -66,7 +66,8 @@ def machine_problems(s: Resolved) -> Iterator[str]:
 
 def _sizes(s: Resolved) -> Iterator[str]:
     """Check that the launcher started as many processes as the flags request."""
-    if (launcher := s.launcher) is None:
+    launcher = s.launcher
+    if launcher is None:
         return
     if launcher.per_node is None:
         flag = "--ntasks-per-node" if launcher.by == "srun" else "the same --nproc-per-node"
@@ -122,11 +123,13 @@ def _starter(s: Resolved) -> Iterator[str]:
     if s.stands_alone:
         if any(os.environ.get(name, "1") != "1" for name in MPI_SIZES):
             yield "mpirun cannot start runs: use torchrun or srun"
-        if left := [name for name in RANKS if name in os.environ and (name != "NODE_RANK" or s.nodes == 1)]:
+        left = [name for name in RANKS if name in os.environ and (name != "NODE_RANK" or s.nodes == 1)]
+        if left:
             yield f"{', '.join(left)} in the environment, but no launcher started this process: unset {' '.join(left)}"
         meets = cluster.init_method is not None or "NODE_RANK" in os.environ
         for variable, unit in SLURM_SIZES.items() if "SLURM_JOB_ID" in os.environ and not is_task_of_srun() else ():
-            if (count := os.environ.get(variable, "1")) != "1" and not meets:
+            count = os.environ.get(variable, "1")
+            if count != "1" and not meets:
                 yield f"this SLURM job has {count} {unit}, but the command was started once: put srun before it"
     for flag in ("init_method", "node_rank"):
         if cluster[flag] is not None and s.stands_alone and s.nodes == 1:
@@ -148,7 +151,8 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
     if not _is_address(method):
         yield f"--cluster.init_method {method}: give tcp://HOST:PORT, file:///PATH or env://"
     if method == "env://":
-        if missing := [name for name in ADDRESSES if not os.environ.get(name)]:
+        missing = [name for name in ADDRESSES if not os.environ.get(name)]
+        if missing:
             remedy = f"give --cluster.init_method tcp://HOST:PORT, or set {' and '.join(missing)}, or use torchrun"
             yield f"--trainer.num_nodes {s.nodes}: where do the nodes meet? {remedy} or srun"
         elif not 0 < int(port := os.environ["MASTER_PORT"]) < 2**16:

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Trainer
 from torch import distributed
 

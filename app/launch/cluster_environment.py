@@ -103,7 +103,8 @@ class Slurm(environments.SLURMEnvironment):
 
 def environment_of(num_nodes: int) -> environments.ClusterEnvironment:
     """Return this process's ClusterEnvironment. Replaces Lightning's detection, which also accepts mpirun and LSF."""
-    if (launcher := launched()) is not None:
+    launcher = launched()
+    if launcher is not None:
         return Slurm() if launcher.by == "srun" else environments.TorchElasticEnvironment()
     if num_nodes == 1 and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
         print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)

@@ -94,7 +94,8 @@ def explained(error: BaseException) -> BaseException:
         return rank_error
     if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
         return error
-    if message := shortage(error):
+    message = shortage(error)
+    if message:
         return UserError(message)
     return blamed(error, complaint(error)) or error
 
@@ -165,7 +166,8 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
     name, _, text = message.partition(": ")
     if name == UserError.__name__:
         return UserError(f"rank {rank}: {text}" if failure.local_rank else text)
-    if kind := {"RankLostError": RankLostError, "RankSilentError": RankSilentError}.get(name):
+    kind = {"RankLostError": RankLostError, "RankSilentError": RankSilentError}.get(name)
+    if kind:
         return kind(text)
     if name == RankError.__name__:
         return RankError(f"rank {rank}: {text}")

@@ -56,7 +56,8 @@ def check_environment() -> None:
     except FileNotFoundError as error:
         raise UserError("the current folder has been deleted: change to another one (cd)") from error
     for name in (STARTER, AGENT):
-        if (parent := os.environ.get(name)) is not None and int(parent) != os.getppid():
+        parent = os.environ.get(name)
+        if parent is not None and int(parent) != os.getppid():
             del os.environ[name]
             raise UserError(f"{name}={parent} in the environment is left over from another run: unset {name}")
 

@@ -245,7 +245,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         node0 = f"node 0 of {self.world_size} at {self.where}"
         while True:
             try:
-                if place := self._place():
+                place = self._place()
+                if place:
                     store = deadline.within(partial(reach_store, *place[:2]), node0)
                     self._introduce(store, place[-1])
                     self.master_addr, self.master_port = place[:2]

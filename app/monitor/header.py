@@ -84,7 +84,8 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         schedules = [config for config in trainer.lr_scheduler_configs if config.scheduler.optimizer is optimizer]
         then = "".join(f"; {_schedule(config.scheduler, config.interval)}" for config in schedules)
         yield "optimizer" if index == 0 else "", describe(optimizer) + then
-    if chosen := ", ".join(f"{name} {value}" for name, value in _chosen(trainer.lightning_module, data).items()):
+    chosen = ", ".join(f"{name} {value}" for name, value in _chosen(trainer.lightning_module, data).items())
+    if chosen:
         yield "recipe", chosen
     yield "precision", str(record.precision)
     if trainer.logger is not None:  # not `trainer.log_dir`, which waits for all ranks

@@ -191,7 +191,8 @@ class Tracker(WandbLogger):
     def finish(self) -> None:
         """Finish the run, and upload the remaining data."""
         try:
-            if run := open_experiment(self):
+            run = open_experiment(self)
+            if run:
                 run.finish()
         except Exception as error:  # TimeoutError, or any exception of the tracker
             self.unsent = True
@@ -256,7 +257,8 @@ class MetricsFile(CSVLogger):
 
     def go_back(self, step: int) -> None:
         """Drop the rows from `step` on, because training resumes at this step."""
-        if rows := self._rows():
+        rows = self._rows()
+        if rows:
             self._write([row for row in rows if int(row["step"]) < step], list(rows[0]))
 
     @property

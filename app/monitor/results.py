@@ -8,8 +8,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.data.batches import GlobalBatches
-from app.data.module import ImageData
-from app.data.sources import Split
 from app.errors import UserError
 from app.launch.agree import gather_objects
 from app.modules import ImageClassifier

@@ -218,7 +218,8 @@ class RunRecord(Callback):
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, ImageData) and data.source.skips:
             (_, first), *others = gather_objects((trainer.node_rank, data.content))
-            if wrong := next(((node, content) for node, content in others if content != first), None):
+            wrong = next(((node, content) for node, content in others if content != first), None)
+            if wrong:
                 raise UserError(
                     f"--data.on_bad_image skip: node {wrong[0]} reads other images than node 0 ({wrong[1]}, "
                     f"{first}): give all nodes the same files"
@@ -264,7 +265,8 @@ class RunRecord(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count samples, and close the window if it is full."""
-        if (order := order_of(trainer.train_dataloader)) is not None:
+        order = order_of(trainer.train_dataloader)
+        if order is not None:
             self._window_samples += order.global_count(batch_idx)
         else:
             self._window_samples += next((len(leaf) for leaf in tensors(batch) if leaf.ndim), 0) * trainer.world_size
@@ -381,7 +383,8 @@ class RunRecord(Callback):
             if profiled:
                 rank = record.ranks[0] if record.ranks and trainer.world_size > 1 else None
                 record.time_per_step = phases_of_windows(profiled, 1000 * statistics.median(samples) / median, rank)
-        if losses := [row.train_loss for row in record.epochs]:
+        losses = [row.train_loss for row in record.epochs]
+        if losses:
             record.train_loss = records.FirstToLast(losses[0], losses[(len(losses) - 1) // 2], losses[-1])
         callbacks = self._checkpoints or [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         record.checkpoint = records.Checkpoints(*(callback.best_model_path or None for callback in callbacks[:2]))

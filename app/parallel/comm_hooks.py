@@ -150,7 +150,8 @@ class Ring(FixedHook):
     def on_train_end(self) -> None:
         """Print the traffic per step."""
         super().on_train_end()
-        if steps := self.traffic["steps"]:
+        steps = self.traffic["steps"]
+        if steps:
             sent, gradients = (self.traffic[name] / steps / 1e6 for name in ("sent", "gradients"))
             rank_zero_info(
                 f"ddp_ring: rank 0 sent {sent:.4g} MB a step, "

@@ -105,7 +105,8 @@ def run(arguments: list[str]) -> int:
     for flag, value in flags:
         if options.run and not flag.startswith("--data."):
             raise UserError(f"{flag} {value}: --run already defines the steps: leave it out")
-    if warning := busy():
+    warning = busy()
+    if warning:
         console.print(f"[yellow]busy[/yellow]  {warning}")
     with console.status("") as status:
         basis = _basis(options, flags, status.update)

@@ -32,7 +32,8 @@ def load(path: Path, flag: str = "") -> Any:
     check_exists(path, flag)
     try:
         with open_file(path) as file:
-            if (reason := _damage(file)) is None:
+            reason = _damage(file)
+            if reason is None:
                 file.seek(0)
                 allowed = torch.serialization.safe_globals([Namespace])  # the options of many published trainings
                 with allowed, warnings.catch_warnings(action="ignore"):

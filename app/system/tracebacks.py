@@ -60,7 +60,8 @@ def blamed(error: Exception, message: str | None = None) -> UserError | None:
         error: The exception.
         message: Message to use instead of the exception's; a message that starts with a flag is returned unchanged.
     """
-    if (flag := maker(error)) is None:
+    flag = maker(error)
+    if flag is None:
         return UserError(message) if message else None
     text = one_line(str(error))
     message = message or (text if " " in text else f"{type(error).__name__}: {text}")

@@ -306,7 +306,8 @@ def _state(case: Case) -> Iterator[Cause]:
     first = way.ranks[0]["digests"]
     trained = way.ranks[0]["parameters"]
     names = [name for name in first if any(rank["digests"].get(name) != first[name] for rank in way.ranks)]
-    if parameters := [name for name in names if name in trained]:
+    parameters = [name for name in names if name in trained]
+    if parameters:
         yield Cause(
             f"parameters differ between ranks at the end: {listed(parameters)} were changed outside of the optimizer",
             "change them on all ranks alike, or broadcast them",

@@ -147,7 +147,8 @@ def differences(reference: Recorded, way: Recorded, tolerance: float = TOLERANCE
     columns: dict[str, Difference] = {}
     for name, look in (("samples", _samples), ("learning rate", _rates), ("loss", _losses), ("gradients", _gradients)):
         pairs = zip(way.steps, reference.steps, strict=False)
-        if first := next((place for pair in pairs for place in look(*pair, tolerance)), None):
+        first = next((place for pair in pairs for place in look(*pair, tolerance)), None)
+        if first:
             columns[name] = first
     if "samples" not in columns and len(way.steps) != len(reference.steps):
         columns["samples"] = Difference("end", f"{len(way.steps)} steps, {len(reference.steps)} in the reference")
@@ -192,7 +193,8 @@ def first_operation(reference: Recorded, way: Recorded) -> str | None:
                     place = f", shard {number + 1}" if len(shards) > 1 else ""
                     return f"step {there.number + 1}{place}: {name} in {module}"
         mine, wanted = (step.ranks[0].get("bits", {}) for step in (here, there))
-        if changed := [name for name in wanted if mine.get(name) != wanted[name]]:
+        changed = [name for name in wanted if mine.get(name) != wanted[name]]
+        if changed:
             return f"step {there.number + 1}: the gradient of {changed[-1]}"
     return None
 
@@ -225,7 +227,8 @@ def _rates(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
 
 
 def _losses(here: Step, there: Step, tolerance: float) -> Iterator[Difference]:
-    if (size := apart(here.loss, there.loss, TINY)) > tolerance:
+    size = apart(here.loss, there.loss, TINY)
+    if size > tolerance:
         yield Difference(
             f"step {there.number + 1}", f"{here.loss:.9g}, {there.loss:.9g} in the reference", size, there.number
         )
@@ -280,7 +283,8 @@ def _evaluation(reference: Recorded, way: Recorded, tolerance: float) -> Iterato
         for name in sorted(names):
             here = metrics.get(name, math.nan)
             there = expected.get(name, math.nan)
-            if (size := apart(here, there)) > tolerance:
+            size = apart(here, there)
+            if size > tolerance:
                 place = f"{name} on rank {rank}" if rank else name
                 yield Difference(place, f"{here:.6g}, {there:.6g} in the reference", size)
 
