@@ -46,18 +46,6 @@ class CommandLine(NamedTuple):
         return variables + shlex.join(["python", "-m", "app", *self.arguments])
 
 
-def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str, str]] = ({},)) -> list[CommandLine]:
-    """Return the command lines of a run, one for each node; all nodes are on this machine.
-
-    Args:
-        flags: Arguments of `fit`; later ones override earlier ones.
-        folder: Parent of the run's directory. The directory is the next free `version_N`.
-        nodes: Environment variables of each node.
-    """
-    arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
-    return on_nodes(arguments, nodes, f"file://{(folder / 'rendezvous').resolve()}")
-
-
 def on_nodes(arguments: Sequence[str], nodes: Sequence[Mapping[str, str]], place: str) -> list[CommandLine]:
     """Return the command lines, one for each node.
 
@@ -98,11 +86,13 @@ def run_fit(
             return run_fit(flags, limit, Path(temporary, "run"), nodes)
     folder.mkdir(parents=True, exist_ok=True)
     outputs, earlier = [folder / f"output_node{node}.txt" for node in range(len(nodes))], _records(folder)
+    arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
+    commands = on_nodes(arguments, nodes, f"file://{(folder / 'rendezvous').resolve()}")
     began, busy, late = time.monotonic(), busy_seconds() - own_seconds(), False
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_stop, processes)
-        for command, output in zip(fit_commands(flags, folder, nodes), outputs, strict=True):
+        for command, output in zip(commands, outputs, strict=True):
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "app", *command.arguments],
