@@ -7,6 +7,13 @@ from collections.abc import Collection, Mapping
 from app.errors import nearest, one_line
 
 NAMES = {"float": "a number", "tuple": "list", "Sequence": "list", "Iterable": "list"}
+PLAIN = {  # patterns of jsonargparse's messages, and what follows the flag in ours
+    r"Not of type \w+: [^']*'([^']*)'": r" \1: expected a number",
+    r"following arguments are required: (\w+)": r": its \1 is required",
+    r"Refused '([^']+)'": r" \1: a library's code runs only if it is a torch.nn.Module: call it in your own module",
+    r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)": r" \1: expected a subclass of \2",
+    r"Unable to load config ['\"](.*?)['\"]": r" \1: neither a file nor settings",
+}
 EXPECTED = re.compile(r"Expected (?:an? )?(?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[([^\]]*)\])")
 NESTED = re.compile(r"- --([\w.]+)(.*?)(?: - (?:Expected a <class 'NoneType'>|Option|Not a valid)| Given value type|$)")
 
@@ -42,10 +49,6 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         least = f"{match[3]} or more" if match[2] else f"more than {match[3]}"
         most = f", {match[5]} at most" if match[4] else f", less than {match[5]}" if match[5] else ""
         return f"{flag} {match[1] or value}: give {least}{most}"
-    if match := re.search(r"Not of type \w+: [^']*'([^']*)'", text):
-        return f"{flag} {match[1]}: expected a number"
-    if match := re.search(r"following arguments are required: (\w+)", text):
-        return f"{flag}: its {match[1]} is required"
     if match := re.search(r"Option '([^']+)' is not accepted", text):
         flag = flag if nested else f"{flag}.{match[1]}"
         return f"{flag}: the chosen class has no such setting{'' if flag in flags else nearest(flag, flags)}"
@@ -54,16 +57,11 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         if importlib.util.find_spec(match[2]) is None:
             remedy = f"No module named '{match[2]}'"
         return f"{flag} {match[1]}: {remedy}"
-    if match := re.search(r"Refused '([^']+)'", text):
-        return (
-            f"{flag} {match[1]}: a library's code runs only if it is a torch.nn.Module: call it in a module of your own"
-        )
-    if match := re.search(r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)", text):
-        return f"{flag} {match[1]}: expected a subclass of {match[2]}"
+    for pattern, template in PLAIN.items():
+        if match := re.search(pattern, text):
+            return flag + match.expand(template)
     if match := re.search(r"Import path (?:(\S+) )?does not correspond to a subclass of (\w+)", text):
         return f"{flag} {match[1] or value}: expected a subclass of {match[2]}"
-    if match := re.search(r"Unable to load config ['\"](.*?)['\"]", text):
-        return f"{flag} {match[1]}: neither a file nor settings"
     names = [NAMES.get(name, name) for name, _ in EXPECTED.findall(text) if name not in ("", "NoneType", "int")]
     names = names or ["int"] * ("<class 'int'>" in text)
     choices = [choice.strip("' ") for _, literal in EXPECTED.findall(text) for choice in literal.split(",") if literal]

@@ -129,11 +129,11 @@ def run_fit(
     return record
 
 
-def last_lines(folder: Path, count: int = 12) -> list[str]:
-    """Return the last lines of a failed run's output, preferably of a node with an error message."""
+def last_lines(folder: Path) -> list[str]:
+    """Return the last 12 lines of a failed run's output, preferably of a node with an error message."""
     nodes = [_lines(path) for path in sorted(folder.glob("output_node*.txt"))]
     nodes.sort(key=lambda lines: "error: " not in "\n".join(lines))
-    return [line[:300] for line in nodes[0][-count:]] if nodes else []
+    return [line[:300] for line in nodes[0][-12:]] if nodes else []
 
 
 def _records(folder: Path) -> set[tuple[Path, int]]:
