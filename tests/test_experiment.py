@@ -72,7 +72,7 @@ def test_two_nodes_are_two_processes_that_know_their_places(app: App, experiment
     _, out = app("compare", "--experiment", path, "--dry_run")
     first, second = commands(out)
     assert first.startswith("OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo python -m app fit")
-    assert re.search(r" --cluster.init_method file:///\S+/repeat_1/nodes/rendezvous --cluster.node_rank 0 &$", first)
+    assert re.search(r" --cluster.init_method tcp://127.0.0.1:29500 --cluster.node_rank 0 &$", first)
     assert second == first.replace("node_rank 0 &", "node_rank 1")
 
 

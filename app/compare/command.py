@@ -169,7 +169,7 @@ def _announce(runner: Runner, console: Console) -> None:
         state = f"{outcome.status}: {outcome.reason}" if outcome.reason else f"{runner.experiment.repeats} runs"
         console.print(f"{outcome.variant.name}  ({state})", style="bold")
         if outcome.status != "measured":
-            console.print(runner.commands(outcome.variant, 1) + "\n")
+            console.print(outcome.variant.commands() + "\n")
     left = len(list(runner.todo()))
     console.print(f"{left} runs to do: at most {duration(left * runner.experiment.time_limit)}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from app.compare.experiment import Experiment
 from app.record import Record, Throughput
-from app.runs import fit_commands, run_fit
+from app.runs import run_fit
 from app.runs.starter import last_lines
 from app.variant import Variant
 
@@ -76,11 +76,6 @@ class Runner:
         """Return the time at which the last run ended, or None without a run."""
         ends = [path.stat().st_mtime for path in self.directory.glob("runs/*/*/version_0/run.json")]
         return datetime.datetime.fromtimestamp(max(ends)).astimezone().isoformat(timespec="seconds") if ends else None
-
-    def commands(self, variant: Variant, repeat: int) -> str:
-        """Return the command lines of one run, one for each node."""
-        flags = [*variant.arguments[1:], *self.more]
-        return " &\n".join(map(str, fit_commands(flags, self.folder(variant, repeat), variant.nodes())))
 
     def todo(self) -> Iterator[tuple[int, Outcome]]:
         """Yield the missing runs in turn: A B C, A B C. A failed variant is not retried."""

@@ -289,7 +289,7 @@ class FolderSource(EncodedSource):
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         place = self._places[split]
-        strays = [entry.name for entry in _entries(str(place)) if entry.is_file()]
+        strays = [entry.name for entry in _entries(place) if entry.is_file()]
         others = self.other_files[split] = Counter(map(_suffix, strays))
         classes = [(label, place / name) for label, name in enumerate(self._classes)]
         return [(file, label) for label, folder in classes if folder.is_dir() for file in _images(folder, others)]
@@ -322,7 +322,7 @@ def _images(folder: str | Path, others: Counter[str], above: Mapping[tuple[int, 
         others: Counter of other files by suffix, which is updated.
         above: Parent folders by device and inode, to detect a link that leads back to a parent.
     """
-    entries = _entries(str(folder))
+    entries = _entries(folder)
     state = os.stat(folder)
     files = []
     folders = []
@@ -389,10 +389,10 @@ def _inner(place: Path) -> Path:
 
 def _folders(place: Path) -> list[str]:
     """Return the sorted names of a folder's subfolders."""
-    return [entry.name for entry in _entries(str(place)) if entry.is_dir()]
+    return [entry.name for entry in _entries(place) if entry.is_dir()]
 
 
-def _entries(folder: str) -> list[os.DirEntry[str]]:
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
     """Return the sorted, visible entries of a folder.
 
     Raises:

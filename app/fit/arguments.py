@@ -163,7 +163,7 @@ class Arguments:
             with suppress(yaml.YAMLError):
                 try:
                     load_yaml(token.value or "")
-                except UserError as error:
+                except (UserError, ValueError) as error:  # ValueError: an integer of thousands of digits
                     raise UserError(f"{token.flag} {one_line(str(token.value))[:100]}: {error}") from error
         for file, config in self.configs.items():
             for section, content in config.items():
@@ -255,16 +255,6 @@ class Loader(yaml.SafeLoader):
             if keys.count(key) > 1:
                 raise UserError(f"{key} is given twice, the second time after line {node.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return an integer."""
-        try:
-            return super().construct_yaml_int(node)
-        except ValueError as error:
-            raise UserError(f"a number of {len(node.value):,} characters is too long") from error
-
-
-Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
 
 
 def load_yaml(text: str) -> Any:

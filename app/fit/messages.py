@@ -7,6 +7,13 @@ from collections.abc import Collection, Mapping
 from app.errors import nearest, one_line
 
 NAMES = {"float": "a number", "tuple": "list", "Sequence": "list", "Iterable": "list"}
+PLAIN = {  # patterns of jsonargparse's messages, and what follows the flag in ours
+    r"Not of type \w+: [^']*'([^']*)'": r" \1: expected a number",
+    r"following arguments are required: (\w+)": r": its \1 is required",
+    r"Refused '([^']+)'": r" \1: a library's code runs only if it is a torch.nn.Module: call it in your own module",
+    r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)": r" \1: expected a subclass of \2",
+    r"Unable to load config ['\"](.*?)['\"]": r" \1: neither a file nor settings",
+}
 EXPECTED = re.compile(r"Expected (?:an? )?(?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[([^\]]*)\])")
 NESTED = re.compile(r"- --([\w.]+)(.*?)(?: - (?:Expected a <class 'NoneType'>|Option|Not a valid)| Given value type|$)")
 
@@ -46,12 +53,6 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         least = f"{match[3]} or more" if match[2] else f"more than {match[3]}"
         most = f", {match[5]} at most" if match[4] else f", less than {match[5]}" if match[5] else ""
         return f"{flag} {match[1] or value}: give {least}{most}"
-    match = re.search(r"Not of type \w+: [^']*'([^']*)'", text)
-    if match:
-        return f"{flag} {match[1]}: expected a number"
-    match = re.search(r"following arguments are required: (\w+)", text)
-    if match:
-        return f"{flag}: its {match[1]} is required"
     match = re.search(r"Option '([^']+)' is not accepted", text)
     if match:
         flag = flag if nested else f"{flag}.{match[1]}"
@@ -62,20 +63,13 @@ def rejection(message: str, flags: Collection[str], classes: Mapping[str, Collec
         if importlib.util.find_spec(match[2]) is None:
             remedy = f"No module named '{match[2]}'"
         return f"{flag} {match[1]}: {remedy}"
-    match = re.search(r"Refused '([^']+)'", text)
-    if match:
-        return (
-            f"{flag} {match[1]}: a library's code runs only if it is a torch.nn.Module: call it in a module of your own"
-        )
-    match = re.search(r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)", text)
-    if match:
-        return f"{flag} {match[1]}: expected a subclass of {match[2]}"
+    for pattern, template in PLAIN.items():
+        match = re.search(pattern, text)
+        if match:
+            return flag + match.expand(template)
     match = re.search(r"Import path (?:(\S+) )?does not correspond to a subclass of (\w+)", text)
     if match:
         return f"{flag} {match[1] or value}: expected a subclass of {match[2]}"
-    match = re.search(r"Unable to load config ['\"](.*?)['\"]", text)
-    if match:
-        return f"{flag} {match[1]}: neither a file nor settings"
     names = [NAMES.get(name, name) for name, _ in EXPECTED.findall(text) if name not in ("", "NoneType", "int")]
     names = names or ["int"] * ("<class 'int'>" in text)
     choices = [choice.strip("' ") for _, literal in EXPECTED.findall(text) for choice in literal.split(",") if literal]

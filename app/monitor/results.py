@@ -14,6 +14,8 @@ from app.modules import ImageClassifier
 from app.monitor.loggers import trackers
 from app.system.files import whole, write_csv
 
+WRONG = 25  # number of wrong images to show
+
 
 class PredictionWriter(Callback):
     """Callback that writes `predictions.csv`: each image once, in order, for any world size.
@@ -22,7 +24,7 @@ class PredictionWriter(Callback):
         top_k: Number of most likely classes of each image.
     """
 
-    def __init__(self, top_k: int = 1) -> None:
+    def __init__(self, top_k: int) -> None:
         self.top_k = top_k
         self._rows: list[tuple[int, list[float], list[int]]] = []
 
@@ -68,14 +70,12 @@ class TestFigures(Callback):
     """Callback that draws the confusion matrix and the most confidently wrong test images.
 
     Args:
-        wrong: Number of wrong images to show.
         track: Whether to upload the wrong images.
     """
 
     __test__ = False  # because pytest collects classes named Test…
 
-    def __init__(self, wrong: int = 25, track: bool = False) -> None:
-        self.wrong = wrong
+    def __init__(self, track: bool) -> None:
         self.track = track
         self._worst: list[tuple[float, int, int, int]] = []  # confidence, index, predicted, label
 
@@ -90,7 +90,7 @@ class TestFigures(Callback):
         at = (predicted != batch[1]).nonzero().flatten()
         rows = loader.samples(batch_idx).to(at.device)
         wrong = zip(*(t[at].tolist() for t in (confidence, rows, predicted, batch[1])), strict=True)
-        self._worst = sorted([*self._worst, *wrong], reverse=True)[: self.wrong]
+        self._worst = sorted([*self._worst, *wrong], reverse=True)[:WRONG]
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather all ranks' results; write, draw and upload them. Collective."""
@@ -99,7 +99,7 @@ class TestFigures(Callback):
             return
         matrix = torch.atleast_2d(pl_module.confusion.compute()).cpu()  # torchmetrics returns a scalar for one class
         pl_module.confusion.reset()
-        worst = sorted((row for local in gather_objects(self._worst) for row in local), reverse=True)[: self.wrong]
+        worst = sorted((row for local in gather_objects(self._worst) for row in local), reverse=True)[:WRONG]
         self._worst = []
         directory = trainer.log_dir
         if not trainer.is_global_zero or directory is None:

@@ -1,5 +1,5 @@
 """Training run as a function: `run_fit(flags, limit) -> Record`."""
 
-from app.runs.starter import CommandLine, fit_commands, run_fit
+from app.runs.starter import CommandLine, run_fit
 
-__all__ = ["CommandLine", "fit_commands", "run_fit"]
+__all__ = ["CommandLine", "run_fit"]

@@ -46,18 +46,6 @@ class CommandLine(NamedTuple):
         return variables + shlex.join(["python", "-m", "app", *self.arguments])
 
 
-def fit_commands(flags: Sequence[str], folder: Path, nodes: Sequence[Mapping[str, str]] = ({},)) -> list[CommandLine]:
-    """Return the command lines of a run, one for each node; all nodes are on this machine.
-
-    Args:
-        flags: Arguments of `fit`; later ones override earlier ones.
-        folder: Parent of the run's directory. The directory is the next free `version_N`.
-        nodes: Environment variables of each node.
-    """
-    arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
-    return on_nodes(arguments, nodes, f"file://{(folder / 'rendezvous').resolve()}")
-
-
 def on_nodes(arguments: Sequence[str], nodes: Sequence[Mapping[str, str]], place: str) -> list[CommandLine]:
     """Return the command lines, one for each node.
 
@@ -99,13 +87,15 @@ def run_fit(
     folder.mkdir(parents=True, exist_ok=True)
     outputs = [folder / f"output_node{node}.txt" for node in range(len(nodes))]
     earlier = _records(folder)
+    arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
+    commands = on_nodes(arguments, nodes, f"file://{(folder / 'rendezvous').resolve()}")
     began = time.monotonic()
     busy = busy_seconds() - own_seconds()
     late = False
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_stop, processes)
-        for command, output in zip(fit_commands(flags, folder, nodes), outputs, strict=True):
+        for command, output in zip(commands, outputs, strict=True):
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "app", *command.arguments],
@@ -144,11 +134,11 @@ def run_fit(
     return record
 
 
-def last_lines(folder: Path, count: int = 12) -> list[str]:
-    """Return the last lines of a failed run's output, preferably of a node with an error message."""
+def last_lines(folder: Path) -> list[str]:
+    """Return the last 12 lines of a failed run's output, preferably of a node with an error message."""
     nodes = [_lines(path) for path in sorted(folder.glob("output_node*.txt"))]
     nodes.sort(key=lambda lines: "error: " not in "\n".join(lines))
-    return [line[:300] for line in nodes[0][-count:]] if nodes else []
+    return [line[:300] for line in nodes[0][-12:]] if nodes else []
 
 
 def _records(folder: Path) -> set[tuple[Path, int]]:

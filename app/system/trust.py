@@ -88,5 +88,6 @@ def may_run(value: Any, bases: tuple[type, ...]) -> bool:
     module = module_of(value)
     if is_within(module, [*_local, *chosen_modules()]):
         return True
-    cls = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
-    return isinstance(cls, type) and is_within(module, LIBRARIES) and issubclass(cls, bases)
+    if inspect.isroutine(value) or not is_within(module, LIBRARIES):
+        return False
+    return issubclass(value if isinstance(value, type) else type(value), bases)
