@@ -114,7 +114,8 @@ def excluded(table: pd.DataFrame, baseline: str) -> list[str]:
         warnings.append(f"**The loss of {plain(', '.join(names))} is not finite**: excluded below.")
     accuracies = table.set_index("variant")["val_acc"]
     for name in table.loc[table["less_accurate"].eq(1), "variant"]:
-        low, high = (f"{100 * accuracies[variant]:.1f} %" for variant in (name, baseline))
+        low = f"{100 * accuracies[name]:.1f} %"
+        high = f"{100 * accuracies[baseline]:.1f} %"
         warnings.append(f"**{plain(name)} is less accurate than {plain(baseline)}**: {low}, not {high}. No winner.")
     return warnings
 

@@ -96,7 +96,9 @@ def _throughput(
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.tick_params("y", length=0)
-    values, least, most = (rows[f"samples_per_s{end}"] for end in ("", "_min", "_max"))
+    values = rows["samples_per_s"]
+    least = rows["samples_per_s_min"]
+    most = rows["samples_per_s_max"]
     axes.barh(places, values, color=[BLUE if name == recommended else PALE for name in rows.index], height=0.62)
     legend: list[Patch | Line2D] = [Patch(color=BLUE, label="recommended")] if recommended else []
     if (rows["n"] > 1).any():

@@ -60,7 +60,8 @@ def agree(
     name_nodes(list(nodes), node)
     for rank, rank_settings in enumerate(all_settings):
         for flag in {**all_settings[0], **rank_settings}:
-            expected, actual = (values.get(flag, "not set") for values in (all_settings[0], rank_settings))
+            expected = all_settings[0].get(flag, "not set")
+            actual = rank_settings.get(flag, "not set")
             if expected != actual:
                 place = f"node {nodes[rank][0]}" if nodes[rank][0] else f"rank {rank}"
                 raise UserError(f"--{flag} is {expected} on node 0 and {actual} on {place}: give the same")

@@ -30,7 +30,8 @@ def launched() -> Launched | None:
         by = OWN_AGENT if AGENT in os.environ else "torchrun"
         return Launched(by, nodes, local if local * nodes == world else None, world)
     if is_task_of_srun():
-        world, nodes = (int(os.environ[f"SLURM_STEP_NUM_{name}"]) for name in ("TASKS", "NODES"))
+        world = int(os.environ["SLURM_STEP_NUM_TASKS"])
+        nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
         # `2(x2)` is two nodes of two tasks; `3,1` is unequal. SLURM_NTASKS_PER_NODE describes the job, not the step
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         if world == 1 and _interactive():
@@ -94,7 +95,8 @@ class Slurm(environments.SLURMEnvironment):
     @property
     def main_port(self) -> int:
         """MASTER_PORT, or a port derived from the ids of SLURM's job and step."""
-        job, step = (int(os.environ[f"SLURM_{name}_ID"]) for name in ("JOB", "STEP"))
+        job = int(os.environ["SLURM_JOB_ID"])
+        step = int(os.environ["SLURM_STEP_ID"])
         return int(os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000)))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:

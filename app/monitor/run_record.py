@@ -378,7 +378,9 @@ class RunRecord(Callback):
         if windows:
             rates, samples, _ = zip(*windows, strict=True)
             median = statistics.median(rates)
-            low, middle, high = (round(rate, 1) for rate in (min(rates), median, max(rates)))
+            low = round(min(rates), 1)
+            middle = round(median, 1)
+            high = round(max(rates), 1)
             record.throughput = records.Throughput(middle, low, high, len(rates))
             if profiled:
                 rank = record.ranks[0] if record.ranks and trainer.world_size > 1 else None

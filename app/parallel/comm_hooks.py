@@ -152,7 +152,8 @@ class Ring(FixedHook):
         super().on_train_end()
         steps = self.traffic["steps"]
         if steps:
-            sent, gradients = (self.traffic[name] / steps / 1e6 for name in ("sent", "gradients"))
+            sent = self.traffic["sent"] / steps / 1e6
+            gradients = self.traffic["gradients"] / steps / 1e6
             rank_zero_info(
                 f"ddp_ring: rank 0 sent {sent:.4g} MB a step, "
                 f"2(N−1)/N of {gradients:.4g} MB of gradients, N = {self.world_size}"

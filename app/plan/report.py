@@ -103,7 +103,8 @@ def draw_pictures(table: pd.DataFrame, machines: Machines) -> dict[str, Figure |
 
 def _draw_ways(axes: Axes, table: pd.DataFrame, name: str, per_node: int) -> None:
     """Plot a column of the table against the number of devices: ddp and the ideal as curves, dp as points."""
-    ddp, dp = (table[rows].set_index("devices") for rows in (table["strategy"] != "dp", table["strategy"] == "dp"))
+    ddp = table[table["strategy"] != "dp"].set_index("devices")
+    dp = table[table["strategy"] == "dp"].set_index("devices")
     low, middle, high = (ddp[name + end] for end in ENDS)
     axes.fill_between(ddp.index, low, high, color=BLUE, alpha=0.15, linewidth=0)
     axes.plot(middle, "o-", color=BLUE, label="ddp, predicted")

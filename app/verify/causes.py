@@ -222,7 +222,8 @@ def _rates(case: Case) -> Cause | None:
         here, there = (state["state"].get(total, 0) for state in (scheduler, expected))
         if here == there and interval == "step":
             total = "estimated_stepping_batches"
-            here, there = (run.facts["estimated_steps"] for run in (way, reference))
+            here = way.facts["estimated_steps"]
+            there = reference.facts["estimated_steps"]
         if here != there:
             return Cause(
                 f"{name} is counted in this process's steps: its {total} is {here:g}, {there:g} in the reference",
