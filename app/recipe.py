@@ -85,7 +85,7 @@ class Recipe:
         self.freeze = freeze
         self.head_lr = head_lr
         self.norm_bias_lr = norm_bias_lr
-        self.schedule: Schedule | None = "constant" if warmup and schedule is None else schedule
+        self.schedule = "constant" if warmup and schedule is None else schedule
         self.scheduler = scheduler
         self.scheduler_interval = scheduler_interval
         self.ema = ema

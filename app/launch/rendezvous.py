@@ -176,8 +176,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         super().__init__(address, port, rank if num_nodes > 1 else 0, num_nodes, name, int(cluster.timeout))
         self.where = str(self.file or f"{address}:{port}")
         self.flags = {"--trainer.num_nodes": num_nodes, "--trainer.devices": devices}
-        self.before_restart: Callable[[], None] = lambda: None
-        self.while_running: Callable[[], None] = lambda: None
+        self.before_restart = lambda: None
+        self.while_running = lambda: None
         self._rounds = 0
 
     def get_backend(self) -> str:

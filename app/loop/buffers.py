@@ -20,7 +20,7 @@ class Buffers:
     """
 
     def __init__(self, module: LightningModule) -> None:
-        self._owners: list[tuple[str, dict[str, Any], str]] = [
+        self._owners = [
             (f"{prefix}.{name}".lstrip("."), owner._buffers, name)
             for prefix, owner in module.named_modules()
             for name, buffer in owner._buffers.items()

@@ -35,7 +35,7 @@ class Tree:
         self.rank = rank
         self.world_size = world_size
         self.group = group
-        self.root: Node = ((count - 1).bit_length(), 0)
+        self.root = ((count - 1).bit_length(), 0)
         self.deal(equal_shares(world_size, count))
 
     def deal(self, shares: Sequence[int]) -> None:

@@ -73,7 +73,7 @@ class Prover:
         self.configs = list(configs)
         self.typed = typed
         self.folder = folder
-        self.say: Callable[[str], None] = lambda line: None
+        self.say = lambda line: None
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
         self.references: dict[str, Result] = {}  # each run on one device; the key is its additional flags
