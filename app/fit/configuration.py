@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace, capture_parser
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -43,7 +42,7 @@ _ARGUMENTS |= {"verbose", "return_predictions"}
 SKIPPED = dict.fromkeys(("fit", "validate", "test", "predict"), _ARGUMENTS)
 
 
-@expects("lightning.pytorch.cli:LightningCLI._parse_ckpt_path", "lightning.pytorch.cli:LightningCLI._dump_config")
+@expects("lightning.pytorch.cli:LightningCLI._parse_ckpt_path")
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
 
@@ -80,12 +79,6 @@ class Flags(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing, because Lightning's method would replace the requested model's settings by the checkpoint's."""
-
-    def _dump_config(self) -> None:
-        """Set `config_dump`, Lightning's source of hyperparameters, without validating the config again."""
-        if not hasattr(self, "config_dump"):
-            text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, skip_validation=True)
-            self.config_dump = yaml.safe_load(text)[self.config.subcommand]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the flags of run and cluster, and the default callbacks."""

@@ -1,7 +1,6 @@
 """Snapshot of a module's buffers, so that each shard's forward pass starts from the same values."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
