@@ -106,8 +106,10 @@ def out_of_memory(error: BaseException) -> str | None:
     smaller = f"a lower {SMALLER} with a higher --trainer.accumulate_grad_batches"
     proposal = next((note for note in notes if note.startswith(SMALLER)), smaller)
     other = "--trainer.precision bf16-mixed, --data.placement memory" if "device" in known else "--data.placement disk"
-    remedy = f"give {proposal}, for the same training step, or {other}, or more devices"
-    return f"out of memory on the {known.get('device', 'host')}{size}{free}: {remedy}"
+    return (
+        f"out of memory on the {known.get('device', 'host')}{size}{free}: give {proposal}, for the "
+        f"same training step, or {other}, or more devices"
+    )
 
 
 # torch's errors when loader workers find /dev/shm full

@@ -114,9 +114,10 @@ def excluded(table: pd.DataFrame, baseline: str) -> list[str]:
         warnings.append(f"**The loss of {plain(', '.join(names))} is not finite**: excluded below.")
     accuracies = table.set_index("variant")["val_acc"]
     for name in table.loc[table["less_accurate"].eq(1), "variant"]:
-        low = f"{100 * accuracies[name]:.1f} %"
-        high = f"{100 * accuracies[baseline]:.1f} %"
-        warnings.append(f"**{plain(name)} is less accurate than {plain(baseline)}**: {low}, not {high}. No winner.")
+        warnings.append(
+            f"**{plain(name)} is less accurate than {plain(baseline)}**: {100 * accuracies[name]:.1f} %"
+            f", not {100 * accuracies[baseline]:.1f} %. No winner."
+        )
     return warnings
 
 
@@ -134,8 +135,9 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
     if result.recommended is None:
         return sentences
     if rows["global_batch"].nunique() > 1:
-        caution = "The global batches of the variants differ, and so does the number of steps per epoch"
-        sentences.append(f"{caution}: compare losses, too.")
+        sentences.append(
+            "The global batches of the variants differ, and so does the number of steps per epoch: compare losses, too."
+        )
     sentences += [
         f"**{plain(variant)}: {plain(slow)}**, in each of its runs: the others wait for it in every step."
         for variant, slow in rows["slow_rank"].dropna().items()

@@ -73,9 +73,11 @@ def _sizes(s: Resolved) -> Iterator[str]:
         flag = "--ntasks-per-node" if launcher.by == "srun" else "the same --nproc-per-node"
         yield f"{launcher.by} started {launcher.world_size} processes, not the same number on each node: give {flag}"
     if (s.world_size, launcher.world_size) != (1, 1) and (launcher.nodes, launcher.per_node) != (s.nodes, s.processes):
-        started = f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es)"
-        run = f"the run is --trainer.num_nodes {s.nodes} of {s.processes}"
-        yield f"{started}, but {run}: leave --trainer.num_nodes and --trainer.devices out to follow {launcher.by}"
+        yield (
+            f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es), but "
+            f"the run is --trainer.num_nodes {s.nodes} of {s.processes}: leave --trainer.num_nodes and "
+            f"--trainer.devices out to follow {launcher.by}"
+        )
 
 
 def _devices(s: Resolved) -> Iterator[str]:
@@ -136,8 +138,10 @@ def _starter(s: Resolved) -> Iterator[str]:
             yield f"--cluster.{flag} {cluster[flag]}: there is one node: give --trainer.num_nodes, or leave it out"
     for flag in ("max_restarts", "log_dir"):
         if cluster[flag] and by != OWN_AGENT and (by or not s.agent_processes):
-            starter = f"{by or 'no agent'} starts the processes of this run"
-            yield f"--cluster.{flag} {cluster[flag]} has no effect: {starter}: leave it out"
+            yield (
+                f"--cluster.{flag} {cluster[flag]} has no effect: {by or 'no agent'} starts the processes "
+                "of this run: leave it out"
+            )
 
 
 def _rendezvous(s: Resolved) -> Iterator[str]:
@@ -153,8 +157,10 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
     if method == "env://":
         missing = [name for name in ADDRESSES if not os.environ.get(name)]
         if missing:
-            remedy = f"give --cluster.init_method tcp://HOST:PORT, or set {' and '.join(missing)}, or use torchrun"
-            yield f"--trainer.num_nodes {s.nodes}: where do the nodes meet? {remedy} or srun"
+            yield (
+                f"--trainer.num_nodes {s.nodes}: where do the nodes meet? give --cluster.init_method "
+                f"tcp://HOST:PORT, or set {' and '.join(missing)}, or use torchrun or srun"
+            )
         elif not 0 < int(port := os.environ["MASTER_PORT"]) < 2**16:
             yield f"MASTER_PORT={port} in the environment: give a port, 1 to 65535"
     where = "--cluster.node_rank"
@@ -191,8 +197,10 @@ def _strategy(s: Resolved) -> Iterator[str]:
     if backend is not None and backend not in usable:
         yield f"--trainer.strategy.process_group_backend {backend}: on {s.accelerator} use {' or '.join(usable)}"
     if s.hook is not None and s.world_size == 1:
-        remedy = "use --trainer.strategy ddp without a hook, or give more --trainer.devices"
-        yield f"{flag}: {s.hook.__qualname__} has no effect, because this run is one process: {remedy}"
+        yield (
+            f"{flag}: {s.hook.__qualname__} has no effect, because this run is one process: use "
+            "--trainer.strategy ddp without a hook, or give more --trainer.devices"
+        )
     bf16 = (default_hooks.bf16_compress_hook, default_hooks.bf16_compress_wrapper)
     has_nccl = dist.is_nccl_available() or dist.is_xccl_available()  # torch's bf16 hooks require NCCL, even on a CPU
     if not has_nccl and (s.hook in bf16 or s.options.get("ddp_comm_wrapper") in bf16):

@@ -174,8 +174,10 @@ def _call_between_windows(hook: Callable[..., Any], trainer: Trainer, module: Li
     if not in_window(trainer):
         hook(trainer, module, *args)
     elif isinstance(args[0], BaseException) and getattr(hook.__self__, "save_on_exception", True):  # type: ignore[attr-defined]
-        reason = "it would lose the gradients of an optimizer step's first batches"
-        rank_zero_info(f"no checkpoint is saved on the {type(args[0]).__name__}, because {reason}")
+        rank_zero_info(
+            f"no checkpoint is saved on the {type(args[0]).__name__}, because it would lose the "
+            "gradients of an optimizer step's first batches"
+        )
 
 
 @expects(

@@ -122,8 +122,9 @@ class Tracker(WandbLogger):
             try:
                 return super().experiment
             except Exception as error:
-                then = f"{fallback or 'without it'} from here on"
-                rank_zero_info(f"Weights & Biases does not start ({one_line(str(error))}): {then}")
+                rank_zero_info(
+                    f"Weights & Biases does not start ({one_line(str(error))}): {fallback or 'without it'} from here on"
+                )
             # take a new id, because wandb treats the failed run's id as taken
             self.id = trial() or uuid.uuid4().hex[:8]
             self.mode = "offline"

@@ -115,8 +115,9 @@ def run(arguments: list[str]) -> int:
     counts = _counts(most if machines.node_link else min(most, machines.per_node), machines.per_node)
     table = predict(basis.step, basis.batch, counts, machines, options.scale_batch).assign(threads=basis.threads)
     if most < options.max_devices:
-        caution = f"A batch of {basis.batch} has no images for more than {most} devices"
-        basis.cautions.append(f"{caution}: see `--scale_batch true`.")
+        basis.cautions.append(
+            f"A batch of {basis.batch} has no images for more than {most} devices: see `--scale_batch true`."
+        )
 
     folder = claim_version(Path(options.root, "plan"))
     command = str(CommandLine(["plan", *arguments]))
