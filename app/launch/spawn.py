@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 
-from app.errors import CAUSES, EXIT_CODES, UserError
+from app.errors import CAUSES, EXIT_CODES, RankError, UserError
 from app.launch.failures import callstack, explain, explaining_errors, root_cause, stopped
 from app.launch.process import SPAWNED, end_with_parent, heard, restored_signals, stop_only_once
 from app.launch.rendezvous import host_store
@@ -99,7 +99,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
             return KeyboardInterrupt() if signal_name == "Ctrl-C" else SystemExit(EXIT_CODES[signal_name])
         if failures:
             cause = explain(rank, failure)
-            if not isinstance(cause, UserError):
+            if type(cause) is RankError:  # the stack of a rank that lost another one shows no cause
                 print(users_part(callstack(failure)) or "", end="", file=sys.stderr)
             return cause
         if "pickle" in str(error).lower():
