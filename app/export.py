@@ -67,8 +67,6 @@ def run(arguments: list[str]) -> int:
     classifier = load(find_checkpoint(options.ckpt_path, [], options.run.root, options.run.name), "cpu")
     shape = classifier.image_shape
     file = classifier.folder / {"onnx": "model.onnx", "torch": "model.pt2"}[options.format]
-    if file.exists() and not file.is_file():
-        raise UserError(f"{file} cannot be written, because it is no file: move it away")
     images = torch.randint(256, (64, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     try:
         with warnings.catch_warnings(action="ignore"), torch.no_grad():

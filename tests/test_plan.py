@@ -283,7 +283,7 @@ def planned(spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
     """Return title and advice for a training that scales perfectly to four devices."""
     one = replace(step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.01), buckets=(Bucket(1, 1.0),)), spread=spread)
     table = predict(one, 64, [1, 2, 4], Machines(2, FREE, FREE, shared=True))
-    return heading(table, CONFIG, 64), " ".join(advice(table, scaled=False))
+    return heading(table, CONFIG, 64, ""), " ".join(advice(table, scaled=False))
 
 
 def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:

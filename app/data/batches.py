@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from app.data.shares import GlobalOrder, Shards, first_step, stream
+from app.data.shares import GlobalOrder, Shards, stream
 from app.data.sources import Split, Workers
 from app.data.transforms import DRAW_RANGE, FLIP, Mix, draw_mix
 from app.errors import UserError
@@ -181,7 +181,7 @@ class GlobalBatches(GlobalOrder):
         crop: Callable[[Tensor], Tensor] | None = None,
         augment: Sequence[nn.Module] = (),
         empty: Literal["keep", "stand_in", "skip"] = "keep",
-        position: Callable[[], int] = first_step,
+        position: Callable[[], int] = int,  # evaluation begins at int(), which is 0
     ) -> None:
         super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position)
         self._turns = math.ceil(self._parts / world_size) if one_by_one else 0

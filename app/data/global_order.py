@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from app.data.shares import GlobalOrder, Shards, first_step, next_step, shards_beyond, stream
+from app.data.shares import GlobalOrder, Shards, next_step, shards_beyond, stream
 from app.errors import UserError
 from app.system.random_streams import own_streams
 
@@ -181,7 +181,7 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
         world_size=trainer.world_size,
         virtual_devices=virtual_devices,
         seed=seed,
-        position=next_step(trainer) if train else first_step,
+        position=next_step(trainer) if train else int,
     )
     kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers")
     return GlobalLoader(

@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from app.data.batches import GlobalBatches, Placement, RawBatch
 from app.data.cache import ImageCache
 from app.data.image_files import counted
-from app.data.shares import first_step, next_step, shards_beyond, stream, unequal_shares
+from app.data.shares import next_step, shards_beyond, stream, unequal_shares
 from app.data.sources import Source, Split, SplitName
 from app.data.transforms import Transform
 from app.errors import UserError
@@ -336,7 +336,7 @@ class ImageData(LightningDataModule):
             crop=None if sizes is None else sizes.random_crop() if train else sizes.evaluated,
             augment=self.augment if train else [],
             empty="keep" if accepts_empty else "stand_in" if train else "skip",
-            position=next_step(trainer) if train else first_step,
+            position=next_step(trainer) if train else int,
         )
 
     def train_dataloader(self) -> GlobalBatches:

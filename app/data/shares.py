@@ -68,11 +68,6 @@ def unequal_shares(batch_size: int, world_size: int) -> str:
     )
 
 
-def first_step() -> int:
-    """Return 0, because evaluation begins at its first step."""
-    return 0
-
-
 def next_step(trainer: Any) -> Callable[[], int]:
     """Return a function that returns the epoch's next training step. Unlike a lambda, it can be pickled."""
     return partial(attrgetter("epoch_loop.batch_progress.current.ready"), trainer.fit_loop)

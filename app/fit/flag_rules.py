@@ -19,7 +19,7 @@ from app.data import ImageData
 from app.data.shares import shards_beyond
 from app.errors import nearest
 from app.fit.parser import parameters
-from app.fit.resolved import Resolved, class_of
+from app.fit.resolved import Resolved, class_of, classes_of
 from app.fit.run_options import Run
 from app.launch.rendezvous import Cluster
 from app.networks import refusal
@@ -100,10 +100,8 @@ def _values(s: Resolved) -> Iterator[str]:
     every = s.config.trainer.val_check_interval
     if isinstance(every, int | float) and every <= 0:
         yield f"--trainer.val_check_interval {every}: give more than 0"
-    loggers = s.config.trainer.logger
-    for logger in loggers if isinstance(loggers, list) else [loggers]:
-        if class_of(logger) is TensorBoardLogger and find_spec("tensorboard") is None:
-            yield "--trainer.logger TensorBoardLogger needs a package: pip install tensorboard"
+    if TensorBoardLogger in classes_of(s.config.trainer.logger) and find_spec("tensorboard") is None:
+        yield "--trainer.logger TensorBoardLogger needs a package: pip install tensorboard"
     for flag in ("run.name", "best_checkpoint.filename", "last_checkpoint.filename"):
         path = PurePath(s.config.get(flag) or "")
         if path.is_absolute() or ".." in path.parts:

@@ -27,6 +27,12 @@ def class_of(section: Any) -> type | None:
     return pkgutil.resolve_name(path) if path else None
 
 
+def classes_of(sections: Any) -> list[type]:
+    """Return the classes of one section or of a list of sections."""
+    classes = map(class_of, sections if isinstance(sections, list) else [sections])
+    return [cls for cls in classes if cls is not None]
+
+
 @expects(f"{_AcceleratorConnector.__module__}:_AcceleratorConnector._choose_auto_accelerator")
 @dataclass(frozen=True)
 class Resolved:
@@ -183,8 +189,7 @@ class Resolved:
     @cached_property
     def plugins(self) -> list[type]:
         """Classes of the plugins."""
-        plugins = self.trainer.plugins
-        return [cls for plugin in (plugins if isinstance(plugins, list) else [plugins]) if (cls := class_of(plugin))]
+        return classes_of(self.trainer.plugins)
 
     @property
     def stands_alone(self) -> bool:

@@ -26,7 +26,7 @@ def recommended(table: pd.DataFrame) -> pd.Series:
     return table[table["shared_equally"] & (table["efficiency_low"] > ENOUGH)].nlargest(1, "speed_up_low").iloc[0]
 
 
-def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int, doubts: str = "") -> str:
+def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int, doubts: str) -> str:
     """Return the recommendation in one line; `doubts` may add ` on a busy machine` to `predicted`."""
     model = config["model"]
     row = recommended(table)

@@ -34,7 +34,7 @@ def duration(seconds: float) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """Format names: `cat, dog`; of more than ten, the first ten and the number of the others."""
-    text = printable(", ".join(map(str, names[:10])))
+    text = printable(", ".join(names[:10]))
     return text if len(names) <= 10 else f"{text} and {len(names) - 10:,} more"
 
 
@@ -76,7 +76,7 @@ def taken_cores(others: float | None, hardware: Hardware | None) -> str:
     return f"{others:.1f} of {hardware.cores} cores"
 
 
-def bottleneck(milliseconds: Mapping[str, float], gpu: bool, placement: str | None, taken: str = "") -> tuple[str, str]:
+def bottleneck(milliseconds: Mapping[str, float], gpu: bool, placement: str | None, taken: str) -> tuple[str, str]:
     """Return a step's bottleneck with its share of the step, and a remedy, in Markdown.
 
     If other programs disturbed the CPU that computes, they are the bottleneck: the phases then say little.

@@ -49,8 +49,14 @@ def keep_output() -> None:
             output: Any = _Output(stream.fileno(), "w", closefd=False)
             if not stream.write_through:  # PYTHONUNBUFFERED is not set
                 output = io.BufferedWriter(output)
-            options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, io.TextIOWrapper(output, stream.encoding, "backslashreplace", **options))
+            text = io.TextIOWrapper(
+                output,
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, text)
 
 
 def set_up() -> None:
