@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Literal
+from typing import Literal, get_args
 
 import pandas as pd
 import psutil
@@ -34,7 +34,7 @@ from app.system.machine import GIB, busy, driver, hardware, nccl, usable_cores
 from app.system.terminal import make_console
 
 Level = Literal["green", "yellow", "red"]
-LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
+LEVELS = get_args(Level)
 LONGEST = 300.0  # timeout of a one-step run in seconds; a quiet machine with two cores needs 4 s
 ONE_STEP = (
     *("--data=Synthetic", "--data.images=80", "--data.batch_size=8", "--trainer.max_steps=1"),

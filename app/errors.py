@@ -116,13 +116,13 @@ def out_of_memory(error: BaseException) -> str | None:
 NO_SHARED_MEMORY = (
     "signal: Bus error|out of shared memory|unable to (write to file|mmap|allocate shared memory).*torch_"
 )
-NO_FILES = "Too many open files|items of ancdata"  # the second one is torch's error when workers send files
 
 
 def shortage(error: BaseException) -> str | None:
     """Return a message with a remedy if memory, shared memory or open files ran out; None for other errors."""
     text = str(error)
-    if getattr(error, "errno", None) == errno.EMFILE or re.search(NO_FILES, text):
+    # "ancdata" is in torch's error when workers send files
+    if getattr(error, "errno", None) == errno.EMFILE or re.search("Too many open files|items of ancdata", text):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"too many open files for this shell's limit of {limit}: run `ulimit -n 4096`, then the command again"
     if re.search(NO_SHARED_MEMORY, text, re.DOTALL):

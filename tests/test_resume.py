@@ -179,7 +179,7 @@ def test_checkpoints_inside_accumulation_windows_are_refused(app: App, tmp_path:
     assert "call it where (batch_idx + 1) % 3 is 0, or with weights_only=True" in message
     message = error_of(*app("fit", *IN_WINDOWS, "--trainer.val_check_interval", "0.5"))
     assert "--trainer.val_check_interval 0.5 validates and saves inside the 3 batches" in message
-    assert "such as 6" in message
+    assert "give a whole number, a multiple of 3" in message
     output_of(*app("fit", *IN_WINDOWS, "--run.name", "x", "--trainer.val_check_interval", "6"))
     assert positions(tmp_path / "runs" / "x") <= {6, 12, 15}
     output_of(*app("fit", *IN_WINDOWS, "--run.name", "y", "--trainer.max_steps", "2"))

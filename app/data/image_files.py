@@ -42,14 +42,7 @@ from app.record.words import listed
 REPLACE = "replace unreadable images, or --data.on_bad_image skip"
 # the only formats to open: PIL has riskier ones, such as EPS, for which it starts Ghostscript
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000")
-SUFFIXES = (
-    *IMG_EXTENSIONS,
-    ".avif",
-    ".gif",
-    ".jfif",
-    ".jp2",
-    ".jpe",
-)  # other files are opened to see if they are images
+SUFFIXES = (*IMG_EXTENSIONS, ".avif", ".gif", ".jfif")  # other files are opened to see if they are images
 # dimensions of (C, h, w) to flip for each EXIF orientation; from 5 on, height and width are exchanged first
 FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 

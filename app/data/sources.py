@@ -161,11 +161,11 @@ class Split(Dataset[Tensor]):
     def __init__(
         self, images: Tensor, labels: Tensor, names: Sequence[str] | None = None, mapped: bool = False
     ) -> None:
-        self._images = images
+        self._images: Tensor | None = images
         self.labels = labels
         self.names = names
         self.mapped = mapped
-        self.image_shape = images.shape[1:]
+        self.image_shape: Sequence[int] = images.shape[1:]
 
     def __len__(self) -> int:
         return len(self.labels)

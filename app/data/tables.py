@@ -15,7 +15,7 @@ from app.data.sources import SplitName, split_of
 from app.errors import UserError, one_line
 from app.system.files import open_file
 
-SEPARATORS = (",", ";", "\t", "|")
+SEPARATORS = ",;\t|"
 
 
 def number_classes(

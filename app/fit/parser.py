@@ -82,7 +82,8 @@ _NAMES = (
     "import_object",
     "is_callable_type",
     "is_subclass_spec",
-    "get_parsing_setting",
+    "accepts_any_value",
+    "instantiate_subclass_spec_in_any",
     "ActionTypeHint._check_type",
 )
 

@@ -136,7 +136,7 @@ class WindowLoop(_TrainingEpochLoop):
         """
         super().on_run_start(data_fetcher)
         trainer = self.trainer
-        batches = self.trainer.accumulate_grad_batches
+        batches = trainer.accumulate_grad_batches
         if batches == 1 or not trainer.checkpoint_callbacks:
             return
         every = trainer.val_check_batch
@@ -145,10 +145,10 @@ class WindowLoop(_TrainingEpochLoop):
         counted = 0 if trainer.check_val_every_n_epoch else epoch
         fits = every in (epoch, float("inf")) or (every is not None and every % batches == counted % batches == 0)
         if trainer.enable_validation and not fits:
-            flag = f"--trainer.val_check_interval {trainer.val_check_interval}"
-            problem = f"{flag} validates and saves inside the {batches} batches of an optimizer step"
-            multiple = max(int(every or 0) // batches, 1) * batches
-            raise UserError(f"{problem}: give a multiple of --trainer.accumulate_grad_batches, such as {multiple}")
+            raise UserError(
+                f"--trainer.val_check_interval {trainer.val_check_interval} validates and saves inside the "
+                f"{batches} batches of an optimizer step: give a whole number, a multiple of {batches}"
+            )
         for callback in trainer.checkpoint_callbacks:
             for name in ("on_train_batch_end", "on_exception"):
                 hook = getattr(callback, name)
