@@ -112,12 +112,6 @@ def out_of_memory(error: BaseException) -> str | None:
     )
 
 
-# torch's errors when loader workers find /dev/shm full
-NO_SHARED_MEMORY = (
-    "signal: Bus error|out of shared memory|unable to (write to file|mmap|allocate shared memory).*torch_"
-)
-
-
 def shortage(error: BaseException) -> str | None:
     """Return a message with a remedy if memory, shared memory or open files ran out; None for other errors."""
     text = str(error)
@@ -125,7 +119,12 @@ def shortage(error: BaseException) -> str | None:
     if getattr(error, "errno", None) == errno.EMFILE or re.search("Too many open files|items of ancdata", text):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"too many open files for this shell's limit of {limit}: run `ulimit -n 4096`, then the command again"
-    if re.search(NO_SHARED_MEMORY, text, re.DOTALL):
+    # torch's errors when loader workers find /dev/shm full
+    if re.search(
+        "signal: Bus error|out of shared memory|unable to (write to file|mmap|allocate shared memory).*torch_",
+        text,
+        re.DOTALL,
+    ):
         return "/dev/shm is too small for the loader's workers: give --data.num_workers 0, or enlarge it"
     return out_of_memory(error)
 

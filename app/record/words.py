@@ -23,7 +23,7 @@ BOTTLENECKS = {  # name and remedy of each phase
 def duration(seconds: float) -> str:
     """Format seconds: `20 µs`, `7.39 ms`, `7.4 s`, `4:10`, `1:02:03`."""
     for unit, factor in (("µs", 1e6), ("ms", 1e3)):
-        if factor * seconds < 999.5:
+        if 1 <= factor * seconds < 999.5:
             return f"{factor * seconds:.3g} {unit}"
     if seconds < 10:
         return f"{seconds:.1f} s"
