@@ -3,7 +3,6 @@
 import errno
 import gc
 import gzip
-import io
 import json
 import multiprocessing
 import os
@@ -68,10 +67,7 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
 
     image = image_root / "train" / "dog" / "02.jpg"
     truncated, flags = image.read_bytes()[:200], ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
-    blp = io.BytesIO()
-    Image.new("P", (9, 9)).save(blp, "BLP")
     for broken, reason, *where in (
-        (blp.getvalue()[:4] + b"\xc6" + blp.getvalue()[5:], "Unknown BLP compression 198"),
         (truncated, "Truncated File Read", "--data.num_workers", "2"),
         (truncated, "Truncated File Read", "--data.cache", "off", "--data.num_workers", "0"),
         (truncated, "Truncated File Read", "--data.cache", "off", "--data.placement", "disk"),

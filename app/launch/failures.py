@@ -165,7 +165,7 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
     message = message_of(failure.error_file_data)
     name, _, text = message.partition(": ")
     if name == UserError.__name__:
-        return UserError(f"rank {rank}: {text}" if failure.local_rank else text)
+        return UserError(text)
     kind = {"RankLostError": RankLostError, "RankSilentError": RankSilentError}.get(name)
     if kind:
         return kind(text)
