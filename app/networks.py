@@ -140,7 +140,7 @@ class WhitenedCNN(nn.Module):
         return self.head(features) / 9
 
 
-SIZES = (28, 32, 64, 96, 128, 224, 256, 299, 384, 518)  # usual heights and widths of images
+SIZES = (28, 32, 64, 96, 128, 224, 256, 384, 518)  # usual heights and widths of images
 NETWORKS: dict[str, Any] = {"lenet": LeNet, "resnet18_cifar": resnet18_cifar, "whitened": WhitenedCNN}
 
 

@@ -192,7 +192,8 @@ def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> Non
     assert "1 runs are done already" in compare(path)
     assert (runs / "one" / "version_0" / "run.json").stat().st_mtime == first
     assert {name: row["n"] for name, row in by_name(path).items()} == {"one": 1, "dp": 1}
-    assert compare(path, "--fresh", "--dry_run").count("version_1") == 2
+    compare(path, "--fresh")
+    assert (path.parent / "compare" / "tiny" / "version_1" / "runs").is_dir()
 
 
 @pytest.mark.slow

@@ -25,7 +25,14 @@ TELLING = [
     ("ddp_fork", "test end", "exit0"),
     ("ddp", "test end", "SIGKILL"),
 ]
-ALL = itertools.product(("ddp", "ddp_fork", "ddp_spawn"), STAGES, WAYS)
+MAIN = ("setup", "step", "test end")  # stages at which ranks end in every way
+ALL = [
+    *itertools.product(("ddp_fork",), MAIN, WAYS),
+    *itertools.product(("ddp", "ddp_spawn"), MAIN, ("SIGKILL", "_exit0", "mine", "SIGTERM")),
+    *itertools.product(
+        ("ddp_fork", "ddp_spawn"), [stage for stage in STAGES if stage not in MAIN], ("SIGKILL", "mine")
+    ),
+]
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def launch(
             failures = failed.failures
             early = {rank: failure for rank, failure in early_ends().items() if rank not in failures}
             rank, failure = root_cause(early | failures, rendezvous.world_size)
-            signal_name = stopped(failure.exitcode)
+            signal_name = stopped(failure)
             if signal_name:
                 return end_by(signal_name)
             error = explain(rank, failure)

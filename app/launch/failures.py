@@ -135,29 +135,31 @@ def root_cause(failures: Mapping[int, ProcessFailure], nodes: int = 1) -> tuple[
 
     def order(rank: int) -> tuple[bool, ...]:
         """Return a sort key: causes before their consequences."""
-        code = failures[rank].exitcode
-        message = message_of(failures[rank].error_file_data)
+        failure = failures[rank]
+        message = message_of(failure.error_file_data)
         has_lost = message.startswith(RankLostError.__name__)
-        was_stopped = stopped(code) is not None
+        was_stopped = stopped(failure) is not None
         # on a single node, a signal causes lost connections; elsewhere, the launcher may have sent it after a loss
         # prefer a message that names the lost node to one that says "another rank". The watchdog kills a hung rank by
         # SIGKILL, and other ranks time out. Prefer their timeout, because only its message names the hung rank
-        is_killed = code == -signal.SIGKILL
+        is_killed = failure.exitcode == -signal.SIGKILL
         return was_stopped and nodes > 1, has_lost, has_lost and ANOTHER in message, was_stopped, is_killed
 
     first = next(iter(failures))
     # the launcher stops the other ranks only after the first failure, so another process has stopped the first rank
-    cause = first if stopped(failures[first].exitcode) else min(failures, key=order)
+    cause = first if stopped(failures[first]) else min(failures, key=order)
     return cause, failures[cause]
 
 
-def stopped(exit_code: int) -> str | None:
-    """Return the name of the signal that stopped a process, such as `SIGTERM`, or None.
+def stopped(failure: ProcessFailure) -> str | None:
+    """Return the name of the signal that stopped a rank, such as `SIGTERM`, or None.
 
-    Args:
-        exit_code: The process's exit code; negative if a signal killed it.
+    A rank with an error has failed by itself, even if the launcher has stopped it before its process ended.
     """
-    return CAUSES.get(exit_code - 128 if exit_code > 0 else -exit_code)
+    if message_of(failure.error_file_data):
+        return None
+    code = failure.exitcode  # negative if a signal killed the process
+    return CAUSES.get(code - 128 if code > 0 else -code)
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
@@ -172,11 +174,14 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
     if name == RankError.__name__:
         return RankError(f"rank {rank}: {text}")
     code = failure.exitcode
-    reason = f": {message.splitlines()[0]}" if message else ""
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    if code == 0:
+    how = f"failed with exit code {max(code, 1)}"
+    if message:
+        how += f": {message.splitlines()[0]}"
+    elif code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+    elif code == 0:
         how = "ended with exit code 0 before the end of the run"
-    return RankError(f"rank {rank} (process {failure.pid}) {how}{reason}", 2 if code == 2 else 1)
+    return RankError(f"rank {rank} (process {failure.pid}) {how}", 2 if code == 2 else 1)
 
 
 def message_of(error_file: Mapping[str, Any]) -> str:

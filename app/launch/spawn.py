@@ -94,7 +94,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         signal_name = CAUSES.get(self.stopped_by)
         if failures:
             rank, failure = root_cause(failures)
-            signal_name = signal_name or stopped(failure.exitcode)
+            signal_name = signal_name or stopped(failure)
         if signal_name:
             return KeyboardInterrupt() if signal_name == "Ctrl-C" else SystemExit(EXIT_CODES[signal_name])
         if failures:

@@ -75,7 +75,7 @@ class TestFigures(Callback):
 
     __test__ = False  # because pytest collects classes named Test…
 
-    def __init__(self, track: bool) -> None:
+    def __init__(self, track: bool = False) -> None:
         self.track = track
         self._worst: list[tuple[float, int, int, int]] = []  # confidence, index, predicted, label
 
