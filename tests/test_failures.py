@@ -26,12 +26,11 @@ TELLING = [
     ("ddp", "test end", "SIGKILL"),
 ]
 MAIN = ("setup", "step", "test end")  # stages at which ranks end in every way
+OTHERS = [stage for stage in STAGES if stage not in MAIN]
 ALL = [
     *itertools.product(("ddp_fork",), MAIN, WAYS),
     *itertools.product(("ddp", "ddp_spawn"), MAIN, ("SIGKILL", "_exit0", "mine", "SIGTERM")),
-    *itertools.product(
-        ("ddp_fork", "ddp_spawn"), [stage for stage in STAGES if stage not in MAIN], ("SIGKILL", "mine")
-    ),
+    *itertools.product(("ddp_fork", "ddp_spawn"), OTHERS, ("SIGKILL", "mine")),
 ]
 
 
