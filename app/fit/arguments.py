@@ -211,7 +211,7 @@ def subclasses(cls: type) -> list[type]:
 
 @expects("jsonargparse:_loaders_dumpers.get_yaml_default_loader")
 class Loader(yaml.SafeLoader):
-    """YAML loader that rejects repeated keys, of which SafeLoader would use the last, and texts that would fill memory.
+    """YAML loader that rejects repeated keys and texts that would fill memory.
 
     Numbers and dates are read as jsonargparse's loader reads them.
     """

@@ -130,7 +130,9 @@ def end_undisturbed() -> None:
 
 def _handle(interrupt: Any, terminate: Any) -> None:
     """Set the signal handlers in a rank that an agent started; an ignored signal stays ignored."""
-    for number in heard(CAUSES) if is_worker() else ():
+    if not is_worker():
+        return
+    for number in heard(CAUSES):
         signal.signal(number, interrupt if number == signal.SIGINT else terminate)
 
 
