@@ -122,8 +122,7 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
 def _execution(s: Resolved) -> Iterator[str]:
     """Reject execution settings that do not work with the strategy, the model, or each other."""
     network = s.given("model.network")
-    reason = refusal(network) if isinstance(network, str) else None
-    if reason:
+    if isinstance(network, str) and (reason := refusal(network)):
         yield f"--model.network {network}: {reason}"
     remedy = f"does not work with --trainer.strategy {s.name}, which copies or splits models: use ddp, or leave it out"
     if s.model is not None and s.given("model.channels_last") is True and not s.model.convolutional:
