@@ -18,9 +18,9 @@ commands:
   python -m app COMMAND --help                           all flags of a command
   python -m app fit --print_config                       all settings and their defaults
 
---verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE allows a config to use the classes of MODULE,
-whose code then runs. This application, torch, torchvision, lightning, torchmetrics and the current folder are trusted
-already.
+--verbose (or APP_DEBUG=1) shows the traceback of an error. --trust MODULE allows a config to use
+the classes of MODULE, whose code then runs. This application, torch, torchvision, lightning,
+torchmetrics and the current folder are trusted already.
 """
 
 import argparse
@@ -39,14 +39,36 @@ from app.system.program import set_up
 from app.system.tracebacks import users_part
 from app.system.trust import TRUST, chosen_modules
 
-# `--help` prints this module's docstring. Heavy imports stay inside functions, so that the help appears at once.
+# `--help` prints this module's docstring. Heavy imports stay inside functions, so that the help
+# appears at once.
 
-SYNONYMS = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict", "benchmark": "compare"}
-MODULES = {  # modules of the commands other than fit, validate, test and predict
-    **{name: f"app.{name}.command" for name in ("compare", "verify", "plan")},
-    **{name: f"app.{name}" for name in ("doctor", "export", "replay")},
+SYNONYMS = {
+    "train": "fit",
+    "eval": "validate",
+    "evaluate": "validate",
+    "infer": "predict",
+    "benchmark": "compare",
 }
-COMMANDS = ("fit", "validate", "test", "predict", "export", "compare", "verify", "replay", "plan", "doctor")
+MODULES = {  # modules of the commands other than fit, validate, test and predict
+    "compare": "app.lab.compare.command",
+    "doctor": "app.lab.doctor",
+    "export": "app.use.export",
+    "plan": "app.lab.plan.command",
+    "replay": "app.lab.replay",
+    "verify": "app.lab.verify.command",
+}
+COMMANDS = (
+    "fit",
+    "validate",
+    "test",
+    "predict",
+    "export",
+    "compare",
+    "verify",
+    "replay",
+    "plan",
+    "doctor",
+)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -56,18 +78,21 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The arguments; by default those of the process.
 
     Returns:
-        Exit code: 0 for success, 1 for a failure, 2 for a user's error, 130 for Ctrl-C, 143 for SIGTERM,
-        129 for SIGHUP.
+        Exit code: 0 for success, 1 for a failure, 2 for a user's error, 130 for Ctrl-C, 143 for
+        SIGTERM, 129 for SIGHUP.
     """
     set_up()
     argv = list(sys.argv[1:] if args is None else args)
     if "--verbose" in argv:
         argv.remove("--verbose")
         os.environ["APP_DEBUG"] = "1"  # the ranks inherit it
-    if "APP_DEBUG" not in os.environ:  # hide c10d's warnings; torch reads the level when it is imported
+    if (
+        "APP_DEBUG" not in os.environ
+    ):  # hide c10d's warnings; torch reads the level when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Let OpenMP's idle threads sleep after 0.15 ms instead of 20. On a machine that other programs keep busy, they
-    # spend that time on a core that the awaited thread needs. libgomp reads the number when torch is imported.
+    # Let OpenMP's idle threads sleep after 0.15 ms instead of 20. On a machine that other programs
+    # keep busy, they spend that time on a core that the awaited thread needs. libgomp reads the
+    # number when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
@@ -90,7 +115,11 @@ def main(args: Sequence[str] | None = None) -> int:
         excerpt = users_part(text)
         if not excerpt:
             if isinstance(error, OSError) and error.filename:
-                return _say(UserError(f"{error.filename} cannot be used ({error.strerror}): give another path"))
+                return _say(
+                    UserError(
+                        f"{error.filename} cannot be used ({error.strerror}): give another path"
+                    )
+                )
             raise
         print(text if "APP_DEBUG" in os.environ else excerpt, end="", file=sys.stderr)
         return 1
@@ -131,11 +160,14 @@ def _route(argv: list[str]) -> int:
     is_first = "torch" not in sys.modules
     print("loading torch and Lightning …" * in_terminal, end="", file=sys.stderr, flush=True)
     if is_first:
-        gc.disable()  # because imports leave no garbage, and collections would take a sixth of the import time
+        # because imports leave no garbage, and collections would take a sixth of the import time
+        gc.disable()
     own_module = MODULES.get(argv[0])
-    module = importlib.import_module(own_module or "app.fit.command")
+    module = importlib.import_module(own_module or "app.command.run")
     if is_first:
-        if "triton" not in sys.modules:  # because triton's nanobind would report frozen objects as leaks at exit
+        if (
+            "triton" not in sys.modules
+        ):  # because triton's nanobind would report frozen objects as leaks at exit
             gc.freeze()
         gc.enable()
     print("\r\033[K" * in_terminal, end="", file=sys.stderr, flush=True)

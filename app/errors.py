@@ -8,8 +8,13 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# signals that stop a run, and their names for the user; the kernel sends SIGHUP when the terminal closes
-CAUSES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+# signals that stop a run, and their names for the user; the kernel sends SIGHUP when the terminal
+# closes
+CAUSES: dict[int, str] = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP",
+}
 EXIT_CODES = {name: 128 + number for number, name in CAUSES.items()}
 
 
@@ -17,11 +22,14 @@ class UserError(Exception):
     """Error that the user can correct. Exit code 2.
 
     Args:
-        message: Problem, place and remedy. Line breaks become spaces; a word of more than 300 characters is cut.
+        message: Problem, place and remedy. Line breaks become spaces; a word of more than 300
+            characters is cut.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(re.sub(r"(\S{200})\S{100,}", r"\1…", re.sub(r"\s*[\r\n]+\s*", " ", message)))
+        super().__init__(
+            re.sub(r"(\S{200})\S{100,}", r"\1…", re.sub(r"\s*[\r\n]+\s*", " ", message))
+        )
 
 
 class RankError(Exception):
@@ -68,7 +76,9 @@ class ExitStatus:
     def of(cls, error: BaseException) -> "ExitStatus":
         """Return the status of a run that an exception ended."""
         if isinstance(error, SystemExit):
-            if isinstance(error.__context__, KeyboardInterrupt):  # Lightning exits with 1 after Ctrl-C
+            if isinstance(
+                error.__context__, KeyboardInterrupt
+            ):  # Lightning exits with 1 after Ctrl-C
                 return cls.stopped_by("Ctrl-C")
             if error.code in EXIT_CODES.values():
                 return cls.stopped_by(CAUSES[error.code - 128])  # type: ignore[operator]
@@ -84,7 +94,8 @@ class ExitStatus:
         return cls(1, "failed", f"{type(error).__name__}: {one_line(str(error))}")
 
 
-SMALLER = "--data.batch_size"  # prefix of the note that proposes a batch size after an out-of-memory error
+# prefix of the note that proposes a batch size after an out-of-memory error
+SMALLER = "--data.batch_size"
 # torch's out-of-memory messages, for an accelerator and for the host
 NO_MEMORY = (
     r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
@@ -105,7 +116,11 @@ def out_of_memory(error: BaseException) -> str | None:
     notes = getattr(error, "__notes__", [])
     smaller = f"a lower {SMALLER} with a higher --trainer.accumulate_grad_batches"
     proposal = next((note for note in notes if note.startswith(SMALLER)), smaller)
-    other = "--trainer.precision bf16-mixed, --data.placement memory" if "device" in known else "--data.placement disk"
+    other = (
+        "--trainer.precision bf16-mixed, --data.placement memory"
+        if "device" in known
+        else "--data.placement disk"
+    )
     return (
         f"out of memory on the {known.get('device', 'host')}{size}{free}: give {proposal}, for the "
         f"same training step, or {other}, or more devices"
@@ -116,7 +131,9 @@ def shortage(error: BaseException) -> str | None:
     """Return a message with a remedy if memory, shared memory or open files ran out; None for other errors."""
     text = str(error)
     # "ancdata" is in torch's error when workers send files
-    if getattr(error, "errno", None) == errno.EMFILE or re.search("Too many open files|items of ancdata", text):
+    if getattr(error, "errno", None) == errno.EMFILE or re.search(
+        "Too many open files|items of ancdata", text
+    ):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"too many open files for this shell's limit of {limit}: run `ulimit -n 4096`, then the command again"
     # torch's errors when loader workers find /dev/shm full
@@ -132,15 +149,19 @@ def shortage(error: BaseException) -> str | None:
 SYNONYMS = {  # flag names of other programs
     **dict.fromkeys(("gpu", "gpus", "num_gpus", "nproc_per_node"), "--trainer.devices"),
     **dict.fromkeys(("amp", "bf16", "fp16"), "--trainer.precision"),
-    **{"learning_rate": "--model.optimizer.lr", "output_dir": "--run.root", "resume": "--ckpt_path"},
+    **{
+        "learning_rate": "--model.optimizer.lr",
+        "output_dir": "--run.root",
+        "resume": "--ckpt_path",
+    },
 }
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `: did you mean …?` with the nearest known names, or an empty string.
 
-    Flags are compared by their last part, ignoring case: `--lr` is near `--model.optimizer.lr`. Flags of the same
-    section rank higher.
+    Flags are compared by their last part, ignoring case: `--lr` is near `--model.optimizer.lr`.
+    Flags of the same section rank higher.
     """
     if name.startswith("--"):
         name = SYNONYMS.get(name.rpartition(".")[2].lstrip("-"), name)
@@ -162,7 +183,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def printable(text: str) -> str:
     """Replace characters that would control the terminal, such as ESC, by their escape sequence in Python."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def one_line(text: str) -> str:

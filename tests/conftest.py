@@ -17,7 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
         set_up()
         config.pluginmanager.import_plugin("shared_fixtures")
         category = "lightning.pytorch.utilities.warnings.PossibleUserWarning"
-        # not in pyproject.toml, because xdist's main process would then import Lightning, which takes seconds
+        # not in pyproject.toml, because xdist's main process would then import Lightning, which
+        # takes seconds
         config.addinivalue_line("filterwarnings", f"ignore::{category}")
 
 

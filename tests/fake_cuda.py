@@ -24,17 +24,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from app.command.checkpoint_file import CheckpointFiles
 from app.data import batches
 from app.data.module import ImageData
-from app.fit.checkpoint_file import CheckpointFiles
-from app.loop import shards
-from app.loop.straight_step import Step
+from app.modules.sums import log_window
 from app.monitor.step_clock import StepClock
-from app.training_sums import log_window
+from app.training import virtual_devices
+from app.training.step import Step
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 aten = torch.ops.aten
-SIZES: dict[Any, Callable[..., list[int]]] = {  # fake output sizes of operations whose output size depends on values
+SIZES: dict[
+    Any, Callable[..., list[int]]
+] = {  # fake output sizes of operations whose output size depends on values
     aten.bincount.default: lambda values, weights=None, minlength=0: [minlength],
     aten.nonzero.default: lambda values: [0, values.ndim],
 }
@@ -44,7 +46,8 @@ class Stream:
     """Queue of a device's operations; also the host's operations.
 
     Attributes:
-        done: For each stream, the number of its operations that end before this stream's next operation begins.
+        done: For each stream, the number of its operations that end before this stream's next
+            operation begins.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -59,7 +62,8 @@ class Memory:
     """Memory of a tensor and its views.
 
     Attributes:
-        owner: Stream that allocated the memory. Its next operations may reuse the memory once the tensor is freed.
+        owner: Stream that allocated the memory. Its next operations may reuse the memory once the
+            tensor is freed.
         writes: Number of each stream's last write.
         uses: Number of each stream's last read or write.
         kept_for: Streams that `record_stream` has named.
@@ -74,8 +78,8 @@ class Memory:
 class Streams:
     """Check of the order of operations on different streams.
 
-    A stream must wait for other streams before it reads what they write, or writes what they use. A tensor that another
-    stream still uses may be freed only after `record_stream`.
+    A stream must wait for other streams before it reads what they write, or writes what they use. A
+    tensor that another stream still uses may be freed only after `record_stream`.
 
     Attributes:
         host: The host, which uses pinned memory while a stream copies it.
@@ -107,7 +111,9 @@ class Streams:
                     continue
                 memory = self.memory(tensor, stream)
                 before = memory.uses if is_write else memory.writes
-                assert before <= stream.done, "a stream uses a tensor without waiting for another stream"
+                assert before <= stream.done, (
+                    "a stream uses a tensor without waiting for another stream"
+                )
                 memory.uses[stream] = stream.done[stream]
                 if is_write:
                     memory.writes[stream] = stream.done[stream]
@@ -116,9 +122,17 @@ class Streams:
         for storage, memory in list(self._memory.items()):
             if storage.expired():
                 del self._memory[storage]
-                pending = {stream for stream in memory.uses if memory.uses[stream] > memory.owner.done[stream]}
-                is_kept = memory.owner is self.host  # torch keeps pinned memory until its copies have ended
-                assert is_kept or pending <= memory.kept_for, "a tensor is freed while another stream uses it"
+                pending = {
+                    stream
+                    for stream in memory.uses
+                    if memory.uses[stream] > memory.owner.done[stream]
+                }
+                is_kept = (
+                    memory.owner is self.host
+                )  # torch keeps pinned memory until its copies have ended
+                assert is_kept or pending <= memory.kept_for, (
+                    "a tensor is freed while another stream uses it"
+                )
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
         """Replacement for `Tensor.record_stream`."""
@@ -158,12 +172,12 @@ class FakeCUDA:
     """Record of the operations that make the host wait for the device.
 
     Attributes:
-        notes: Number of operations that make the host wait. Each key has three parts: the place in the training,
-            `file:line`, and the kind of operation.
+        notes: Number of operations that make the host wait. Each key has three parts: the place in
+            the training, `file:line`, and the kind of operation.
         counts: Number of steps in each place.
         streams: The streams.
-        place: Current place: `step`, `window` (the last step of a logging window), `profiled` (a step that the step
-            clock times), `between` (after a step), or `set-up`.
+        place: Current place: `step`, `window` (the last step of a logging window), `profiled` (a
+            step that the step clock times), `between` (after a step), or `set-up`.
     """
 
     def __init__(self) -> None:
@@ -175,13 +189,23 @@ class FakeCUDA:
     def note(self, kind: str) -> None:
         """Count an operation that makes the host wait, under the line of code that started it."""
         self.streams.host.wait_stream(self.streams.current)
-        frames = [f for f in traceback.extract_stack() if "/app/" in f.filename or "/lightning/" in f.filename]
+        frames = [
+            f
+            for f in traceback.extract_stack()
+            if "/app/" in f.filename or "/lightning/" in f.filename
+        ]
         relevant = [f for f in frames if "site-packages" not in f.filename] or frames
-        self.notes[self.place, f"{Path(relevant[-1].filename).name}:{relevant[-1].lineno}", kind] += 1
+        self.notes[
+            self.place, f"{Path(relevant[-1].filename).name}:{relevant[-1].lineno}", kind
+        ] += 1
 
     def at(self, place: str) -> dict[tuple[str, str], int]:
         """Return the counts of one place in the training, by line and kind."""
-        return {(line, kind): count for (where, line, kind), count in sorted(self.notes.items()) if where == place}
+        return {
+            (line, kind): count
+            for (where, line, kind), count in sorted(self.notes.items())
+            if where == place
+        }
 
 
 def is_on_cuda(value: Any) -> bool:
@@ -202,11 +226,13 @@ class Event:
 def fake_device(args: Any) -> torch.device:
     """Return the device that `prim::device` reports to autograd's engine: `meta` for a tensor on the fake GPU.
 
-    On `meta`, the engine runs the backward pass in this thread, and needs no driver for contexts and streams. Python
-    code does not see `meta`, because it reads `FakeTensor.device`.
+    On `meta`, the engine runs the backward pass in this thread, and needs no driver for contexts
+    and streams. Python code does not see `meta`, because it reads `FakeTensor.device`.
     """
     (tensor,) = args
-    return META if tensor.fake_mode.in_kernel_invocation or is_on_cuda(tensor) else tensor.fake_device
+    return (
+        META if tensor.fake_mode.in_kernel_invocation or is_on_cuda(tensor) else tensor.fake_device
+    )
 
 
 def known(tensor: Tensor) -> Tensor | None:
@@ -217,10 +243,13 @@ def known(tensor: Tensor) -> Tensor | None:
 def answer(tensor: Tensor) -> Tensor:
     """Return the values that a read of a tensor yields: its real values, if they are known.
 
-    Unknown values read as True for booleans, 0 for other tensors on the device, and 1 for other tensors on the host.
+    Unknown values read as True for booleans, 0 for other tensors on the device, and 1 for other
+    tensors on the host.
     """
     with unset_fake_temporarily():
-        made = torch.full(tensor.shape, tensor.dtype is torch.bool or not is_on_cuda(tensor), dtype=tensor.dtype)
+        made = torch.full(
+            tensor.shape, tensor.dtype is torch.bool or not is_on_cuda(tensor), dtype=tensor.dtype
+        )
         return made if (value := known(tensor)) is None else value
 
 
@@ -258,15 +287,31 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         if func is aten._pin_memory.default:
             func, pins = aten.clone.default, True
         blocks = False
-        source = args[1] if func is aten.copy_.default else args[0] if func is aten._to_copy.default else None
+        source = (
+            args[1]
+            if func is aten.copy_.default
+            else args[0]
+            if func is aten._to_copy.default
+            else None
+        )
         if isinstance(source, Tensor) and source.numel():
             target = (
-                args[0].device.type if func is aten.copy_.default else torch.device(kwargs.get("device") or "cpu").type
+                args[0].device.type
+                if func is aten.copy_.default
+                else torch.device(kwargs.get("device") or "cpu").type
             )
             at_once = not (kwargs.get("non_blocking") or args[2:])
-            if is_on_cuda(source) and target == "cpu" and (func is aten.copy_.default or kwargs.get("device")):
+            if (
+                is_on_cuda(source)
+                and target == "cpu"
+                and (func is aten.copy_.default or kwargs.get("device"))
+            ):
                 fake.note("copy to the host")
-            elif not is_on_cuda(source) and target == "cuda" and (at_once or not getattr(source, "pinned", False)):
+            elif (
+                not is_on_cuda(source)
+                and target == "cuda"
+                and (at_once or not getattr(source, "pinned", False))
+            ):
                 fake.note("blocking copy to the device" if at_once else "copy of pageable memory")
                 blocks = at_once
         value = known(args[0]) if func in (aten._to_copy.default, aten.lift_fresh.default) else None
@@ -284,10 +329,16 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         if not func.is_view:
             names = [argument.name for argument in func._schema.arguments]
             values = dict(zip(names, args, strict=False)) | kwargs
-            changed = [values.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+            changed = [
+                values.get(a.name)
+                for a in func._schema.arguments
+                if a.alias_info and a.alias_info.is_write
+            ]
             runs_on_cuda = on_cuda or any(map(is_on_cuda, tree_leaves(result)))
             fake.streams.use(
-                fake.streams.current if runs_on_cuda else fake.streams.host, read=values, written=(changed, result)
+                fake.streams.current if runs_on_cuda else fake.streams.host,
+                read=values,
+                written=(changed, result),
             )
         if blocks:
             fake.streams.host.wait_stream(fake.streams.current)
@@ -306,7 +357,9 @@ def outside(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def convert(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
+def convert(
+    module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> torch.nn.Module:
     """Replacement for `Module._apply`, because the original fails to swap fake parameters."""
     for child in module.children():
         child._apply(function)
@@ -314,7 +367,9 @@ def convert(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recur
         for name, value in kept.items():
             if value is not None:
                 moved = function(value.detach())
-                kept[name] = Parameter(moved, value.requires_grad) if isinstance(value, Parameter) else moved
+                kept[name] = (
+                    Parameter(moved, value.requires_grad) if isinstance(value, Parameter) else moved
+                )
     return module
 
 
@@ -324,16 +379,31 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     if not torch.backends.cuda.is_built():
         pytest.skip("needs torch's CUDA build, such as the default wheel for Linux")
     fake, patch = FakeCUDA(), monkeypatch.setattr
-    torch._C._ensureCUDADeviceGuardSet()  # if there is no GPU, install a device guard that does nothing
+    # if there is no GPU, install a device guard that does nothing
+    torch._C._ensureCUDADeviceGuardSet()
     library = torch.library.Library("aten", "IMPL", "Meta")
     library.impl("_fused_sgd_", lambda *_, **__: None)
-    monkeypatch.setitem(fake_tensor._DISPATCH_META_HANDLERS, torch.ops.prim.device.default, fake_device)
+    monkeypatch.setitem(
+        fake_tensor._DISPATCH_META_HANDLERS, torch.ops.prim.device.default, fake_device
+    )
     patch(FakeTensorMode, "avoid_device_init", True)
     patch(fake_tensor, "init_gpu_context", lambda device: None)
-    patch(FakeTensorMode, "__torch_dispatch__", dispatching(FakeTensorMode.__torch_dispatch__, fake, True))
-    patch(FakeTensor, "__torch_dispatch__", dispatching(FakeTensor.__torch_dispatch__.__func__, fake, False))
+    patch(
+        FakeTensorMode,
+        "__torch_dispatch__",
+        dispatching(FakeTensorMode.__torch_dispatch__, fake, True),
+    )
+    patch(
+        FakeTensor,
+        "__torch_dispatch__",
+        dispatching(FakeTensor.__torch_dispatch__.__func__, fake, False),
+    )
     patch(Tensor, "__deepcopy__", lambda tensor, memo: tensor.detach().clone())
-    patch(Parameter, "__deepcopy__", lambda tensor, memo: Parameter(tensor.detach().clone(), tensor.requires_grad))
+    patch(
+        Parameter,
+        "__deepcopy__",
+        lambda tensor, memo: Parameter(tensor.detach().clone(), tensor.requires_grad),
+    )
 
     plain_list = outside(Tensor.tolist)
 
@@ -369,7 +439,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     patch(torch.cuda, "current_stream", lambda *_: fake.streams.current)
     patch(torch.cuda, "stream", fake.streams.using)
     patch(Tensor, "record_stream", lambda *arguments: fake.streams.record(*arguments))
-    for module in (torch.futures, shards):
+    for module in (torch.futures, virtual_devices):
         patch(module, "Future", partial(Future, fake.streams))
     patch(distributed, "batch_isend_irecv", fake.streams.exchange)
 
@@ -380,7 +450,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
             return train(*args, **kwargs)
 
     def noting(step: Step, fetcher: Any) -> None:
-        clock = next(callback for callback in step.trainer.callbacks if isinstance(callback, StepClock))
+        clock = next(
+            callback for callback in step.trainer.callbacks if isinstance(callback, StepClock)
+        )
         ends = (step.trainer.global_step + 1) % log_window(step.trainer) == 0
         fake.place = "profiled" if clock.timing else "window" if ends else "step"
         fake.counts[fake.place] += 1
@@ -395,11 +467,15 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     patch(ImageData, "_load_training", outside(ImageData._load_training))
     save = outside(CheckpointFiles.save_checkpoint)
 
-    def save_checkpoint(files: CheckpointFiles, checkpoint: Any, *args: Any, **options: Any) -> None:
+    def save_checkpoint(
+        files: CheckpointFiles, checkpoint: Any, *args: Any, **options: Any
+    ) -> None:
         save(files, tree_map_only(FakeTensor, answer, checkpoint), *args, **options)
 
     patch(CheckpointFiles, "save_checkpoint", save_checkpoint)
     patch(CheckpointFiles, "load_checkpoint", outside(CheckpointFiles.load_checkpoint))
-    patch(batches, "one_ahead", iter)  # prepare batches in this thread, because another one has no FakeTensorMode
+    patch(
+        batches, "one_ahead", iter
+    )  # prepare batches in this thread, because another one has no FakeTensorMode
     yield fake
     library._destroy()

@@ -9,12 +9,21 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
 from torchmetrics.classification import MulticlassAccuracy
 
 from app.modules import CIFARCNN
 
-# the last training batch and the last validation batch have 5 samples, which two ranks cannot share equally
+# the last training batch and the last validation batch have 5 samples, which two ranks cannot share
+# equally
 BATCH, COUNT, VALIDATED = 8, 61, 21
 
 
@@ -57,7 +66,11 @@ class Shares(Sampler[list[int]]):
 
     def order(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.data.trainer.current_epoch)
-        return torch.randperm(self.count, generator=generator) if self.shuffle else torch.arange(self.count)
+        return (
+            torch.randperm(self.count, generator=generator)
+            if self.shuffle
+            else torch.arange(self.count)
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         trainer = self.data.trainer
@@ -85,7 +98,8 @@ class Data(LightningDataModule):
         return DataLoader(self.dataset, batch_sampler=Shares(self, VALIDATED, False))
 
 
-# -- samples --------------------------------------------------------------------------------------------------------
+# -- samples
+# --------------------------------------------------------------------------------------------------------
 
 
 class Stock(Data):
@@ -102,7 +116,9 @@ class OwnBatches(Stock):
     """Data whose batch size is set in a batch sampler. Under ddp, Lightning ignores this size."""
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.dataset, batch_sampler=BatchSampler(RandomSampler(self.dataset), BATCH, False))
+        return DataLoader(
+            self.dataset, batch_sampler=BatchSampler(RandomSampler(self.dataset), BATCH, False)
+        )
 
 
 class Halved(Stock):
@@ -163,7 +179,9 @@ class SplitByChance(Data):
 
     def setup(self, stage: str) -> None:
         chance = torch.Generator().manual_seed(os.getpid())
-        self.train, self.val = torch.utils.data.random_split(self.dataset, [COUNT - VALIDATED, VALIDATED], chance)
+        self.train, self.val = torch.utils.data.random_split(
+            self.dataset, [COUNT - VALIDATED, VALIDATED], chance
+        )
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.train, batch_sampler=self.sampler(self, COUNT - VALIDATED, True))
@@ -180,7 +198,8 @@ class Noisy(Data):
         return (x + 0.1 * torch.randn(x.shape) if self.trainer.training else x), y
 
 
-# -- evaluation -----------------------------------------------------------------------------------------------------
+# -- evaluation
+# -----------------------------------------------------------------------------------------------------
 
 
 class DropsLast(Data):
@@ -204,7 +223,8 @@ class MeanOfMeans(LogsItsOwn):
         self.log("val_loss", cross_entropy(self(batch[0]), batch[1]), batch_size=1, sync_dist=True)
 
 
-# -- learning rate --------------------------------------------------------------------------------------------------
+# -- learning rate
+# --------------------------------------------------------------------------------------------------
 
 
 class ScaledRate(Model):
@@ -221,7 +241,9 @@ class ByEpoch(Model):
 class ByEstimate(Model):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        schedule = OneCycleLR(optimizer, 0.2, total_steps=int(self.trainer.estimated_stepping_batches))
+        schedule = OneCycleLR(
+            optimizer, 0.2, total_steps=int(self.trainer.estimated_stepping_batches)
+        )
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
@@ -246,7 +268,8 @@ class LosesItsSchedule(Model):
             group["lr"] = 0.1 * 0.9**self.mine
 
 
-# -- network --------------------------------------------------------------------------------------------------------
+# -- network
+# --------------------------------------------------------------------------------------------------------
 
 
 class Normalised(Model):
@@ -258,7 +281,8 @@ class Normalised(Model):
 class Dropping(Model):
     def __init__(self) -> None:
         super().__init__()
-        # drop twice, because dp's threads would draw the whole batch's numbers if one drew after the other
+        # drop twice, because dp's threads would draw the whole batch's numbers if one drew after
+        # the other
         dropout = nn.Dropout(0.5)
         self.net = nn.Sequential(nn.Flatten(), dropout, nn.Linear(12, 8), dropout, nn.Linear(8, 2))
 
@@ -316,7 +340,9 @@ class Weighted(PlainMean):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         weights = batch[0][:, 0, 0, 0].exp()
-        return (cross_entropy(self(batch[0]), batch[1], reduction="none") * weights).sum() / weights.sum()
+        return (
+            cross_entropy(self(batch[0]), batch[1], reduction="none") * weights
+        ).sum() / weights.sum()
 
 
 class Average(Callback):

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # PYTHONPATH, for the tests' own models and data
+PATHS = os.pathsep.join(
+    [str(ROOT), str(ROOT / "tests")]
+)  # PYTHONPATH, for the tests' own models and data
 ADDRESS = "APP_TEST_SERVER"  # environment variable with the path of the server's socket
 
 
@@ -64,13 +66,13 @@ def prepare() -> None:
     from app.system.program import set_up
 
     set_up()
-    for name in ("compare.command", "plan.command", "doctor", "monitor.report"):
+    for name in ("lab.compare.command", "lab.plan.command", "lab.doctor", "monitor.report"):
         importlib.import_module(f"app.{name}")
     for name in ("agg", "svg"):
         importlib.import_module(f"matplotlib.backends.backend_{name}")
     from harness import remember_signatures
 
-    from app.fit.configuration import resolve
+    from app.command.configuration import resolve
 
     remember_signatures()
     resolve(["fit", "--data", "Synthetic"])

@@ -35,17 +35,21 @@ from jsonargparse._util import get_import_path, resolved_import_paths
 from lightning.pytorch import Trainer
 from PIL import Image
 
-from app.fit.run_options import Run
+from app.command.run_options import Run
 from app.launch.process import STARTER
 
-App = Callable[..., tuple[int, str]]  # type of the fixture `app`, which returns exit code and output
+App = Callable[
+    ..., tuple[int, str]
+]  # type of the fixture `app`, which returns exit code and output
 Signal = tuple[int, float] | None  # number of a signal, and the seconds after which it is sent
 Environment = Mapping[str, str | None]  # None removes the variable
 
 
 def on_gpu(test: Any) -> Any:
     """Mark a test that needs a GPU."""
-    return pytest.mark.gpu(pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")(test))
+    return pytest.mark.gpu(
+        pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")(test)
+    )
 
 
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
@@ -60,11 +64,16 @@ def options(**settings: object) -> list[str]:
     words = []
     for name, value in settings.items():
         section = "trainer" if name in TRAINER else "run" if name in RUN else "data"
-        words += [f"--{section}.{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+        words += [
+            f"--{section}.{name}",
+            str(value).lower() if isinstance(value, bool) else str(value),
+        ]
     return words
 
 
-def tiny(images: int = 64, batch_size: int = 16, model: str | None = None, **settings: object) -> list[str]:
+def tiny(
+    images: int = 64, batch_size: int = 16, model: str | None = None, **settings: object
+) -> list[str]:
     """Return flags of `fit` for a few synthetic images, without bar and model summary.
 
     Further settings become flags as in `options`.
@@ -76,8 +85,24 @@ def tiny(images: int = 64, batch_size: int = 16, model: str | None = None, **set
 # flags for every feature of a training recipe at once
 RECIPE = [
     *(*options(mixup=0.3, cutmix=1), "--data.balance", "true"),
-    *("--model.optimizer.lr", "0.02", "--model.optimizer.weight_decay", "0.01", "--model.no_decay", "norm,bias"),
-    *("--model.schedule", "cosine", "--model.warmup", "1ep", "--model.label_smoothing", "0.1", "--model.ema", "0.9"),
+    *(
+        "--model.optimizer.lr",
+        "0.02",
+        "--model.optimizer.weight_decay",
+        "0.01",
+        "--model.no_decay",
+        "norm,bias",
+    ),
+    *(
+        "--model.schedule",
+        "cosine",
+        "--model.warmup",
+        "1ep",
+        "--model.label_smoothing",
+        "0.1",
+        "--model.ema",
+        "0.9",
+    ),
     *("--model.head_lr", "3", "--model.class_weights", "balanced", "--model.freeze", "1"),
 ]
 
@@ -97,7 +122,10 @@ def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
     """Run a command twice at the same time, as two nodes on this machine, and return the results of both."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ThreadPoolExecutor(2) as pool:
-        nodes = [pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)}) for node in (0, 1)]
+        nodes = [
+            pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)})
+            for node in (0, 1)
+        ]
         return [node.result() for node in nodes]
 
 
@@ -192,17 +220,27 @@ def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
 
 def remember_signatures() -> None:
     """Patch jsonargparse to read a class's signature and documentation once per process, not once per command."""
-    path, signature, documentation = map(cache, (get_import_path, get_signature_parameters, parse_docstring))
+    path, signature, documentation = map(
+        cache, (get_import_path, get_signature_parameters, parse_docstring)
+    )
 
     def path_of(value: Any) -> str | None:
-        return resolved_import_paths.get(value) or (path if isinstance(value, type) else get_import_path)(value)
+        return resolved_import_paths.get(value) or (
+            path if isinstance(value, type) else get_import_path
+        )(value)
 
     kept: dict[Any, Callable[..., Any]] = {
         get_import_path: path_of,
-        get_signature_parameters: lambda function, name=None, logger=None: [*map(copy, signature(function, name))],
-        parse_docstring: lambda component, params=False, logger=None: copy(documentation(component, params)),
+        get_signature_parameters: lambda function, name=None, logger=None: [
+            *map(copy, signature(function, name))
+        ],
+        parse_docstring: lambda component, params=False, logger=None: copy(
+            documentation(component, params)
+        ),
     }
-    for module in [module for name, module in sys.modules.items() if name.startswith("jsonargparse.")]:
+    for module in [
+        module for name, module in sys.modules.items() if name.startswith("jsonargparse.")
+    ]:
         for function, remembered in kept.items():
             if getattr(module, function.__name__, None) is function:
                 setattr(module, function.__name__, remembered)
@@ -212,7 +250,9 @@ SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 
 
 SIZES = {"data": "Synthetic", "data.images": 240, "data.batch_size": 24}
-TINY: dict[str, Any] = {"flags": {"trainer.accelerator": "cpu", **SIZES, "trainer.log_every_n_steps": 2}}
+TINY: dict[str, Any] = {
+    "flags": {"trainer.accelerator": "cpu", **SIZES, "trainer.log_every_n_steps": 2}
+}
 TINY |= {"max_epochs": 2, "repeats": 1, "time_limit": 60}
 
 
@@ -223,7 +263,9 @@ def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
         (folder / split / label).mkdir(parents=True)
         for i in range(count):
             pixels = rng.integers(256, size=(20 + i, 30, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / split / label / f"{i:02}.{'png' if i % 2 else 'jpg'}")
+            Image.fromarray(pixels).save(
+                folder / split / label / f"{i:02}.{'png' if i % 2 else 'jpg'}"
+            )
     return folder
 
 
@@ -234,11 +276,21 @@ def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
         pytest.skip("there is no chromium")
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-        command = [browser, *fixed, *flags, f"--user-data-dir={folder}/profile", f"--screenshot={folder}/seen.png"]
-        done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=100, check=True)
+        command = [
+            browser,
+            *fixed,
+            *flags,
+            f"--user-data-dir={folder}/profile",
+            f"--screenshot={folder}/seen.png",
+        ]
+        done = subprocess.run(
+            [*command, page.as_uri()], capture_output=True, text=True, timeout=100, check=True
+        )
         assert "CONSOLE" not in done.stderr, done.stderr
         with Image.open(f"{folder}/seen.png") as picture:
-            return {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 22) or []}
+            return {
+                colour: count for count, colour in picture.convert("RGB").getcolors(1 << 22) or []
+            }
 
 
 def family(mark: str) -> set[int]:
@@ -266,17 +318,27 @@ def listening(processes: Iterable[int]) -> set[str]:
                     if state == "0A" and f"socket:[{inode}]" in sockets:
                         raw = bytes.fromhex(local.partition(":")[0])
                         words = [raw[i : i + 4][::-1] for i in range(0, len(raw), 4)]
-                        addresses.add(socket.inet_ntop(kind, b"".join(words)).removeprefix("::ffff:"))
+                        addresses.add(
+                            socket.inet_ntop(kind, b"".join(words)).removeprefix("::ffff:")
+                        )
     return addresses
 
 
 class Running:
     """A started command in its own session, usually a run of `fit`."""
 
-    def __init__(self, words: Sequence[str | Path], launcher: Sequence[str], env: Environment, cwd: Path) -> None:
+    def __init__(
+        self, words: Sequence[str | Path], launcher: Sequence[str], env: Environment, cwd: Path
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.words, self.launcher = words, launcher
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "APP_TEST_MARK": self.mark, **env}
+        variables = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "disabled",
+            "APP_TEST_MARK": self.mark,
+            **env,
+        }
         self.process = subprocess.Popen(
             [*(launcher or [sys.executable]), "-m", "app", *map(str, words)], cwd=cwd, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -287,11 +349,17 @@ class Running:
     def directory(self) -> Path:
         """Directory of the newest run below `--run.root`; before the first run, `--run.root` itself."""
         root = Path(self.words[self.words.index("--run.root") + 1])
-        return max(root.glob("*/version_*"), key=lambda path: int(path.name.rpartition("_")[2]), default=root)
+        return max(
+            root.glob("*/version_*"),
+            key=lambda path: int(path.name.rpartition("_")[2]),
+            default=root,
+        )
 
     @property
     def record(self) -> dict[str, Any]:
-        return record_of(self.directory) if (self.directory / "run.json").exists() else {"epochs": []}
+        return (
+            record_of(self.directory) if (self.directory / "run.json").exists() else {"epochs": []}
+        )
 
     def get(self, name: str, whom: str) -> "Running":
         """Send a signal to the first process (`main`), to its process group (`group`), or to all processes (`all`)."""
@@ -305,7 +373,9 @@ class Running:
 
         Check that no process listens on all interfaces, except if a launcher started the run.
         """
-        awaited(lambda: len(self.record["epochs"]) >= epochs or self.process.poll() is not None, 240)
+        awaited(
+            lambda: len(self.record["epochs"]) >= epochs or self.process.poll() is not None, 240
+        )
         if not self.launcher:
             assert not listening(family(self.mark)) & {"0.0.0.0", "::"}
         return self
@@ -325,12 +395,17 @@ class Running:
         """Wait for the end, and return the output. Check the exit code, and that all processes end within 10 s more."""
         out, _ = self.process.communicate(timeout=seconds)
         awaited(lambda: not family(self.mark), 10)
-        return output_of(self.process.returncode, out, self.process.returncode if code is None else code)
+        return output_of(
+            self.process.returncode, out, self.process.returncode if code is None else code
+        )
 
 
 @contextmanager
 def running(
-    *words: str | Path, launcher: Sequence[str] = (), env: Environment | None = None, cwd: Path = ROOT
+    *words: str | Path,
+    launcher: Sequence[str] = (),
+    env: Environment | None = None,
+    cwd: Path = ROOT,
 ) -> Iterator[Running]:
     """Start a command with `python` or a launcher. At the end of the block, kill its remaining processes."""
     run = Running(words, launcher, env or {}, cwd)
@@ -350,7 +425,9 @@ def started(
         yield run
 
 
-def start_app(*args: str | Path, timeout: int = 240, env: Environment | None = None) -> tuple[int, str]:
+def start_app(
+    *args: str | Path, timeout: int = 240, env: Environment | None = None
+) -> tuple[int, str]:
     """Run `python -m app …` in a separate process; return exit code and output."""
     with running(*args, env=env) as run:
         out, _ = run.process.communicate(timeout=timeout)
@@ -390,7 +467,9 @@ class ForkServer:
         limit: Maximum memory of each command in bytes.
     """
 
-    def __init__(self, folder: Path, cwd: Path | None = None, limit: int | None = 4 * 2**30) -> None:
+    def __init__(
+        self, folder: Path, cwd: Path | None = None, limit: int | None = 4 * 2**30
+    ) -> None:
         self.cwd, self.out, self.limit = cwd or folder, folder / "output.txt", limit
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(os.environ[ADDRESS])
@@ -404,10 +483,17 @@ class ForkServer:
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], out: Path, cwd: Path) -> Forked:
         """Start a command, and write its output into a file."""
-        return Forked(self.stream, {"argv": argv, "env": env, "out": str(out), "cwd": str(cwd), "limit": self.limit})
+        return Forked(
+            self.stream,
+            {"argv": argv, "env": env, "out": str(out), "cwd": str(cwd), "limit": self.limit},
+        )
 
     def run(
-        self, *args: str | Path, seconds: float = 60, signal_after: Signal = None, env: Environment | None = None
+        self,
+        *args: str | Path,
+        seconds: float = 60,
+        signal_after: Signal = None,
+        env: Environment | None = None,
     ) -> tuple[int, str]:
         """Run a command, and return its exit code and output. If a signal ended it, the exit code is negative.
 
@@ -433,7 +519,9 @@ class ForkServer:
             timer.cancel()
         out = self.out.read_text(errors="replace")
         if code == -signal.SIGKILL and (not signal_after or signal_after[0] != signal.SIGKILL):
-            raise TimeoutError(f"{args} did not end in {seconds} s, or took too much memory: {out[-2000:]}")
+            raise TimeoutError(
+                f"{args} did not end in {seconds} s, or took too much memory: {out[-2000:]}"
+            )
         return code, out
 
 
@@ -446,19 +534,28 @@ def _server() -> ForkServer:
     return server
 
 
-def fork_app(*args: str | Path, timeout: int = 240, env: Environment | None = None) -> tuple[int, str]:
+def fork_app(
+    *args: str | Path, timeout: int = 240, env: Environment | None = None
+) -> tuple[int, str]:
     """Run a command line as `start_app` does, but 5 s faster: in a fork of a process that has imported everything.
 
-    Tests use it unless they test the start of processes. Under `ddp_fork`, the ranks are forks, too.
+    Tests use it unless they test the start of processes. Under `ddp_fork`, the ranks are forks,
+    too.
     """
-    return _server().run(*args, seconds=timeout, env={"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})})
+    return _server().run(
+        *args,
+        seconds=timeout,
+        env={"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})},
+    )
 
 
 def fork_run(
     command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **more: Any
 ) -> Forked | subprocess.Popen[bytes]:
-    """Replace `Popen` in `app.runs.starter`: start a fork, or a new process if the run has several nodes."""
+    """Replace `Popen` in `app.lab.runs`: start a fork, or a new process if the run has several nodes."""
     if "--cluster.node_rank" in command:
         return subprocess.Popen(command, stdout=stdout, env=env, **more)
     variables = {name: value for name, value in env.items() if name != STARTER}
-    return _server().start(command[command.index("app") + 1 :], variables, Path(stdout.name), Path.cwd())
+    return _server().start(
+        command[command.index("app") + 1 :], variables, Path(stdout.name), Path.cwd()
+    )

@@ -24,14 +24,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import app
+from app.command.parser import parameters, refuse_code
 from app.data import ImageData
-from app.fit.parser import parameters, refuse_code
 from app.modules import ImageClassifier
-from app.parallel import DDP
-from app.recipe import Recipe
+from app.modules.recipe import Recipe
+from app.training import DDP
 
 NO_CLASS = (nn.Module, Optimizer, LRScheduler)  # for a type that names no class
-FLAGS: dict[tuple[Any, str], Any] = {  # class and parameter of a flag, and the classes that it may take
+FLAGS: dict[
+    tuple[Any, str], Any
+] = {  # class and parameter of a flag, and the classes that it may take
     (Trainer, "strategy"): Strategy,
     (Trainer, "callbacks"): Callback,
     (Trainer, "logger"): Logger,
@@ -45,7 +47,7 @@ FLAGS: dict[tuple[Any, str], Any] = {  # class and parameter of a flag, and the 
     (DDP, "ddp_comm_hook"): NO_CLASS,
     (DDP, "ddp_comm_state"): NO_CLASS,
 }
-HOOKS = ("app.parallel.comm_hooks", "torch.distributed.algorithms.ddp_comm_hooks")
+HOOKS = ("app.training.comm_hooks", "torch.distributed.algorithms.ddp_comm_hooks")
 
 
 def public_modules(module: ModuleType) -> Iterator[ModuleType]:
@@ -89,13 +91,17 @@ if __name__ == "__main__":
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_")
     }
-    flags = [(name, parameters(cls)[name].annotation, kinds) for (cls, name), kinds in FLAGS.items()]
+    flags = [
+        (name, parameters(cls)[name].annotation, kinds) for (cls, name), kinds in FLAGS.items()
+    ]
     flags += [(cls.__name__, cls, cls) for cls in (LightningModule, LightningDataModule)]
     for flag, hint, kinds in flags:
         hints = [*members(hint)]
         for path, value in values.values():
             is_right = isinstance(value, type) and issubclass(value, kinds)
-            is_hook = flag.startswith("ddp_comm") and str(getattr(value, "__module__", "")).startswith(HOOKS)
+            is_hook = flag.startswith("ddp_comm") and str(
+                getattr(value, "__module__", "")
+            ).startswith(HOOKS)
             if is_accepted(path, value, hints) and not (is_right or is_hook):
                 print(f"--{flag} accepts {path}")
     print(len(values))

@@ -25,8 +25,17 @@ class PlainModel(LightningModule):
 
     def __init__(self, normalized: bool = True) -> None:
         super().__init__()
-        norm, drop = (nn.BatchNorm2d(8), nn.Dropout(0.2)) if normalized else (nn.Identity(), nn.Identity())
-        layers = (nn.Conv2d(3, 8, 3, bias=False), norm, nn.ReLU(), drop, nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        norm, drop = (
+            (nn.BatchNorm2d(8), nn.Dropout(0.2)) if normalized else (nn.Identity(), nn.Identity())
+        )
+        layers = (
+            nn.Conv2d(3, 8, 3, bias=False),
+            norm,
+            nn.ReLU(),
+            drop,
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        )
         self.net = nn.Sequential(*layers)
         self.head = nn.Linear(32, 3)
 
@@ -80,7 +89,10 @@ class PlainPictures(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, size: int) -> None:
         self.images = torch.rand(size, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-        changes = [transforms.RandomResizedCrop(10, antialias=True), transforms.ColorJitter(0.3, 0.3, 0.3)]
+        changes = [
+            transforms.RandomResizedCrop(10, antialias=True),
+            transforms.ColorJitter(0.3, 0.3, 0.3),
+        ]
         self.transform = transforms.Compose(changes)
 
     def __len__(self) -> int:
@@ -94,7 +106,9 @@ class PlainPictures(Dataset[tuple[Tensor, int]]):
 class PlainData(LightningDataModule):
     """Usual data module. By default, its DataLoader shuffles; `kind` selects another training loader."""
 
-    def __init__(self, size: int = 50, batch_size: int = 16, num_workers: int = 0, kind: str = "shuffled") -> None:
+    def __init__(
+        self, size: int = 50, batch_size: int = 16, num_workers: int = 0, kind: str = "shuffled"
+    ) -> None:
         super().__init__()
         self.kind, self.train, self.val = kind, PlainPictures(size), PlainPictures(11)
         self.options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers}
@@ -104,13 +118,17 @@ class PlainData(LightningDataModule):
         match self.kind:
             case "weighted":
                 weights = torch.arange(1.0, size + 1).tolist()
-                return DataLoader(self.train, sampler=WeightedRandomSampler(weights, size), **self.options)
+                return DataLoader(
+                    self.train, sampler=WeightedRandomSampler(weights, size), **self.options
+                )
             case "own_sampler":
                 return DataLoader(self.train, sampler=OwnSampler(self.train), **self.options)
             case "own_batches":
                 return DataLoader(self.train, batch_sampler=[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]])
             case "torchs_batches":
-                return DataLoader(self.train, batch_sampler=BatchSampler(OwnSampler(self.train), 5, False))
+                return DataLoader(
+                    self.train, batch_sampler=BatchSampler(OwnSampler(self.train), 5, False)
+                )
             case "iterable":
                 return DataLoader(Streamed(), **self.options)
             case "several":

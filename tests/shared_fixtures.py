@@ -26,9 +26,13 @@ from torch.utils import data
 from app.cli import main
 
 remember_signatures()
-gc.freeze()  # otherwise garbage collection would scan all imported modules, which takes a fifth of the tests' time
+# otherwise garbage collection would scan all imported modules, which takes a fifth of the tests'
+# time
+gc.freeze()
 atexit.register(gc.unfreeze)  # otherwise nanobind, on which triton is built, reports leaks
-data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds, by default 5, that a deleted loader waits for its workers
+data._utils.MP_STATUS_CHECK_INTERVAL = (
+    0.5  # seconds, by default 5, that a deleted loader waits for its workers
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -55,7 +59,15 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     # deterministic runs need it; set for every test, because cuBLAS reads it only once per process
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-    left = ("APP_DEBUG", "APP_TRUST", "PL_GLOBAL_SEED", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
+    left = (
+        "APP_DEBUG",
+        "APP_TRUST",
+        "PL_GLOBAL_SEED",
+        "LOCAL_RANK",
+        "RANK",
+        "WORLD_SIZE",
+        "NODE_RANK",
+    )
     for name in (*left, "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["app"])
@@ -68,11 +80,15 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the fork server run each `fit` that a command starts."""
-    monkeypatch.setattr("app.runs.starter.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork_run}))
+    monkeypatch.setattr(
+        "app.lab.runs.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork_run})
+    )
 
 
 @pytest.fixture
-def app(tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None) -> Callable[..., tuple[int, str]]:
+def app(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None
+) -> Callable[..., tuple[int, str]]:
     """Run `python -m app …` in this process, with runs under tmp_path; return exit code and output."""
 
     def run(*args: str | Path) -> tuple[int, str]:
@@ -104,9 +120,23 @@ def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return [name, torchvision.datasets.utils.calculate_md5(str(folder / name))]
 
     def batch(name: str) -> list[str]:
-        return write(name, {"data": rng.integers(256, size=(10, 3072), dtype=np.uint8), "labels": list(range(10))})
+        return write(
+            name,
+            {"data": rng.integers(256, size=(10, 3072), dtype=np.uint8), "labels": list(range(10))},
+        )
 
-    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    names = [
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    ]
     monkeypatch.setattr(cls, "train_list", [batch(f"data_batch_{i}") for i in range(1, 6)])
     monkeypatch.setattr(cls, "test_list", [batch("test_batch")])
     filename, md5 = write("batches.meta", {"label_names": names})
@@ -126,7 +156,9 @@ def fashion_root(tmp_path: Path) -> Path:
             struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes()
         )
         labels = (np.arange(count) % 10).astype(np.uint8)
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 0x801, count) + labels.tobytes()
+        )
     return tmp_path / "data"
 
 

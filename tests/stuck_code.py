@@ -19,7 +19,11 @@ HANGS = 12  # number of steps before the hang
 
 
 def must_hang(trainer: Trainer) -> bool:
-    return trainer.training and trainer.global_rank == trainer.world_size - 1 and trainer.global_step >= HANGS
+    return (
+        trainer.training
+        and trainer.global_rank == trainer.world_size - 1
+        and trainer.global_step >= HANGS
+    )
 
 
 class SleepsInData(Synthetic):
@@ -40,7 +44,8 @@ class SharesItsCore(Callback):
         self.busy = [context.Process(target=never_ends, daemon=True) for _ in range(2 * last)]
         for process in self.busy:
             process.start()
-        if last:  # lower its priority, so that it is slower than rank 0 even if other programs slow rank 0
+        # lower its priority, so that it is slower than rank 0 even if other programs slow rank 0
+        if last:
             os.nice(8)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

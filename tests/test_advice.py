@@ -5,23 +5,39 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from app.compare.advice import advice, busy, excluded, load_explains, ranks, verdict
-from app.compare.results import COLUMNS
+from app.lab.compare.advice import advice, busy, excluded, load_explains, ranks, verdict
+from app.lab.compare.results import COLUMNS
 
 
 def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
     """Return a table of results from rows of some columns, as if each row came from three runs.
 
-    The runs' samples/s differ from the row's `samples_per_s` by at most the fraction `spread`, by default 0.01.
+    The runs' samples/s differ from the row's `samples_per_s` by at most the fraction `spread`, by
+    default 0.01.
     """
     table = []
-    fixed = {"nodes": 1, "processes": 1, "threads": 1, "n": 3, "precision": "32-true", "global_batch": 64}
-    fixed |= {"accelerator": "cuda", "placement": "memory", "others_cores": 0.0, "memory_main_percent": 10.0}
+    fixed = {
+        "nodes": 1,
+        "processes": 1,
+        "threads": 1,
+        "n": 3,
+        "precision": "32-true",
+        "global_batch": 64,
+    }
+    fixed |= {
+        "accelerator": "cuda",
+        "placement": "memory",
+        "others_cores": 0.0,
+        "memory_main_percent": 10.0,
+    }
     fixed |= {f"{phase}_ms": 1.0 for phase in ("data", "communication", "optimizer", "rest")}
     fixed |= {"memory_others_percent": float("nan"), "forward_backward_ms": 20.0, "launch_ms": 10.0}
     for row in rows:
         rate, spread = row["samples_per_s"], row.pop("spread", 0.01)
-        interval = {"samples_per_s_min": rate * (1 - spread), "samples_per_s_max": rate * (1 + spread)}
+        interval = {
+            "samples_per_s_min": rate * (1 - spread),
+            "samples_per_s_max": rate * (1 + spread),
+        }
         table.append(fixed | interval | {"replicas": row["devices"]} | row)
     return pd.DataFrame(table, columns=list(COLUMNS))
 
@@ -29,7 +45,13 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
 def told(*rows: dict[str, Any]) -> str:
     table = made_up(*rows)
     baseline = str(rows[0]["variant"])
-    return "\n".join([verdict(table, baseline).conclusion, *excluded(table, baseline), *advice(table, baseline, 4)])
+    return "\n".join(
+        [
+            verdict(table, baseline).conclusion,
+            *excluded(table, baseline),
+            *advice(table, baseline, 4),
+        ]
+    )
 
 
 ONE = {"variant": "one", "devices": 1, "samples_per_s": 1000.0}
@@ -39,14 +61,18 @@ FOUR = {"variant": "four", "devices": 4, "samples_per_s": 3600.0}
 def test_advice_names_the_fastest() -> None:
     text = told(ONE, FOUR)
     assert text.startswith("four is the fastest: 3,600 samples/s, 3.60 times as fast as one\n")
-    assert "**Take four**: it is 3.60 times as fast as one, more than the spread of its runs." in text
+    assert (
+        "**Take four**: it is 3.60 times as fast as one, more than the spread of its runs." in text
+    )
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.03])
 def test_no_verdict_from_runs_that_overlap(spread: float) -> None:
     """Variants tie if their runs' ranges overlap, or if their medians differ by less than one of the ranges."""
     text = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
-    assert text.startswith("No winner: 2 variants are as fast as each other, within the spread of their runs\n")
+    assert text.startswith(
+        "No winner: 2 variants are as fast as each other, within the spread of their runs\n"
+    )
     assert "**Take one**: it is as fast as any, on 1 device where others take 4." in text
     assert "the fastest" not in text
 
@@ -70,12 +96,20 @@ def test_a_busy_machine_is_one_whose_cores_do_not_suffice() -> None:
     message = "The machine was busy: other programs took up to 1.5 of its 4 cores"
     assert busy(made_up(ONE | CPU | {"others_cores": 1.5}), 4, 4) == message
     assert busy(made_up(ONE | CPU | {"others_cores": 0.3}), 4, 4) is None
-    assert busy(made_up(ONE | {"others_cores": 20.0}), 64, 8) is None, "there are cores enough for both"
+    assert busy(made_up(ONE | {"others_cores": 20.0}), 64, 8) is None, (
+        "there are cores enough for both"
+    )
 
 
 LOADS = [
     (0.0, 1, False),
-    (0.5, 1, False),  # without the other programs, `slow` would be at most twice as fast, but FOUR is 3.6 times as fast
+    (
+        0.5,
+        1,
+        False,
+        # without the other programs, `slow` would be at most twice as fast, but FOUR is 3.6 times as
+        # fast
+    ),
     (0.75, 1, True),
     (3.0, 1, True),
     (0.75, 2, False),  # the slow variant uses only two of the four cores
@@ -92,7 +126,10 @@ def test_load_explains_a_difference(others: float, one_thread: int, explained: b
 def test_devices_of_one_processor_by_the_threads_that_were_counted() -> None:
     two = FOUR | CPU | {"processes": 4}
     text = told(ONE | CPU, two | {"threads": 1})
-    assert "one already uses all 4 cores, with 4 threads: more devices add no cores, so no ideal is shown" in text
+    assert (
+        "one already uses all 4 cores, with 4 threads: more devices add no cores, so no ideal is shown"
+        in text
+    )
     assert "cores already" not in told(ONE | CPU | {"threads": 1}, two | {"threads": 1})
 
 
@@ -100,7 +137,10 @@ LIMITS = [
     ({"data_ms": 30.0}, "one is limited by data loading: "),
     ({"communication_ms": 30.0}, "one is limited by communication: "),
     ({"rest_ms": 30.0}, "one is limited by launch overhead: "),
-    ({"launch_ms": 19.0}, "one is limited by launch overhead: "),  # on a GPU: it waits while the host launches kernels
+    (
+        {"launch_ms": 19.0},
+        "one is limited by launch overhead: ",
+    ),  # on a GPU: it waits while the host launches kernels
     ({"memory_main_percent": 97.0}, "Memory limits one"),
     ({}, "one is limited by the model's own computation: "),
 ]

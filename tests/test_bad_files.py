@@ -19,7 +19,19 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from harness import QUIET, ROOT, App, difference, draw_images, error_of, options, output_of, record_of, tiny, weights
+from harness import (
+    QUIET,
+    ROOT,
+    App,
+    difference,
+    draw_images,
+    error_of,
+    options,
+    output_of,
+    record_of,
+    tiny,
+    weights,
+)
 from PIL import Image
 from test_data import attach
 
@@ -36,18 +48,31 @@ SMALL = tiny()
 
 def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=URLError("no network in tests")))
-    for data, file in (("CIFAR10", "cifar-10-python.tar.gz"), ("FashionMNIST", "train-images-idx3-ubyte.gz")):
+    for data, file in (
+        ("CIFAR10", "cifar-10-python.tar.gz"),
+        ("FashionMNIST", "train-images-idx3-ubyte.gz"),
+    ):
         model = "FashionMLP" if data == "FashionMNIST" else "CIFARCNN"
-        message = error_of(*app("fit", "--model", model, "--data", data, "--data.root", tmp_path / "none"))
+        message = error_of(
+            *app("fit", "--model", model, "--data", data, "--data.root", tmp_path / "none")
+        )
         for text in (str(tmp_path / "none"), file, "--data Synthetic", "could not be downloaded"):
             assert text in message
-    message = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "xyz" / "images"))
-    assert message.startswith(f"error: --data.root {tmp_path / 'xyz' / 'images'}: {tmp_path} has no folder xyz: give")
+    message = error_of(
+        *app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "xyz" / "images")
+    )
+    assert message.startswith(
+        f"error: --data.root {tmp_path / 'xyz' / 'images'}: {tmp_path} has no folder xyz: give"
+    )
     assert "--data Synthetic" in message
     (tmp_path / "mine" / "train" / "cat").mkdir(parents=True)
-    message = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "mime" / "train"))
+    message = error_of(
+        *app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "mime" / "train")
+    )
     assert message.endswith("has no folder mime: did you mean mine?")
-    message = error_of(*app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "mine" / "train"))
+    message = error_of(
+        *app("fit", "--data", "ImageFolder", "--data.root", tmp_path / "mine" / "train")
+    )
     assert f"so give {tmp_path / 'mine'}" in message
 
 
@@ -62,11 +87,20 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
     whole = idx.read_bytes()
     for broken in (whole[:-1], whole[:7], b"\x00" * len(whole)):
         idx.write_bytes(broken)
-        flags = ["--config", ROOT / "configs" / "fashion_mlp.yaml", "--data.root", fashion_root, *QUIET]
+        flags = [
+            "--config",
+            ROOT / "configs" / "fashion_mlp.yaml",
+            "--data.root",
+            fashion_root,
+            *QUIET,
+        ]
         assert f"{idx.parent} cannot be read" in error_of(*app("fit", *flags))
 
     image = image_root / "train" / "dog" / "02.jpg"
-    truncated, flags = image.read_bytes()[:200], ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
+    truncated, flags = (
+        image.read_bytes()[:200],
+        ["--data", "ImageFolder", "--data.root", image_root, *QUIET],
+    )
     for broken, reason, *where in (
         (truncated, "Truncated File Read", "--data.num_workers", "2"),
         (truncated, "Truncated File Read", "--data.cache", "off", "--data.num_workers", "0"),
@@ -77,7 +111,9 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
         message = error_of(*app("fit", *flags, *where))
         assert message == f"error: {image} cannot be read ({reason}): {REPLACE}"
     shutil.rmtree(image_root / "train" / "dog")
-    assert "dog" in error_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *QUIET))
+    assert "dog" in error_of(
+        *app("fit", "--data", "ImageFolder", "--data.root", image_root, *QUIET)
+    )
 
 
 def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
@@ -85,12 +121,17 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
     good = tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt"
     other = ["--model.network", "resnet18", "--ckpt_path", good]
     for command in ("fit", "test"):
-        assert "of another model than CIFARCNN: network.conv1.weight" in error_of(*app(command, *SMALL, *other))
+        assert "of another model than CIFARCNN: network.conv1.weight" in error_of(
+            *app(command, *SMALL, *other)
+        )
     bad = tmp_path / "bad.ckpt"
     for content in (good.read_bytes()[:2000], b"", b"text"):
         bad.write_bytes(content)
         message = error_of(*app("test", *SMALL, "--ckpt_path", bad))
-        assert re.match(rf"error: --ckpt_path {bad}: (damaged or truncated|not a checkpoint, or damaged)", message)
+        assert re.match(
+            rf"error: --ckpt_path {bad}: (damaged or truncated|not a checkpoint, or damaged)",
+            message,
+        )
     torch.save({"foo": torch.zeros(2)}, bad)
     assert "not a checkpoint" in error_of(*app("test", *SMALL, "--ckpt_path", bad))
 
@@ -117,18 +158,36 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     refused = "run.json cannot be read (throughput.median: Input should be greater than 0)"
     assert f"{refused}: give a run's directory" in error_of(*app("plan", "--run", path.parent))
     out = output_of(
-        *app("fit", *flags, "--trainer.max_epochs", "2", "--ckpt_path", path.parent / "checkpoints" / "last.ckpt")
+        *app(
+            "fit",
+            *flags,
+            "--trainer.max_epochs",
+            "2",
+            "--ckpt_path",
+            path.parent / "checkpoints" / "last.ckpt",
+        )
     )
     assert f"{refused}: continuing without it" in out
 
 
 def images_at(root: Path, **flags: object) -> list[str | Path]:
-    return ["fit", "--data", "ImageFolder", "--data.root", root, *options(max_epochs=1, **flags), *QUIET]
+    return [
+        "fit",
+        "--data",
+        "ImageFolder",
+        "--data.root",
+        root,
+        *options(max_epochs=1, **flags),
+        *QUIET,
+    ]
 
 
 def test_images_of_one_class(app: App, tmp_path: Path) -> None:
     out = error_of(*app(*images_at(draw_images(tmp_path / "cats", ("cat",), train=12))))
-    assert out.splitlines()[-1] == "error: a classifier needs two classes or more, not 1: add a class to --data"
+    assert (
+        out.splitlines()[-1]
+        == "error: a classifier needs two classes or more, not 1: add a class to --data"
+    )
 
 
 def rejection(root: Path, **flags: Any) -> str:
@@ -144,7 +203,9 @@ def test_what_a_folder_of_images_must_not_hold(
     """An error names a pipe, a broken or circular link, a link to no image, an empty class or an unreadable folder."""
     odd = image_root / "train" / "cat" / "odd.jpg"
     os.mkfifo(odd)
-    assert f"{odd} is a pipe, a socket or a device, not a file" in error_of(*app(*images_at(image_root)))
+    assert f"{odd} is a pipe, a socket or a device, not a file" in error_of(
+        *app(*images_at(image_root))
+    )
     odd.unlink()
     for target, problem in (
         ("/etc/passwd", f"{odd} cannot be read (not an image)"),
@@ -169,7 +230,9 @@ def test_what_a_folder_of_images_must_not_hold(
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         return scandir(folder)
 
-    monkeypatch.setattr(os, "scandir", denied)  # patched, because a superuser may read a folder without permissions
+    monkeypatch.setattr(
+        os, "scandir", denied
+    )  # patched, because a superuser may read a folder without permissions
     assert "/dog cannot be read (Permission denied)" in rejection(image_root)
 
 
@@ -191,9 +254,13 @@ def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> 
         attach(ImageFolder(str(image_root), cache="off"))._splits["train"][0].tensor()
     assert "remove --data.cache off" in rejection(image_root, on_bad_image="skip", cache="off")
     runs = []
-    for version, placement in enumerate((["--data.placement", "memory"], ["--data.placement", "disk"])):
+    for version, placement in enumerate(
+        (["--data.placement", "memory"], ["--data.placement", "disk"])
+    ):
         out = output_of(*app(*images_at(image_root, **flags), *placement))
-        assert (f"3 of 38 images are skipped: {first}" in out) == (version == 0), "said when they are decoded"
+        assert (f"3 of 38 images are skipped: {first}" in out) == (version == 0), (
+            "said when they are decoded"
+        )
         run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
         assert record_of(run)["images_left_out"] == {"train": 3}
         runs.append(weights(run))
@@ -228,9 +295,14 @@ def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None
 
 
 def test_no_image_starts_ghostscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", Mock(side_effect=AssertionError("Ghostscript was started")))
+    monkeypatch.setattr(
+        "PIL.EpsImagePlugin.Ghostscript",
+        Mock(side_effect=AssertionError("Ghostscript was started")),
+    )
     path = tmp_path / "x.png"
-    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n")
+    path.write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    )
     with pytest.raises(UserError, match=r"x.png cannot be read \(not an image\)"):
         FileSplit([str(path)], [0], (3, 8, 8), Geometry((8, 8)))[0]
 
@@ -242,13 +314,17 @@ def test_labels_that_there_are_not(app: App, fashion_root: Path) -> None:
     for label in (10, 255):
         whole[-1] = label
         labels.write_bytes(whole)
-        assert f"{labels.parent} has a label {label}, of 10 classes" in error_of(*app("fit", *flags))
+        assert f"{labels.parent} has a label {label}, of 10 classes" in error_of(
+            *app("fit", *flags)
+        )
     labels.unlink()
     labels.mkdir()
     assert f"{labels.parent} cannot be read" in error_of(*app("fit", *flags))
 
 
-def test_a_changed_bit_of_fashion_mnist(fashion_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_bit_of_fashion_mnist(
+    fashion_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Extracted files are compared with the archives that torchvision downloads, if these are there."""
     dataset = torchvision.datasets.FashionMNIST
     file = fashion_root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
@@ -260,7 +336,9 @@ def test_a_changed_bit_of_fashion_mnist(fashion_root: Path, monkeypatch: pytest.
     attach(FashionMNIST(str(fashion_root)))
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(UserError, match="train-labels-idx1-ubyte differs from the archive beside it: delete both"):
+    with pytest.raises(
+        UserError, match="train-labels-idx1-ubyte differs from the archive beside it: delete both"
+    ):
         attach(FashionMNIST(str(fashion_root)))
 
 
@@ -268,8 +346,12 @@ def by_workers(split: FileSplit) -> None:
     list(Workers(split.__getitem__, [[0]], split.image_shape, 1))
 
 
-@pytest.mark.parametrize("read", [lambda split: list(split.blocks(1)), by_workers], ids=["decoding", "training"])
-def test_an_unreadable_image_leaves_no_worker_behind(read: Callable[[FileSplit], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "read", [lambda split: list(split.blocks(1)), by_workers], ids=["decoding", "training"]
+)
+def test_an_unreadable_image_leaves_no_worker_behind(
+    read: Callable[[FileSplit], Any], tmp_path: Path
+) -> None:
     """After an image's error, the worker processes end at once, without a garbage collection."""
     (tmp_path / "bad.png").write_bytes(b"x")
     split = FileSplit([str(tmp_path / "bad.png")], [0], (3, 8, 8), Geometry((8, 8)))

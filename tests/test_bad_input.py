@@ -39,38 +39,89 @@ FLAGS = [
     (["--model", "os.system"], f"--model os.system: {REFUSED}"),
     (["--data", "os.system"], f"--data os.system: {REFUSED}"),
     (["--trainer.callbacks+=subprocess.Popen"], f"--trainer.callbacks subprocess.Popen: {REFUSED}"),
-    (["--trust", "yaml", "--model", "yaml.Loader"], "--model yaml.Loader: expected a subclass of LightningMod"),
+    (
+        ["--trust", "yaml", "--model", "yaml.Loader"],
+        "--model yaml.Loader: expected a subclass of LightningMod",
+    ),
     (["--trust", "x y"], "--trust x y: give the name of a module"),
-    (["--model.optimizer", "torch.hub.load"], "--model.optimizer torch.hub.load: expected a subclass of Optimizer"),
-    (["--model.optimizer", "torch.nn.Linear"], "--model.optimizer torch.nn.Linear: expected a subclass of Optim"),
-    (["--model.scheduler", "torch.optim.Adam"], "--model.scheduler torch.optim.Adam: expected a subclass of LRSch"),
-    (["--model", "broken_module.Model"], "--model broken_module.Model: invalid syntax (broken_module.py, line 1)"),
-    (["--model", "ending_module.Model"], "that the arguments name ends the process when it is imported (3)"),
+    (
+        ["--model.optimizer", "torch.hub.load"],
+        "--model.optimizer torch.hub.load: expected a subclass of Optimizer",
+    ),
+    (
+        ["--model.optimizer", "torch.nn.Linear"],
+        "--model.optimizer torch.nn.Linear: expected a subclass of Optim",
+    ),
+    (
+        ["--model.scheduler", "torch.optim.Adam"],
+        "--model.scheduler torch.optim.Adam: expected a subclass of LRSch",
+    ),
+    (
+        ["--model", "broken_module.Model"],
+        "--model broken_module.Model: invalid syntax (broken_module.py, line 1)",
+    ),
+    (
+        ["--model", "ending_module.Model"],
+        "that the arguments name ends the process when it is imported (3)",
+    ),
     (["--trainer.val_check_interval", "0"], "--trainer.val_check_interval 0: give more than 0"),
     (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
     (["--cluster.node_rank", "-1"], "--cluster.node_rank -1: give 0 or more"),
     (["--data.data_seed", "-1"], "--data.data_seed -1: give 0 or more"),
     (["--data.images", "1000000000000"], "GiB of free memory: give less than --data.images"),
-    (["--trainer.devices", "99999999999999999999"], "a global batch of 64 cannot be shared equally by 9999999999"),
-    (["--last_checkpoint.dirpath", "/proc/x"], "/proc/x/last.ckpt: the checkpoint cannot be written"),
-    (["--trainer.precision", "transformer-engine"], "Requirement 'transformer_engine>=0.11.0' not met"),
-    ([*STEP, "--model.scheduler.step_size", "0"], "--model.scheduler StepLR: integer modulo by zero"),
-    (["--model.optimizer", "SparseAdam"], "SparseAdam: SparseAdam does not support dense gradients, please con"),
-    (["--trainer.limit_train_batches", "-1"], "--trainer.limit_train_batches -1: You have passed invalid value -1"),
-    (["--last_checkpoint.save_top_k", "-2"], "--last_checkpoint.save_top_k -2: Invalid value for save_top_k=-2"),
+    (
+        ["--trainer.devices", "99999999999999999999"],
+        "a global batch of 64 cannot be shared equally by 9999999999",
+    ),
+    (
+        ["--last_checkpoint.dirpath", "/proc/x"],
+        "/proc/x/last.ckpt: the checkpoint cannot be written",
+    ),
+    (
+        ["--trainer.precision", "transformer-engine"],
+        "Requirement 'transformer_engine>=0.11.0' not met",
+    ),
+    (
+        [*STEP, "--model.scheduler.step_size", "0"],
+        "--model.scheduler StepLR: integer modulo by zero",
+    ),
+    (
+        ["--model.optimizer", "SparseAdam"],
+        "SparseAdam: SparseAdam does not support dense gradients, please con",
+    ),
+    (
+        ["--trainer.limit_train_batches", "-1"],
+        "--trainer.limit_train_batches -1: You have passed invalid value -1",
+    ),
+    (
+        ["--last_checkpoint.save_top_k", "-2"],
+        "--last_checkpoint.save_top_k -2: Invalid value for save_top_k=-2",
+    ),
     (["--trainer.max_time", "abc"], "is not a valid duration"),
     (["--best_checkpoint.mode", "x"], "--best_checkpoint.mode x: `mode` can be min, max but got x"),
-    (["--last_checkpoint.filename", "/x/y"], "--last_checkpoint.filename /x/y: give a relative path without .."),
+    (
+        ["--last_checkpoint.filename", "/x/y"],
+        "--last_checkpoint.filename /x/y: give a relative path without ..",
+    ),
     (["--run", "/proc/self/mem"], "Input/output error"),
     (["--model.optimizer", "{a: 1, a: 2}"], "{a: 1, a: 2}: a is given twice"),
     (["--model.optimizer", ".os.system"], "--model.optimizer"),
     (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
-    (["--run.name", "a\x1b[31mb"], r"--run.name a\x1b[31mb: contains a control character: leave it out"),
+    (
+        ["--run.name", "a\x1b[31mb"],
+        r"--run.name a\x1b[31mb: contains a control character: leave it out",
+    ),
     (["--run.name", "a\nb"], "--run.name a b: contains a control character: leave it out"),
     (["--run.tags", "['a\x1bb']"], "--run.tags"),
     (["--trainer.devices", "1" * 5000], "Exceeds the limit (4300 digits)"),
-    (["--data", "../project"], "--data ../project: a path: give --data ImageFolder --data.root ../project"),
-    (["--data", "no/images"], "--data no/images: a path that is missing: give --data ImageFolder --data.root no/imag"),
+    (
+        ["--data", "../project"],
+        "--data ../project: a path: give --data ImageFolder --data.root ../project",
+    ),
+    (
+        ["--data", "no/images"],
+        "--data no/images: a path that is missing: give --data ImageFolder --data.root no/imag",
+    ),
     (["--run.root", "x" * 5000], "cannot be used (File name too long)"),
 ]
 
@@ -82,7 +133,9 @@ def test_flags(flags: list[str], message: str, app: App) -> None:
 
 
 def test_a_folder_whose_name_is_yaml(app: App) -> None:
-    assert "--data.root {1}: " in error_of(*app("fit", "--data", "ImageFolder", "--data.root", "{1}"))
+    assert "--data.root {1}: " in error_of(
+        *app("fit", "--data", "ImageFolder", "--data.root", "{1}")
+    )
 
 
 LEVELS = [f"&{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")]
@@ -90,7 +143,10 @@ BOMB = f"a: [&a 1, {', '.join(LEVELS)}]"
 CONFIGS = [
     ("trainer: &a {x: *a}\n", "its aliases (*) expand it to more than 1,000,000 characters"),
     (BOMB, "its aliases (*) expand it to more than 1,000,000 characters"),
-    (f"trainer: {{max_epochs: '{BOMB[3:]}'}}", "its aliases (*) expand it to more than 1,000,000 characters"),
+    (
+        f"trainer: {{max_epochs: '{BOMB[3:]}'}}",
+        "its aliases (*) expand it to more than 1,000,000 characters",
+    ),
     ("x: " + "1" * 1_000_000, "it is longer than 1,000,000 characters"),
     ('run: {name: "a\\0b"}', "line 1 contains a NUL character"),
     ('run: {name: "a\\eb"}', "--run.name a\\x1bb: contains a control character: leave it out"),
@@ -100,7 +156,10 @@ CONFIGS = [
     ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
     ("run: 7", "run: 7 in --config"),
     ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
-    (f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}", f"optimizer os.system: {REFUSED}"),
+    (
+        f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}",
+        f"optimizer os.system: {REFUSED}",
+    ),
 ]
 
 
@@ -122,8 +181,14 @@ PIPES = [
     (["fit", "--config", "pipe"], "--config pipe: not a file"),
     (["test", "--ckpt_path", "pipe"], "--ckpt_path pipe: it cannot be read (not a file)"),
     (["fit", "--ckpt_path", "last"], "last.ckpt: it cannot be read (not a file)"),
-    (["plan", "--run", "runs/x/version_0"], "run.json cannot be read (not a file): give a run's directory"),
-    (["fit", "--trainer.num_nodes", "2", "--cluster.init_method", "file://{}/pipe"], "give tcp://HOST:PORT, file:"),
+    (
+        ["plan", "--run", "runs/x/version_0"],
+        "run.json cannot be read (not a file): give a run's directory",
+    ),
+    (
+        ["fit", "--trainer.num_nodes", "2", "--cluster.init_method", "file://{}/pipe"],
+        "give tcp://HOST:PORT, file:",
+    ),
     (["compare", "--experiment", "pipe"], "--experiment pipe: not a file"),
 ]
 
@@ -135,13 +200,20 @@ def test_a_pipe_in_place_of_a_file(argv: list[str], message: str, app: App) -> N
     (run / "checkpoints").mkdir(parents=True)
     for name in ("pipe", run / "run.json", run / "checkpoints" / "last.ckpt"):
         os.mkfifo(name)
-    where = [] if argv[0] in ("plan", "compare") else [*TINY[:4], "--run.root", "runs", "--run.name", "x"]
+    where = (
+        []
+        if argv[0] in ("plan", "compare")
+        else [*TINY[:4], "--run.root", "runs", "--run.name", "x"]
+    )
     assert message in error_of(*app(*(word.format(Path.cwd()) for word in argv), *where))
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [*((name, "not a file") for name in ("pipe", "/dev/zero", ".")), ("a\0b", "its name has a NUL character")],
+    [
+        *((name, "not a file") for name in ("pipe", "/dev/zero", ".")),
+        ("a\0b", "its name has a NUL character"),
+    ],
 )
 def test_only_regular_files_are_opened(name: str, reason: str) -> None:
     os.mkfifo("pipe")
@@ -152,7 +224,11 @@ def test_only_regular_files_are_opened(name: str, reason: str) -> None:
 def test_a_terminal_in_ascii(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's Timer, whose default is an enum, can be added by a flag."""
     timer = ["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=00:00:10:00"]
-    out = output_of(*start_app("fit", *TINY[:-4], *timer, "--run.root", Path.cwd(), env={"PYTHONIOENCODING": "ascii"}))
+    out = output_of(
+        *start_app(
+            "fit", *TINY[:-4], *timer, "--run.root", Path.cwd(), env={"PYTHONIOENCODING": "ascii"}
+        )
+    )
     assert r"3 \xd7 32 \xd7 32" in out
 
 
@@ -167,7 +243,9 @@ VARIABLES = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), VARIABLES)
-def test_variables(name: str, value: str, message: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables(
+    name: str, value: str, message: str, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     line = error_of(*app("fit", *TINY))
     assert f"{name}={value} in the environment" in line
@@ -187,14 +265,23 @@ def test_a_deleted_folder(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path / "folder")
     (tmp_path / "folder").rmdir()
-    assert error_of(*app("fit", *TINY)) == "error: the current folder has been deleted: change to another one (cd)"
+    assert (
+        error_of(*app("fit", *TINY))
+        == "error: the current folder has been deleted: change to another one (cd)"
+    )
 
 
 SHORTAGES = [
     (OSError(errno.EMFILE, "Too many open files", "report.py"), "too many open files"),
     (RuntimeError("received 0 items of ancdata"), "too many open files"),
-    (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. "), "/dev/shm is too small"),
-    (RuntimeError("unable to write to file </torch_7_8_9>: No space left on device (28)"), "/dev/shm is too small"),
+    (
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. "),
+        "/dev/shm is too small",
+    ),
+    (
+        RuntimeError("unable to write to file </torch_7_8_9>: No space left on device (28)"),
+        "/dev/shm is too small",
+    ),
 ]
 
 
@@ -205,7 +292,9 @@ def test_shortages(error: Exception, message: str) -> None:
 
 def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules in the current folder are trusted. Modules elsewhere are trusted only with `--trust`."""
-    Path("mine.py").write_text("from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n")
+    Path("mine.py").write_text(
+        "from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n"
+    )
     output_of(*app("fit", *TINY, "--model", "mine.Mine"))
     elsewhere = Path("../elsewhere")
     elsewhere.mkdir()
@@ -214,5 +303,7 @@ def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> 
     message = error_of(*app("fit", *TINY, "--model", "theirs.Theirs"))
     assert f"--model theirs.Theirs: {REFUSED}: give --trust theirs" in message
     out = output_of(*app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs"))
-    assert "python -m app test --trust theirs --config " in out, "the commands that are printed can be followed"
+    assert "python -m app test --trust theirs --config " in out, (
+        "the commands that are printed can be followed"
+    )
     assert main(["--trust", "theirs"]) == 0, "of no command there is the help"

@@ -21,7 +21,11 @@ TWO_STEPS = options(max_steps=2, max_epochs=1)
 
 def split(count: int) -> Split:
     """A split whose images differ in the first pixel."""
-    images = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 1, 4, 4).contiguous()
+    images = (
+        torch.arange(count, dtype=torch.uint8)[:, None, None, None]
+        .expand(count, 1, 4, 4)
+        .contiguous()
+    )
     return Split(images, torch.arange(count))
 
 
@@ -40,7 +44,9 @@ def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle
         steps = list(zip(*loaders, strict=True))
         assert len(steps) == len(reference) == 5
         for step, (shares, whole) in enumerate(zip(steps, reference, strict=True)):
-            for ours, expected in zip(zip(*(share[:3] for share in shares), strict=True), whole[:3], strict=True):
+            for ours, expected in zip(
+                zip(*(share[:3] for share in shares), strict=True), whole[:3], strict=True
+            ):
                 assert torch.equal(torch.cat(list(ours)).to(expected.dtype), expected)
             sizes = [len(share.labels) for share in shares]
             assert max(sizes) - min(sizes) <= 1
@@ -51,15 +57,26 @@ def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_flips_alternate_on_any_number_of_ranks(world_size: int) -> None:
-    kwargs: dict[str, Any] = {"batch_size": 6, "shuffle": True, "draws": 5, "alternate": True, "world_size": world_size}
-    loaders = [GlobalBatches(split(40), torch.arange(40), rank=rank, **kwargs) for rank in range(world_size)]
+    kwargs: dict[str, Any] = {
+        "batch_size": 6,
+        "shuffle": True,
+        "draws": 5,
+        "alternate": True,
+        "world_size": world_size,
+    }
+    loaders = [
+        GlobalBatches(split(40), torch.arange(40), rank=rank, **kwargs)
+        for rank in range(world_size)
+    ]
     first = torch.randint(2, (40,), generator=stream(0, 5))
     for epoch in range(3):
         for loader in loaders:
             loader.set_epoch(epoch)
         batches = [batch for loader in loaders for batch in loader]
         order = torch.cat([batch.labels for batch in batches]).argsort()
-        draws = torch.cat([batch.draws for batch in batches if batch.draws is not None])[order, FLIP]
+        draws = torch.cat([batch.draws for batch in batches if batch.draws is not None])[
+            order, FLIP
+        ]
         assert torch.equal(draws >= DRAW_RANGE // 2, (first + epoch) % 2 == 1)
 
 
@@ -90,8 +107,15 @@ class Scramble(nn.Module):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None:
     def epochs(rank: int, world_size: int) -> list[Tensor]:
-        share: dict[str, Any] = {"batch_size": 8, "rank": rank, "world_size": world_size, "placement": "disk"}
-        loader = GlobalBatches(split(20), torch.arange(20), num_workers=num_workers, augment=[Scramble()], **share)
+        share: dict[str, Any] = {
+            "batch_size": 8,
+            "rank": rank,
+            "world_size": world_size,
+            "placement": "disk",
+        }
+        loader = GlobalBatches(
+            split(20), torch.arange(20), num_workers=num_workers, augment=[Scramble()], **share
+        )
         made = []
         for epoch in range(2):
             loader.set_epoch(epoch)
@@ -110,11 +134,15 @@ def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None
 def test_augmentation_that_cannot_be(app: App) -> None:
     flags = [*tiny(80), *TWO_STEPS, "--data.augment"]
     elastic = "torchvision.transforms.v2.ElasticTransform"
-    assert "--data.placement disk, not memory" in error_of(*app("fit", *flags, elastic, "--data.placement", "memory"))
+    assert "--data.placement disk, not memory" in error_of(
+        *app("fit", *flags, elastic, "--data.placement", "memory")
+    )
     flags += ["torchvision.transforms.v2.Resize", "--data.augment.size", "7", "--data.num_workers"]
     for workers in ("0", "2"):
         line = error_of(*app("fit", *flags, workers))
-        assert line.startswith("error: --data.augment Resize turns torch.uint8 (3, 32, 32) into torch.uint8 (3, 7, 7)")
+        assert line.startswith(
+            "error: --data.augment Resize turns torch.uint8 (3, 32, 32) into torch.uint8 (3, 7, 7)"
+        )
 
 
 @pytest.mark.slow
@@ -124,10 +152,15 @@ def test_spawned_processes_have_workers(tmp_path: Path) -> None:
 
 
 def test_drop_last() -> None:
-    assert [len(b.labels) for b in GlobalBatches(split(20), torch.arange(20), batch_size=8, drop_last=True)] == [8, 8]
+    assert [
+        len(b.labels)
+        for b in GlobalBatches(split(20), torch.arange(20), batch_size=8, drop_last=True)
+    ] == [8, 8]
 
 
-def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_for_an_accelerator_are_pinned_and_one_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Images, labels and draws are copied once, into page-locked memory, while the previous batch is in use."""
     pinned: list[torch.Size] = []
 
@@ -140,16 +173,28 @@ def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest
 
         return made
 
-    for name in ("empty", "randint"):  # record `pin_memory` only, because page-locking needs a driver
+    for name in (
+        "empty",
+        "randint",
+    ):  # record `pin_memory` only, because page-locking needs a driver
         monkeypatch.setattr(torch, name, without(getattr(torch, name)))
     loader, reference = (
-        GlobalBatches(split(50), torch.arange(3, 40), batch_size=8, shuffle=True, draws=2, device=torch.device(device))
+        GlobalBatches(
+            split(50),
+            torch.arange(3, 40),
+            batch_size=8,
+            shuffle=True,
+            draws=2,
+            device=torch.device(device),
+        )
         for device in ("cuda", "cpu")
     )
     batches = iter(loader)
     for ready, expected in zip((2, 3, 4, 5, 5), reference, strict=True):
         batch = next(batches)
-        assert all(torch.equal(ours, wanted) for ours, wanted in zip(batch[:3], expected[:3], strict=True))
+        assert all(
+            torch.equal(ours, wanted) for ours, wanted in zip(batch[:3], expected[:3], strict=True)
+        )
         awaited(lambda ready=ready: len(pinned) >= 2 + ready, 20)
     assert next(batches, None) is None
     assert pinned == [(37, 2), (37,), *((n, 1, 4, 4) for n in (8, 8, 8, 8, 5))]

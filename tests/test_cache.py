@@ -58,39 +58,64 @@ def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
 def images_of(root: Path, cache: Path | str, name: str = "train", **kwargs: Any) -> torch.Tensor:
     """Return the images of a split as the application reads them at the start of a command."""
     data = attach(
-        ImageFolder(str(root), cache=str(cache), num_workers=0, **kwargs), "test" if name == "test" else "fit"
+        ImageFolder(str(root), cache=str(cache), num_workers=0, **kwargs),
+        "test" if name == "test" else "fit",
     )
     return data._splits[name][0].tensor()
 
 
-def test_the_second_start_decodes_nothing(image_root: Path, cache: Path, app: App, decoded: Callable[[], int]) -> None:
+def test_the_second_start_decodes_nothing(
+    image_root: Path, cache: Path, app: App, decoded: Callable[[], int]
+) -> None:
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.cache", cache, *STEPS]
     out = output_of(*app("fit", *flags))
     assert decoded() == 36 + 12, "train and test"
     assert f"Decoding 36 images, once, into {cache}" in out
     assert multiprocessing.active_children() == []
-    for more in ([], ["--data.placement", "disk", "--data.augment", "torchvision.transforms.v2.RandomHorizontalFlip"]):
+    for more in (
+        [],
+        [
+            "--data.placement",
+            "disk",
+            "--data.augment",
+            "torchvision.transforms.v2.RandomHorizontalFlip",
+        ],
+    ):
         out = output_of(*app("fit", *flags, "--data.num_workers", "1", *more))
         assert decoded() == 0
         assert "Decoding" not in out
-    code, out = app("predict", *flags, "--ckpt_path", "last", "--data.predict_dir", image_root / "train" / "eel")
+    code, out = app(
+        "predict", *flags, "--ckpt_path", "last", "--data.predict_dir", image_root / "train" / "eel"
+    )
     assert (code, decoded()) == (0, 12), out
 
 
-def test_a_command_decodes_what_it_reads(image_root: Path, cache: Path, decoded: Callable[[], int]) -> None:
+def test_a_command_decodes_what_it_reads(
+    image_root: Path, cache: Path, decoded: Callable[[], int]
+) -> None:
     images_of(image_root, cache, "test")
     assert decoded() == 12
     images_of(image_root, cache, "test", batch_size=0.5)
     assert decoded() == 36, "the batch is a fraction of the training images"
 
 
-def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, app: App, tmp_path: Path) -> None:
+def test_all_placements_and_no_cache_train_alike(
+    image_root: Path, cache: Path, app: App, tmp_path: Path
+) -> None:
     flags = ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
     flags += options(batch_size=8, max_epochs=2, num_workers=1, log_every_n_steps=1, test=False)
     curves = []
-    for place, placement in ((cache, "memory"), (cache, "disk"), (cache, "device"), ("off", "memory"), ("off", "disk")):
+    for place, placement in (
+        (cache, "memory"),
+        (cache, "disk"),
+        (cache, "device"),
+        ("off", "memory"),
+        ("off", "disk"),
+    ):
         name = f"{placement}-{place == cache}"
-        output_of(*app("fit", *flags, *options(placement=placement, name=name), "--data.cache", place))
+        output_of(
+            *app("fit", *flags, *options(placement=placement, name=name), "--data.cache", place)
+        )
         curves.append(losses(tmp_path / "runs" / name / "version_0").tolist())
     assert len(curves[0]) == 10
     assert all(others == curves[0] for others in curves)
@@ -107,7 +132,9 @@ def test_off(image_root: Path, tmp_path: Path, app: App, monkeypatch: pytest.Mon
     assert len(list((tmp_path / "home" / "data-parallel-lab").iterdir())) == 2
 
 
-def test_what_is_stale_is_decoded_again(image_root: Path, cache: Path, decoded: Callable[[], int]) -> None:
+def test_what_is_stale_is_decoded_again(
+    image_root: Path, cache: Path, decoded: Callable[[], int]
+) -> None:
     first = images_of(image_root, cache)
     image = image_root / "train" / "cat" / "00.jpg"
     decoded()
@@ -136,7 +163,9 @@ def test_what_is_stale_is_decoded_again(image_root: Path, cache: Path, decoded: 
     assert decoded() == 0
 
 
-def test_links_that_lead_elsewhere(image_root: Path, cache: Path, decoded: Callable[[], int]) -> None:
+def test_links_that_lead_elsewhere(
+    image_root: Path, cache: Path, decoded: Callable[[], int]
+) -> None:
     """The cache notices a new link target, even if its files have the same names, sizes and modification times."""
     other = image_root / "other"
     for image in sorted((image_root / "train").rglob("*.*")):
@@ -147,7 +176,10 @@ def test_links_that_lead_elsewhere(image_root: Path, cache: Path, decoded: Calla
     link, file = image_root / "link", image_root / "train" / "dog" / "00.jpg"
     file.rename(image_root / "kept.jpg")
     file.symlink_to(image_root / "kept.jpg")
-    for root, place, first, then in ((link, link, image_root, other), (image_root, file, "../../kept.jpg", copy)):
+    for root, place, first, then in (
+        (link, link, image_root, other),
+        (image_root, file, "../../kept.jpg", copy),
+    ):
         place.unlink(missing_ok=True)
         place.symlink_to(first)
         for again in (36 + 12, 0):
@@ -160,12 +192,25 @@ def test_links_that_lead_elsewhere(image_root: Path, cache: Path, decoded: Calla
         decoded()
 
 
-def test_what_is_broken_or_foreign_is_made_anew(image_root: Path, cache: Path, decoded: Callable[[], int]) -> None:
+def test_what_is_broken_or_foreign_is_made_anew(
+    image_root: Path, cache: Path, decoded: Callable[[], int]
+) -> None:
     expected = images_of(image_root, cache).clone()
     path = next(cache.glob("train-*"))
     whole = path.read_bytes()
-    foreign = b'{"key": "another", "shape": [36, 3, 32, 32], "count": 36, "names": 0, "left_out": 0}'.ljust(len(whole))
-    for broken in (whole[:-1], whole[:5000], whole[:100], b"", b"\xff" * len(whole), foreign, b"[]", b'{"shape": 1}'):
+    foreign = b'{"key": "another", "shape": [36, 3, 32, 32], "count": 36, "names": 0, "left_out": 0}'.ljust(
+        len(whole)
+    )
+    for broken in (
+        whole[:-1],
+        whole[:5000],
+        whole[:100],
+        b"",
+        b"\xff" * len(whole),
+        foreign,
+        b"[]",
+        b'{"shape": 1}',
+    ):
         path.write_bytes(broken)
         decoded()
         assert torch.equal(images_of(image_root, cache), expected)
@@ -178,20 +223,39 @@ def test_what_is_broken_or_foreign_is_made_anew(image_root: Path, cache: Path, d
 
 @pytest.mark.parametrize("crop", ["none", "random_resized"])
 def test_a_changed_bit_is_noticed(
-    crop: str, image_root: Path, cache: Path, decoded: Callable[[], int], capfd: pytest.CaptureFixture[str]
+    crop: str,
+    image_root: Path,
+    cache: Path,
+    decoded: Callable[[], int],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A changed bit in any part of the file is noticed, also if the file keeps its date."""
 
     def content() -> list[Any]:
-        split = attach(ImageFolder(str(image_root), cache=str(cache), num_workers=0, crop=crop))._splits["train"][0]
-        images = zip(split.names, split.labels.tolist(), map(torch.Tensor.tolist, split), strict=True)
+        split = attach(
+            ImageFolder(str(image_root), cache=str(cache), num_workers=0, crop=crop)
+        )._splits["train"][0]
+        images = zip(
+            split.names, split.labels.tolist(), map(torch.Tensor.tolist, split), strict=True
+        )
         return sorted(images, key=lambda image: image[0])
 
     expected = content()
     path = next(cache.glob("train-*"))
     size = path.stat().st_size
     names = path.read_bytes().rindex(b"[[")
-    for place in (0, 20, HEADER - 1, HEADER, names - 300, names - 100, names - 5, names - 1, names + 10, size - 3):
+    for place in (
+        0,
+        20,
+        HEADER - 1,
+        HEADER,
+        names - 300,
+        names - 100,
+        names - 5,
+        names - 1,
+        names + 10,
+        size - 3,
+    ):
         before = path.stat()
         with path.open("r+b") as file:
             file.seek(place)
@@ -214,7 +278,9 @@ def test_a_start_checks_a_large_file_in_part(
     monkeypatch.setattr("app.data.cache.SAMPLE", 2)
     images_of(image_root, cache)
     sizes: list[int] = []
-    monkeypatch.setattr("app.data.cache.crc32", lambda content: sizes.append(len(content)) or zlib.crc32(content))
+    monkeypatch.setattr(
+        "app.data.cache.crc32", lambda content: sizes.append(len(content)) or zlib.crc32(content)
+    )
     images_of(image_root, cache)
     assert sizes.count(3072) == 2 + 2, "blocks of train and test"
     path = next(cache.glob("train-*"))
@@ -255,7 +321,9 @@ def test_no_room_for_a_cache(
         monkeypatch.setattr("app.data.cache.shutil.disk_usage", lambda place: usage)
         reason = "over half of the free space"
     else:
-        monkeypatch.setattr("app.data.cache.remove_parts", Mock(side_effect=OSError(errno.ENOSPC, reason)))
+        monkeypatch.setattr(
+            "app.data.cache.remove_parts", Mock(side_effect=OSError(errno.ENOSPC, reason))
+        )
     flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.cache", cache, *STEPS]
     out = output_of(*app("fit", *flags))
     (message,) = [line for line in out.splitlines() if "Decoded images cannot be kept" in line]
@@ -285,7 +353,8 @@ def test_processes_that_write_at_once(image_root: Path, cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1
 
 
-# -- CIFAR's pickles ----------------------------------------------------------------------------------------------
+# -- CIFAR's pickles
+# ----------------------------------------------------------------------------------------------
 
 
 def test_pickles_are_checked_once_and_opened_once(
@@ -293,7 +362,9 @@ def test_pickles_are_checked_once_and_opened_once(
 ) -> None:
     calls = []
     load = pickle.load
-    monkeypatch.setattr(pickle, "load", lambda *args, **kwargs: calls.append(1) or load(*args, **kwargs))
+    monkeypatch.setattr(
+        pickle, "load", lambda *args, **kwargs: calls.append(1) or load(*args, **kwargs)
+    )
     flags = ["--data", "CIFAR10", "--data.root", cifar_root, "--data.cache", cache, *STEPS]
     output_of(*app("fit", *flags))
     opened = len(calls)
@@ -301,18 +372,24 @@ def test_pickles_are_checked_once_and_opened_once(
     assert opened == len(calls) > 0
     batch = cifar_root / "cifar-10-batches-py" / "data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-1] + b"!")
-    assert f"{batch.parent} cannot be read (truncated or corrupted files)" in error_of(*app("fit", *flags))
+    assert f"{batch.parent} cannot be read (truncated or corrupted files)" in error_of(
+        *app("fit", *flags)
+    )
     assert opened == len(calls), "with one wrong checksum, nothing is unpickled"
 
 
 def test_the_cache_holds_what_the_pickles_hold(cifar_root: Path, cache: Path) -> None:
-    splits = [attach(CIFAR10(str(cifar_root), cache=place))._splits["train"][0] for place in ("off", str(cache))]
+    splits = [
+        attach(CIFAR10(str(cifar_root), cache=place))._splits["train"][0]
+        for place in ("off", str(cache))
+    ]
     assert [split.mapped for split in splits] == [False, True]
     assert torch.equal(splits[0].tensor(), splits[1].tensor())
     assert torch.equal(splits[0].labels, splits[1].labels)
 
 
-# -- several ranks ------------------------------------------------------------------------------------------------
+# -- several ranks
+# ------------------------------------------------------------------------------------------------
 
 
 def notes(directory: Path, ranks: int = 2) -> list[dict[str, Any]]:
@@ -320,7 +397,9 @@ def notes(directory: Path, ranks: int = 2) -> list[dict[str, Any]]:
 
 
 @SLOW
-@pytest.mark.parametrize(("name", "strategy"), [("FashionMNIST", "ddp_fork"), ("ImageFolder", "ddp_spawn")])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("FashionMNIST", "ddp_fork"), ("ImageFolder", "ddp_spawn")]
+)
 def test_however_ranks_start(
     name: str, strategy: str, fashion_root: Path, image_root: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -328,8 +407,22 @@ def test_however_ranks_start(
         "FashionMNIST": ["--data.root", fashion_root, "--model", "FashionMLP"],
         "ImageFolder": ["--data.root", image_root],
     }
-    data = ["--data", name, *flags[name], "--data.batch_size", "8", "--data.cache", cache, *STEPS, *UNTESTED]
-    data += ["--trainer.callbacks+=user_code.SaysWhereImagesLie", "--trainer.callbacks.directory", tmp_path]
+    data = [
+        "--data",
+        name,
+        *flags[name],
+        "--data.batch_size",
+        "8",
+        "--data.cache",
+        cache,
+        *STEPS,
+        *UNTESTED,
+    ]
+    data += [
+        "--trainer.callbacks+=user_code.SaysWhereImagesLie",
+        "--trainer.callbacks.directory",
+        tmp_path,
+    ]
     out = output_of(*fork_app("fit", *data, *on_cpu(strategy), "--run.root", tmp_path))
     assert out.count("Decoding 36 images") == (name == "ImageFolder")
     assert out.count("Decoding 60 images") == (name == "FashionMNIST")
@@ -345,14 +438,28 @@ def test_however_ranks_start(
 def test_a_broken_image_is_reported_once(strategy: str, image_root: Path, tmp_path: Path) -> None:
     image = image_root / "train" / "dog" / "02.jpg"
     image.write_bytes(b"not an image")
-    flags = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "8", "--run.root", tmp_path]
+    flags = [
+        "--data",
+        "ImageFolder",
+        "--data.root",
+        image_root,
+        "--data.batch_size",
+        "8",
+        "--run.root",
+        tmp_path,
+    ]
     message = error_of(*fork_app("fit", *flags, *on_cpu(strategy), *QUIET))
     assert message.startswith(f"error: {image} cannot be read (not an image): replace")
 
 
 @SLOW
 def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
-    flags = ["--data", "user_code.FillsUpOnRank1", *options(images=200, batch_size=8, root=tmp_path), *UNTESTED]
+    flags = [
+        "--data",
+        "user_code.FillsUpOnRank1",
+        *options(images=200, batch_size=8, root=tmp_path),
+        *UNTESTED,
+    ]
     output_of(*fork_app("fit", *flags, *on_cpu("ddp_fork"), *STEPS, "--data.num_workers", "0"))
     assert record_of(next(tmp_path.glob("*/version_0")))["placement"] == "disk"
 
@@ -360,9 +467,23 @@ def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
 @SLOW
 def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path) -> None:
     """`test` works with a batch size that is a fraction of the training images, although it must count them first."""
-    flags = ["--data", "Synthetic", "--data.images", "100", "--data.batch_size", "0.25", *QUIET, "--run.root", tmp_path]
+    flags = [
+        "--data",
+        "Synthetic",
+        "--data.images",
+        "100",
+        "--data.batch_size",
+        "0.25",
+        *QUIET,
+        "--run.root",
+        tmp_path,
+    ]
     output_of(*fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED))
-    output_of(*fork_app("test", *flags, *on_cpu("ddp_fork"), "--data.val_size", "20", "--ckpt_path", "last"))
+    output_of(
+        *fork_app(
+            "test", *flags, *on_cpu("ddp_fork"), "--data.val_size", "20", "--ckpt_path", "last"
+        )
+    )
 
 
 def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:
@@ -373,5 +494,7 @@ def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -
     labelled = ImageFolder(str(image_root)).source
     assert kept.open(labelled, "test") is None
     kept.write(labelled, "test", 0)
-    splits = [kept.open(source, split) for source, split in ((unlabelled, "predict"), (labelled, "test"))]
+    splits = [
+        kept.open(source, split) for source, split in ((unlabelled, "predict"), (labelled, "test"))
+    ]
     assert [set(split.labels.tolist()) for split in splits if split] == [{-1}, {0, 1, 2}]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
+from app.command.checkpoint_file import LAST, PREVIOUS, CheckpointFiles, read
 from app.errors import UserError
-from app.fit.checkpoint_file import LAST, PREVIOUS, CheckpointFiles, read
 from app.system import files
 
 KILLS = int(os.environ.get("KILLS", "50"))
@@ -38,7 +38,10 @@ def test_every_change_of_the_content_is_seen(tmp_path: Path) -> None:
         with suppress(UserError):
             checkpoint = read(path)
         if checkpoint is not None:  # the bit lies outside of the content
-            assert (checkpoint["global_step"], checkpoint["state_dict"]["weight"].tolist()) == (1, [1.0] * 40)
+            assert (checkpoint["global_step"], checkpoint["state_dict"]["weight"].tolist()) == (
+                1,
+                [1.0] * 40,
+            )
     for length in range(0, len(whole), 13):
         path.write_bytes(whole[:length])
         with pytest.raises(UserError, match=f"{path}: (damaged|not a checkpoint)"):
@@ -48,7 +51,8 @@ def test_every_change_of_the_content_is_seen(tmp_path: Path) -> None:
 def test_checkpoints_of_others(tmp_path: Path) -> None:
     """Checkpoints that Lightning or torch wrote are loaded, also in torch's old format.
 
-    A changed bit is detected by the zip archive's checksums, which torch ignores. A file without weights is rejected.
+    A changed bit is detected by the zip archive's checksums, which torch ignores. A file without
+    weights is rejected.
     """
     path = tmp_path / "theirs.ckpt"
     TorchCheckpointIO().save_checkpoint(content(2, 4000), path)
@@ -75,7 +79,9 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
     for name, zipped in (("new.ckpt", True), ("old.ckpt", False)):
         torch.save({"state_dict": {"w": Call()}}, name, _use_new_zipfile_serialization=zipped)
-        with pytest.raises(UserError, match=r"it holds \w+.system, but only tensors and plain values are loaded"):
+        with pytest.raises(
+            UserError, match=r"it holds \w+.system, but only tensors and plain values are loaded"
+        ):
             read(Path(name))
     assert not Path("ran").exists()
 
@@ -97,8 +103,8 @@ def test_the_one_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_kill_after_the_one_before_got_its_name(tmp_path: Path) -> None:
     """After a kill has interrupted a save, the next save keeps both checkpoints and leaves no temporary file.
 
-    A kill after linking `last-1`, but before replacing `last`, leaves both names as hard links to one file. Renaming
-    one of them to the other does nothing.
+    A kill after linking `last-1`, but before replacing `last`, leaves both names as hard links to
+    one file. Renaming one of them to the other does nothing.
     """
     last, before = tmp_path / LAST, tmp_path / PREVIOUS
     CheckpointFiles().save_checkpoint(content(1), last)
@@ -112,8 +118,12 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """If the disk is full, the error is one line, the earlier file is unchanged, and no unfinished file remains."""
     last = tmp_path / LAST
     CheckpointFiles().save_checkpoint(content(1), last)
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-    with pytest.raises(UserError, match=f"{last}: .*No space left on device.*the previous one is kept: make room"):
+    monkeypatch.setattr(
+        os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    )
+    with pytest.raises(
+        UserError, match=f"{last}: .*No space left on device.*the previous one is kept: make room"
+    ):
         CheckpointFiles().save_checkpoint(content(2), last)
     monkeypatch.undo()
     assert read(last)["global_step"] == 1

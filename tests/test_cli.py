@@ -19,7 +19,9 @@ NESTED = "{class_path: CIFARCNN, init_args: {optimizer: {class_path: SGD, init_a
 
 def test_help_lists_every_command_without_torch() -> None:
     code = "import sys, app.cli as c; c.main([]); print('|'); c.main(['--help']); assert 'torch' not in sys.modules"
-    bare, out = subprocess.check_output([sys.executable, "-c", code], timeout=60, cwd=ROOT, text=True).split("|\n")
+    bare, out = subprocess.check_output(
+        [sys.executable, "-c", code], timeout=60, cwd=ROOT, text=True
+    ).split("|\n")
     assert bare == out
     for command in ("fit", "validate", "test", "predict"):
         assert re.search(rf"^  {command} +\w+", out, re.MULTILINE)
@@ -38,8 +40,18 @@ def test_idle_threads_wait_shortly_for_a_busy_core() -> None:
 def test_help_of_a_command_shows_the_models_and_the_data(app: App) -> None:
     out = output_of(*app("fit", "--help"))
     assert out.startswith("usage: python -m app fit [--config FILE]")
-    assert out.index("--model.network") < out.index("--data.batch_size") < out.index("--trainer.strategy")
-    for flag in ("--run.name", "--best_checkpoint.help", "--model.optimizer", "--data.root", "--data.placement"):
+    assert (
+        out.index("--model.network")
+        < out.index("--data.batch_size")
+        < out.index("--trainer.strategy")
+    )
+    for flag in (
+        "--run.name",
+        "--best_checkpoint.help",
+        "--model.optimizer",
+        "--data.root",
+        "--data.placement",
+    ):
         assert flag in out
     assert len(out.splitlines()) < 300
     out = output_of(*app("fit", "--model", "FashionMLP", "--data", "Synthetic", "--help"))
@@ -55,7 +67,7 @@ PAGES = [
     (["--model.optimizer.help", "AdamW"], "weight_decay"),
     (["--model.scheduler.help", "StepLR"], "step_size"),
     (["--data.augment.help", "RandAugment"], ".magnitude"),
-    (["--trainer.strategy.help", "app.parallel.PowerSGD"], "matrix_approximation_rank"),
+    (["--trainer.strategy.help", "app.training.PowerSGD"], "matrix_approximation_rank"),
 ]
 
 
@@ -67,7 +79,11 @@ def test_pages_of_settings(page: list[str], flag: str, app: App) -> None:
 
 
 def test_print_config_is_a_config(app: App, tmp_path: Path) -> None:
-    out = output_of(*app("fit", *SMALL, "--model", "FashionMLP", "--data.like", "FashionMNIST", "--print_config"))
+    out = output_of(
+        *app(
+            "fit", *SMALL, "--model", "FashionMLP", "--data.like", "FashionMNIST", "--print_config"
+        )
+    )
     config = yaml.safe_load(out)
     assert config["model"]["init_args"]["loss"] == "smooth_l1"
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.Adam"
@@ -78,17 +94,36 @@ def test_print_config_is_a_config(app: App, tmp_path: Path) -> None:
 def test_the_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
     """Configs and classes are read first, wherever they are in the command line."""
     (tmp_path / "c.yaml").write_text("model: {class_path: FashionMLP, init_args: {repeats: 2}}\n")
-    late = ["--data.like", "FashionMNIST", "--data.images=64", "--model.optimizer.lr", "0.5", "--model.repeats=1"]
+    late = [
+        "--data.like",
+        "FashionMNIST",
+        "--data.images=64",
+        "--model.optimizer.lr",
+        "0.5",
+        "--model.repeats=1",
+    ]
     late += ["--trainer.strategy.bucket_cap_mb", "5", "--trainer.strategy", "ddp"]
-    late += ["--model.optimizer", "SGD", "--config", str(tmp_path / "c.yaml"), "--data", "Synthetic"]
+    late += [
+        "--model.optimizer",
+        "SGD",
+        "--config",
+        str(tmp_path / "c.yaml"),
+        "--data",
+        "Synthetic",
+    ]
     config = yaml.safe_load(output_of(*app("fit", *late, "--print_config")))
     model, data = config["model"]["init_args"], config["data"]["init_args"]
     assert (model["repeats"], data["images"], data["like"]) == (1, 64, "FashionMNIST")
-    assert (model["optimizer"]["class_path"], model["optimizer"]["init_args"]["lr"]) == ("torch.optim.SGD", 0.5)
+    assert (model["optimizer"]["class_path"], model["optimizer"]["init_args"]["lr"]) == (
+        "torch.optim.SGD",
+        0.5,
+    )
     assert config["trainer"]["strategy"]["init_args"]["bucket_cap_mb"] == 5
 
 
-@pytest.mark.parametrize(("typed", "suggestion"), [("train", "fit"), ("fti", "fit"), ("tset", "test"), ("nope", None)])
+@pytest.mark.parametrize(
+    ("typed", "suggestion"), [("train", "fit"), ("fti", "fit"), ("tset", "test"), ("nope", None)]
+)
 def test_a_command_that_there_is_not(typed: str, suggestion: str | None, app: App) -> None:
     hint = f": did you mean {suggestion}?" if suggestion else ""
     commands = "(fit, validate, test, predict, export, compare, verify, replay, plan, doctor)"
@@ -96,13 +131,22 @@ def test_a_command_that_there_is_not(typed: str, suggestion: str | None, app: Ap
 
 
 WRONG = [
-    ("--trainer.max_epoch 3", "--trainer.max_epoch: there is no such flag: did you mean --trainer.max_epochs?"),
-    ("--model.netwrk x", "--model.netwrk: the chosen class has no such setting: did you mean --model.network?"),
+    (
+        "--trainer.max_epoch 3",
+        "--trainer.max_epoch: there is no such flag: did you mean --trainer.max_epochs?",
+    ),
+    (
+        "--model.netwrk x",
+        "--model.netwrk: the chosen class has no such setting: did you mean --model.network?",
+    ),
     ("--data.batchsize x", "did you mean --data.batch_size?"),
     ("--epochs 3", "did you mean --trainer.max_epochs or --trainer.min_epochs?"),
     ("--lr 0.1", "--lr: there is no such flag: did you mean --model.optimizer.lr?"),
     ("--model.lr 0.1", "did you mean --model.optimizer.lr?"),
-    ("--model.network lent", "lent: expected one of lenet, resnet18, resnet18_cifar, whitened: did"),
+    (
+        "--model.network lent",
+        "lent: expected one of lenet, resnet18, resnet18_cifar, whitened: did",
+    ),
     ("--trainer.max_epochs foo", "--trainer.max_epochs foo: expected int"),
     ("--trainer.precision bf16-mixd", "did you mean bf16-mixed?"),
     ("--trainer.strategy dpp", "--trainer.strategy dpp: unknown: did you mean dp?"),
@@ -110,7 +154,10 @@ WRONG = [
     ("--data cifar10", "--data cifar10: there is no such class: did you mean CIFAR10?"),
     ("--trainer.callbacks+=EarlyStoping", "there is no such class: did you mean EarlyStopping?"),
     ("--model nowhere.Model", "No module named 'nowhere'"),
-    ("--model.optimizer AdmW", "--model.optimizer AdmW: there is no such class: did you mean AdamW?"),
+    (
+        "--model.optimizer AdmW",
+        "--model.optimizer AdmW: there is no such class: did you mean AdamW?",
+    ),
     ("--model.optimizer.lr -1", "Invalid learning rate"),
     ("--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1", "total_steps"),
     ("--model.scheduler OneCycleLR", "--model.scheduler: its max_lr is required"),
@@ -119,7 +166,10 @@ WRONG = [
     ("--data.images -5", "--data.images -5"),
     ("--data.num_workers -1", "--data.num_workers -1"),
     ("--data.crop_padding -1", "--data.crop_padding -1"),
-    ("--data ImageFolder --data.mean '[0.5, 0.5]'", "--data.mean [0.5, 0.5]: give one value for each"),
+    (
+        "--data ImageFolder --data.mean '[0.5, 0.5]'",
+        "--data.mean [0.5, 0.5]: give one value for each",
+    ),
     ("--seed_everything=-1", "--seed_everything"),
     ("--trainer.sync_batchnorm true", "--trainer.sync_batchnorm has no effect in one process"),
     ("--model.num_classes 7", "--model.num_classes comes from the data"),
@@ -128,8 +178,14 @@ WRONG = [
     ("--data.batch_size 65 --data.drop_last true", "--data.drop_last leaves nothing of 58"),
     ("--model FashionMLP", "MLP takes images of 1×28×28, for example, not of 3×32×32 ("),
     ("--data.like FashionMNIST", "LeNet takes images of 3×32×32, for example, not of 1×28×28 ("),
-    ("--model alexnet", "alexnet takes images of 3×64×64, for example, not of 3×32×32 (Given input"),
-    ("--model timm/vit_tiny_patch16_224", "takes images of 3×224×224, for example, not of 3×32×32 (Input height"),
+    (
+        "--model alexnet",
+        "alexnet takes images of 3×64×64, for example, not of 3×32×32 (Given input",
+    ),
+    (
+        "--model timm/vit_tiny_patch16_224",
+        "takes images of 3×224×224, for example, not of 3×32×32 (Input height",
+    ),
     ("--ckpt_path no.ckpt", "--ckpt_path no.ckpt: there is no such file"),
     ("--ckpt_path last", "--ckpt_path last: no last.ckpt under"),
     ("--ckpt_path best --run.name other", "other"),
@@ -140,7 +196,10 @@ WRONG = [
     ("--model.optimizer.lr 1e-3x", "--model.optimizer.lr 1e-3x: expected a number"),
     (f"--model '{NESTED}'", "--model.optimizer.lr 1e-3x: expected a number"),
     ("--model Small", "--model Small: there is no such class: did you mean mine.Small?"),
-    ("--model Zzzzz", "--model Zzzzz: there is no such class: give its import path, package.module.Class"),
+    (
+        "--model Zzzzz",
+        "--model Zzzzz: there is no such class: give its import path, package.module.Class",
+    ),
     ("--gpus 2", "--gpus: there is no such flag: did you mean --trainer.devices?"),
     ("--resume x", "--resume: there is no such flag: did you mean --ckpt_path?"),
     ("--model.sharpness 0", "--model.sharpness: the chosen class has no such setting"),
@@ -151,7 +210,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)
-def test_errors(flags: str, message: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors(
+    flags: str, message: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text("class Small:\n    pass\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images" / "train" / "cat").mkdir(parents=True)
@@ -161,9 +222,13 @@ def test_errors(flags: str, message: str, app: App, tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "runs").glob("*/*/checkpoints")), "nothing was kept"
 
 
-@pytest.mark.skipif(torch.cuda.device_count() >= 64, reason="this machine has all the devices that are asked for")
+@pytest.mark.skipif(
+    torch.cuda.device_count() >= 64, reason="this machine has all the devices that are asked for"
+)
 def test_more_cuda_devices_than_there_are(app: App) -> None:
-    message = error_of(*app("fit", *SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64"))
+    message = error_of(
+        *app("fit", *SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64")
+    )
     assert "cuda" in message.lower() or "gpu" in message.lower()
 
 
@@ -171,7 +236,10 @@ def test_more_cuda_devices_than_there_are(app: App) -> None:
 def test_an_accelerator_that_is_not_there(app: App) -> None:
     for name in ("gpu", "cuda", "mps"):
         line = error_of(*app("fit", *SMALL, "--trainer.accelerator", name))
-        assert line == f"error: --trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
+        assert (
+            line
+            == f"error: --trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
+        )
 
 
 BAD_CONFIGS = [
@@ -180,9 +248,15 @@ BAD_CONFIGS = [
     (b"- 3", "not a config"),
     (b"", "not a config"),
     (b"trainr: {max_epochs: 3}", "trainr.max_epochs in the config: fit has no such setting"),
-    (b"trainer: {max_epoch: 3}", "in the config: fit has no such setting: did you mean --trainer.max_epochs?"),
+    (
+        b"trainer: {max_epoch: 3}",
+        "in the config: fit has no such setting: did you mean --trainer.max_epochs?",
+    ),
     (b"trainer: {max_epochs: x}", "--trainer.max_epochs x: expected int"),
-    (b"data: {class_path: Synthetic, init_args: {images: x}}", "--data.images x: expected a number"),
+    (
+        b"data: {class_path: Synthetic, init_args: {images: x}}",
+        "--data.images x: expected a number",
+    ),
     (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
     (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
     (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),
@@ -225,7 +299,9 @@ def test_where_no_folder_can_be_made(root: str, app: App, tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "deep")
     message = error_of(*app("fit", *SMALL, "--run.root", tmp_path / root))
-    assert message.startswith(f"error: {tmp_path / root}/LeNet-Synthetic/version_0 cannot be created (")
+    assert message.startswith(
+        f"error: {tmp_path / root}/LeNet-Synthetic/version_0 cannot be created ("
+    )
     assert message.endswith("): give another --run.root")
     message = error_of(*app("compare", *SMALL[2:], "--root", tmp_path / root))
     assert message.startswith(f"error: {tmp_path / root}")
@@ -233,4 +309,4 @@ def test_where_no_folder_can_be_made(root: str, app: App, tmp_path: Path) -> Non
 
 def test_a_strategy_by_its_class(app: App) -> None:
     out = output_of(*app("fit", *SMALL, "--trainer.strategy", "PowerSGD", "--print_config"))
-    assert yaml.safe_load(out)["trainer"]["strategy"]["class_path"] == "app.parallel.PowerSGD"
+    assert yaml.safe_load(out)["trainer"]["strategy"]["class_path"] == "app.training.PowerSGD"

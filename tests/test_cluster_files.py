@@ -23,7 +23,9 @@ CLUSTER = ROOT / "configs" / "cluster"
 SMALL = [*tiny(60, 12, accelerator="cpu", test=False), "--model.network", "lenet"]
 
 
-def run_nodes(commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], cwd: Path) -> list[str]:
+def run_nodes(
+    commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], cwd: Path
+) -> list[str]:
     """Run the nodes' commands at the same time, and return their outputs.
 
     Raises:
@@ -60,7 +62,14 @@ def test_slurm_script() -> None:
     assert command
     directives = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, flags=re.MULTILINE))
     assert len(directives) == head.count("\n#SBATCH"), "a line that is spelt otherwise"
-    assert {"nodes", "ntasks-per-node", "cpus-per-task", "gres", "time", "requeue"} <= directives.keys()
+    assert {
+        "nodes",
+        "ntasks-per-node",
+        "cpus-per-task",
+        "gres",
+        "time",
+        "requeue",
+    } <= directives.keys()
     assert directives["signal"] == "SIGUSR1@90", "to the ranks, not to the script: no B:"
     assert directives["open-mode"] == "append"
     assert "#SBATCH" not in body, "SLURM reads none below the first command"
@@ -69,15 +78,27 @@ def test_slurm_script() -> None:
 def test_containers(app: App) -> None:
     """Both images have the Python version, files and installation that pyproject.toml needs; their commands exist.
 
-    Sources of instructions and sections: docs.docker.com/reference/dockerfile, apptainer.org/docs/user/latest.
+    Sources of instructions and sections: docs.docker.com/reference/dockerfile,
+    apptainer.org/docs/user/latest.
     """
     text = (CLUSTER / "Dockerfile").read_text()
-    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
-    docker = {name: [rest for instruction, rest in lines if instruction == name] for name, _ in lines}
-    head, *fields = re.split(r"^%(\w+)\n", (CLUSTER / "apptainer.def").read_text(), flags=re.MULTILINE)
-    sections = {name: textwrap.dedent(body).strip() for name, body in zip(fields[::2], fields[1::2], strict=True)}
+    lines = [
+        line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")
+    ]
+    docker = {
+        name: [rest for instruction, rest in lines if instruction == name] for name, _ in lines
+    }
+    head, *fields = re.split(
+        r"^%(\w+)\n", (CLUSTER / "apptainer.def").read_text(), flags=re.MULTILINE
+    )
+    sections = {
+        name: textwrap.dedent(body).strip()
+        for name, body in zip(fields[::2], fields[1::2], strict=True)
+    }
     assert sections.keys() == {"files", "post", "environment", "runscript"}
-    header = dict(line.split(": ") for line in head.splitlines() if line and not line.startswith("#"))
+    header = dict(
+        line.split(": ") for line in head.splitlines() if line and not line.startswith("#")
+    )
     assert header == {"Bootstrap": "docker", "From": docker["FROM"][0]}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = docker["FROM"][0].removeprefix("python:").removesuffix("-slim")
@@ -88,10 +109,16 @@ def test_containers(app: App) -> None:
         return {file: to + file * to.endswith("/") for *files, to in words for file in files}
 
     files = ["pyproject.toml", project["readme"], *project["license-files"], "app", "configs"]
-    assert copied(docker["COPY"]) == copied(sections["files"].splitlines()) == {file: f"/lab/{file}" for file in files}
+    assert (
+        copied(docker["COPY"])
+        == copied(sections["files"].splitlines())
+        == {file: f"/lab/{file}" for file in files}
+    )
     assert all((ROOT / file).exists() for file in files)
     assert docker["RUN"] == [sections["post"]] == ["pip install --no-cache-dir /lab"]
-    subprocess.run(["sh", "-n"], input="\n".join(sections.values()), text=True, check=True, timeout=20)
+    subprocess.run(
+        ["sh", "-n"], input="\n".join(sections.values()), text=True, check=True, timeout=20
+    )
     assert sections["runscript"] == 'exec python -m app "$@"'
     (command,) = map(json.loads, docker["CMD"])
     assert command[:3] == ["python", "-m", "app"]
@@ -103,17 +130,21 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
     """The job's fields exist in Kubeflow Trainer 2.3, and its command trains in two pods.
 
     Source: github.com/kubeflow/trainer, manifests/base/crds (trainjobs.trainer.kubeflow.org) and
-    pkg/runtime/framework/plugins/torch. That plugin sets the variables `PET_…`, refuses them in a job, and names the
-    container `node`.
+    pkg/runtime/framework/plugins/torch. That plugin sets the variables `PET_…`, refuses them in a
+    job, and names the container `node`.
     """
     job = yaml.safe_load((CLUSTER / "trainjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     spec = job["spec"]
     assert spec.keys() == {"runtimeRef", "trainer", "runtimePatches"}
-    assert spec["runtimeRef"] == {"name": "torch-distributed"}, "a ClusterTrainingRuntime, unless its kind is given"
+    assert spec["runtimeRef"] == {"name": "torch-distributed"}, (
+        "a ClusterTrainingRuntime, unless its kind is given"
+    )
     trainer = spec["trainer"]
     assert trainer.keys() == {"numNodes", "image", "command", "env", "resourcesPerNode"}
-    assert not [entry for entry in trainer["env"] if entry["name"].startswith("PET_")], "they are reserved"
+    assert not [entry for entry in trainer["env"] if entry["name"].startswith("PET_")], (
+        "they are reserved"
+    )
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == 4
     (patch,) = spec["runtimePatches"]
     assert patch.keys() == {"manager", "trainingRuntimeSpec"}
@@ -121,15 +152,29 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
     pod = replicated["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert (replicated["name"], container["name"]) == ("node", "node")
-    assert container.keys() == {"name", "volumeMounts"}, "variables of this container go to the trainer"
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    limit = next(entry["value"] for entry in trainer["env"] if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    assert container.keys() == {"name", "volumeMounts"}, (
+        "variables of this container go to the trainer"
+    )
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+    limit = next(
+        entry["value"]
+        for entry in trainer["env"]
+        if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    )
     assert int(limit) < pod["terminationGracePeriodSeconds"]
 
-    command = [word.replace("/shared", str(tmp_path)) for word in trainer["command"] if "--data.root" not in word]
+    command = [
+        word.replace("/shared", str(tmp_path))
+        for word in trainer["command"]
+        if "--data.root" not in word
+    ]
     meeting = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
     counts = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": "1"}
-    pods = [{**meeting, **counts, "PET_NODE_RANK": str(rank)} for rank in range(trainer["numNodes"])]
+    pods = [
+        {**meeting, **counts, "PET_NODE_RANK": str(rank)} for rank in range(trainer["numNodes"])
+    ]
     run_nodes([[*command, *SMALL, "--trainer.max_epochs", "1"]] * len(pods), pods, ROOT)
     assert epochs(tmp_path / "runs") == [(2, 1)]
 
@@ -155,7 +200,12 @@ def test_skypilot(tmp_path: Path) -> None:
         outputs = run_nodes([["bash", "-eu", "-c", script]] * nodes, ranks, ROOT)
     assert "resuming from" in outputs[0]
     assert epochs(tmp_path)[-1] == (2, 2)
-    alone = {**common, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "FLAGS": "--print_config"}
+    alone = {
+        **common,
+        "SKYPILOT_NUM_NODES": "1",
+        "SKYPILOT_NODE_RANK": "0",
+        "FLAGS": "--print_config",
+    }
     assert "num_nodes: 1" in run_nodes([["bash", "-eu", "-c", script]], [alone], ROOT)[0]
 
 
@@ -167,21 +217,45 @@ def test_sweep(tmp_path: Path) -> None:
 
     sweep = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
     assert (sweep["method"], sweep["metric"]) == ("grid", {"name": "val_acc", "goal": "maximize"})
-    values = {name: setting.get("values", [setting.get("value")]) for name, setting in sweep["parameters"].items()}
-    trials = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+    values = {
+        name: setting.get("values", [setting.get("value")])
+        for name, setting in sweep["parameters"].items()
+    }
+    trials = [
+        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
+    ]
     assert len(trials) == 3
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    small = ["--data.images=60", "--data.batch_size=12", "--trainer.max_epochs=1", "--run.test=false"]
+    small = [
+        "--data.images=60",
+        "--data.batch_size=12",
+        "--trainer.max_epochs=1",
+        "--run.test=false",
+    ]
     with ForkServer(tmp_path, limit=None) as server:
         for number, trial in enumerate(trials):
-            parameters = {name: {"value": value} for name, value in sorted(trial.items())}  # sorted, as the server does
+            parameters = {
+                name: {"value": value} for name, value in sorted(trial.items())
+            }  # sorted, as the server does
             path = tmp_path / f"trial{number}.yaml"
             save_config_file_from_dict(str(path), parameters)
             args = create_sweep_command_args({"args": parameters})
-            macros = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"], "${args}": args["args"]}
-            command = [word for macro in create_sweep_command(sweep["command"]) for word in macros.get(macro, [macro])]
+            macros = {
+                "${env}": ["/usr/bin/env"],
+                "${interpreter}": ["python"],
+                "${args}": args["args"],
+            }
+            command = [
+                word
+                for macro in create_sweep_command(sweep["command"])
+                for word in macros.get(macro, [macro])
+            ]
             assert command[:5] == ["/usr/bin/env", "python", "-m", "app", "fit"]
-            env = {"WANDB_MODE": "offline", "WANDB_RUN_ID": f"trial{number}", "WANDB_SWEEP_ID": "sweep"}
+            env = {
+                "WANDB_MODE": "offline",
+                "WANDB_RUN_ID": f"trial{number}",
+                "WANDB_SWEEP_ID": "sweep",
+            }
             env["WANDB_SWEEP_PARAM_PATH"] = str(path)
             output_of(*server.run(*command[4:], *small, *QUIET, env=env))
     for number, trial in enumerate(trials):
@@ -191,6 +265,8 @@ def test_sweep(tmp_path: Path) -> None:
         file, tracked = inspect(run)
         assert file.parent.name.endswith(f"-trial{number}")
         assert "val_acc" in tracked["summary"]
-        assert tracked["config"]["model.optimizer.lr"] == trial["model.optimizer.lr"], "what the agent has given"
+        assert tracked["config"]["model.optimizer.lr"] == trial["model.optimizer.lr"], (
+            "what the agent has given"
+        )
         optimizer = tracked["config"]["model"]["init_args"]["optimizer"]
         assert optimizer["init_args"]["lr"] == trial["model.optimizer.lr"], "what was run"

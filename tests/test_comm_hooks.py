@@ -9,12 +9,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import App, assert_same, difference, error_of, fork_app, on_two_nodes, options, output_of, record_of, tiny
+from harness import (
+    App,
+    assert_same,
+    difference,
+    error_of,
+    fork_app,
+    on_two_nodes,
+    options,
+    output_of,
+    record_of,
+    tiny,
+)
 from jsonargparse import Namespace
 from test_parity import MODELS, STEPS, TOLERANCE
 
-from app.fit.configuration import resolve
-from app.parallel.comm_hooks import ring_all_reduce
+from app.command.configuration import resolve
+from app.training.comm_hooks import ring_all_reduce
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 SMALL = tiny(72, 16, val_size=8)
@@ -33,7 +44,9 @@ def rings(rank: int, store: str, is_staged: bool) -> None:
     """Check the ring against the built-in all-reduce, on groups of 2 to 8 ranks. Each of eight processes calls this."""
     if is_staged:
         torch.Tensor.cpu = torch.Tensor.clone  # type: ignore[method-assign]  # copy, as from a GPU
-    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), world_size=8, rank=rank)
+    dist.init_process_group(
+        "gloo", f"file://{store}", timedelta(seconds=60), world_size=8, rank=rank
+    )
     groups: list[Sequence[int]] = [range(2), range(3), range(4), range(5), [6, 1, 4], range(8)]
     for ranks in groups:
         group, world = dist.new_group(list(ranks)), len(ranks)
@@ -59,7 +72,9 @@ def rings(rank: int, store: str, is_staged: bool) -> None:
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_ring_all_reduce(is_staged: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(0.0, 0.0)  # import torch.testing's modules once, not in each fork
-    torch.multiprocessing.start_processes(rings, (str(tmp_path / "store"), is_staged), nprocs=8, start_method="fork")
+    torch.multiprocessing.start_processes(
+        rings, (str(tmp_path / "store"), is_staged), nprocs=8, start_method="fork"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -102,22 +117,39 @@ ACTING = [
     ("ddp_fp16", [], ""),
     ("ddp_powersgd", ["start_powersgd_iter", "4"], "ddp_powersgd: 1 of "),
     pytest.param("ddp_bf16", [], "", marks=pytest.mark.slow),
-    pytest.param("ddp", ["ddp_comm_hook", f"{HOOKS}.fp16_compress_hook"], "", marks=pytest.mark.slow),
+    pytest.param(
+        "ddp", ["ddp_comm_hook", f"{HOOKS}.fp16_compress_hook"], "", marks=pytest.mark.slow
+    ),
 ]
 
 
 @pytest.mark.parametrize(("strategy", "options", "message"), ACTING)
-def test_hooks_act_on_cpu(strategy: str, options: list[str], message: str, exact: Path, tmp_path: Path) -> None:
-    out = output_of(*fork_app("fit", *EXACT, *forked(strategy, *options), "--run.root", tmp_path, "--run.name", "x"))
+def test_hooks_act_on_cpu(
+    strategy: str, options: list[str], message: str, exact: Path, tmp_path: Path
+) -> None:
+    out = output_of(
+        *fork_app(
+            "fit", *EXACT, *forked(strategy, *options), "--run.root", tmp_path, "--run.name", "x"
+        )
+    )
     assert message in out
     check_effect(tmp_path, exact, effect=True)
     assert record_of(tmp_path / "x" / "version_0")["strategy"] in (strategy, f"{strategy}_fork")
 
 
 def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
-    flags = [*SMALL, *forked("ddp", "ddp_comm_hook", "user_code.speaking_hook"), "--run.root", tmp_path]
-    out = output_of(*fork_app("fit", *flags, *options(accumulate_grad_batches=2, max_epochs=1, test=False)))
-    assert out.count("averaged a bucket") == 4  # 64 images are 4 batches in 2 steps; each of 2 ranks prints once a step
+    flags = [
+        *SMALL,
+        *forked("ddp", "ddp_comm_hook", "user_code.speaking_hook"),
+        "--run.root",
+        tmp_path,
+    ]
+    out = output_of(
+        *fork_app("fit", *flags, *options(accumulate_grad_batches=2, max_epochs=1, test=False))
+    )
+    assert (
+        out.count("averaged a bucket") == 4
+    )  # 64 images are 4 batches in 2 steps; each of 2 ranks prints once a step
     assert "static graph" not in out
 
 
@@ -134,8 +166,22 @@ def test_what_a_checkpoint_does_not_hold_is_said(exact: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_node_is_one_process_under_ddp_dp(single: Path, tmp_path: Path) -> None:
-    flags = [*MODELS["cnn"], *STEPS, *CPU, "--trainer.strategy", "ddp_dp", "--trainer.num_nodes", "2"]
-    flags += ["--trainer.callbacks+=app.callbacks.BatchShapes", "--run.root", str(tmp_path), "--run.name", "x"]
+    flags = [
+        *MODELS["cnn"],
+        *STEPS,
+        *CPU,
+        "--trainer.strategy",
+        "ddp_dp",
+        "--trainer.num_nodes",
+        "2",
+    ]
+    flags += [
+        "--trainer.callbacks+=app.monitor.BatchShapes",
+        "--run.root",
+        str(tmp_path),
+        "--run.name",
+        "x",
+    ]
     (code, out), (code_1, out_1) = on_two_nodes("fit", *flags)
     assert (code, code_1) == (0, 0), out + out_1
     run = tmp_path / "x" / "version_0"
@@ -158,17 +204,31 @@ def strategy(*words: str) -> Namespace | str:
 def test_options_follow_a_name(tmp_path: Path) -> None:
     assert strategy("--trainer.strategy", "ddp_ring") == "ddp_ring"
     for words in (["--trainer.strategy", "ddp"], ["--trainer.strategy=ddp"]):
-        spec = strategy(*words, "--trainer.devices", "2", "--trainer.strategy.process_group_backend", "gloo")
-        assert spec.class_path == "app.parallel.ddp.DDP"
-        assert (spec.init_args.process_group_backend, spec.init_args.start_method) == ("gloo", "popen")
-    spec = strategy("--trainer.strategy=ddp_spawn_find_unused_parameters_true", "--trainer.strategy.bucket_cap_mb=1")
+        spec = strategy(
+            *words, "--trainer.devices", "2", "--trainer.strategy.process_group_backend", "gloo"
+        )
+        assert spec.class_path == "app.training.ddp.DDP"
+        assert (spec.init_args.process_group_backend, spec.init_args.start_method) == (
+            "gloo",
+            "popen",
+        )
+    spec = strategy(
+        "--trainer.strategy=ddp_spawn_find_unused_parameters_true",
+        "--trainer.strategy.bucket_cap_mb=1",
+    )
     assert spec.init_args.find_unused_parameters
     assert spec.init_args.start_method == "spawn"
-    spec = strategy("--trainer.strategy", "ddp_fp16", "--trainer.strategy.bucket_cap_mb=1", "--trainer.strategy", "dp")
+    spec = strategy(
+        "--trainer.strategy",
+        "ddp_fp16",
+        "--trainer.strategy.bucket_cap_mb=1",
+        "--trainer.strategy",
+        "dp",
+    )
     assert spec == "dp"
 
 
-@pytest.mark.parametrize("content", ["ddp_powersgd", {"class_path": "app.parallel.PowerSGD"}])
+@pytest.mark.parametrize("content", ["ddp_powersgd", {"class_path": "app.training.PowerSGD"}])
 def test_options_follow_a_name_in_a_config(content: str | dict[str, str], tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"strategy": content}}))
@@ -176,11 +236,18 @@ def test_options_follow_a_name_in_a_config(content: str | dict[str, str], tmp_pa
     assert spec.class_path.endswith(".PowerSGD")
     assert spec.init_args.matrix_approximation_rank == 2
     spec = strategy("--config", str(config))
-    assert spec == content if isinstance(content, str) else spec.init_args.matrix_approximation_rank == 1
+    assert (
+        spec == content
+        if isinstance(content, str)
+        else spec.init_args.matrix_approximation_rank == 1
+    )
 
 
 REFUSED = [
-    ("process_group_backend gloo", "process_group_backend: give --trainer.strategy ddp, or another one, before it"),
+    (
+        "process_group_backend gloo",
+        "process_group_backend: give --trainer.strategy ddp, or another one, before it",
+    ),
     ("ddpp process_group_backend gloo", "there is no --trainer.strategy ddpp: did you mean ddp?"),
     ("ddp find_unused_parameter true", "did you mean --trainer.strategy.find_unused_parameters?"),
     ("ddp period 3", "the chosen class has no such setting"),
@@ -192,11 +259,20 @@ REFUSED = [
     (f"ddp ddp_comm_hook {HOOKS}.fp16_compress_wrapper", "fp16_compress_wrapper: not a hook"),
     (f"ddp ddp_comm_wrapper {HOOKS}.fp16_compress_wrapper", "has no effect without a hook"),
     ("ddp_fp16 ddp_comm_hook user_code.speaking_hook", "the chosen class has no such setting"),
-    ("ddp_powersgd start_powersgd_iter 1", "--trainer.strategy.start_powersgd_iter 1: give 2 or more"),
+    (
+        "ddp_powersgd start_powersgd_iter 1",
+        "--trainer.strategy.start_powersgd_iter 1: give 2 or more",
+    ),
     ("ddp_dp", "use --trainer.strategy dp, or give more --trainer.num_nodes"),
-    ("ddp_fp16 --trainer.devices 1", "this run is one process: use --trainer.strategy ddp without a hook"),
+    (
+        "ddp_fp16 --trainer.devices 1",
+        "this run is one process: use --trainer.strategy ddp without a hook",
+    ),
     ("ddp_ring --trainer.devices 1", "ring_hook has no effect, because this run is one process"),
-    ("ddp static_graph true --trainer.accumulate_grad_batches 2", "torch fails where gradients are accumulated"),
+    (
+        "ddp static_graph true --trainer.accumulate_grad_batches 2",
+        "torch fails where gradients are accumulated",
+    ),
     (f"ddp_dp {MEET} --trainer.sync_batchnorm true", "sync_batchnorm has no effect under dp"),
 ]
 
@@ -212,7 +288,9 @@ def test_what_cannot_act_is_refused(flags: str, message: str, app: App) -> None:
 
 def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert "use --trainer.strategy ddp_fp16" in error_of(*app("fit", *SMALL, *CPU, "--trainer.strategy", "ddp_bf16"))
+    assert "use --trainer.strategy ddp_fp16" in error_of(
+        *app("fit", *SMALL, *CPU, "--trainer.strategy", "ddp_bf16")
+    )
 
 
 def test_a_backend_that_torch_lacks_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,17 @@ from harness import ROOT, App, Running, error_of, output_of, record_of, running,
 from jsonargparse import Namespace
 from PIL import Image
 
-from app.compare.figures import pictures
-from app.compare.results import COLUMNS
-from app.compare.runner import Outcome
+from app.lab.compare.figures import pictures
+from app.lab.compare.results import COLUMNS
+from app.lab.compare.runner import Outcome
+from app.lab.variant import Variant
 from app.record import PHASES, DataSet, Epoch, Record
 from app.system.machine import own_seconds
-from app.variant import Variant
 
 
-def comparing(path: Path, *words: str, env: dict[str, str] | None = None) -> AbstractContextManager[Running]:
+def comparing(
+    path: Path, *words: str, env: dict[str, str] | None = None
+) -> AbstractContextManager[Running]:
     return running("compare", "--experiment", path, "--root", path.parent, *words, env=env)
 
 
@@ -45,7 +47,9 @@ def by_name(path: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(app: App, experiment: Callable[..., Path]) -> None:
+def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(
+    app: App, experiment: Callable[..., Path]
+) -> None:
     ddp, stuck = {"trainer.strategy": "ddp"}, {"model": "stuck_code.FailsWhileRankZeroIsStuck"}
     variants: dict[str, tuple[str, dict[str, Any]]] = {
         "one": ("measured", {}),
@@ -62,7 +66,9 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(app: App, e
     path = experiment(variants={name: flags for name, (_, flags) in variants.items()}, repeats=2)
     output_of(*app("compare", "--root", path.parent, "--experiment", path, "--time_limit", "40"), 1)
     rows = by_name(path)
-    assert {name: row["status"] for name, row in rows.items()} == {name: state for name, (state, _) in variants.items()}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        name: state for name, (state, _) in variants.items()
+    }
     assert "GPU" in rows["no GPU"]["reason"]
     assert "needs 4096 CPU cores" in rows["too many"]["reason"]
     assert "cannot be shared equally by 2 ranks" in rows["odd batch"]["reason"]
@@ -82,15 +88,21 @@ def test_a_comparison_with_what_cannot_run_what_fails_and_what_hangs(app: App, e
     assert dp["speed_up"] == pytest.approx(dp["samples_per_s"] / one["samples_per_s"])
     assert dp["efficiency"] == pytest.approx(dp["speed_up"] / 2)
     assert (one["global_batch"], dp["global_batch"], dp["replica_batch"]) == (24, 24, 12)
-    began = [Path(run, "metrics.csv").stat().st_mtime for i in (0, 1) for run in (one["runs"][i], dp["runs"][i])]
+    began = [
+        Path(run, "metrics.csv").stat().st_mtime
+        for i in (0, 1)
+        for run in (one["runs"][i], dp["runs"][i])
+    ]
     assert began == sorted(began), "repeats are in turn"
-    assert record_of(Path(one["runs"][0]))["throughput"]["n"] == 4, "of 2 epochs of 9 steps, the first is warm-up"
+    assert record_of(Path(one["runs"][0]))["throughput"]["n"] == 4, (
+        "of 2 epochs of 9 steps, the first is warm-up"
+    )
 
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the machine look idle to a comparison that runs in this process."""
-    monkeypatch.setattr("app.runs.starter.busy_seconds", own_seconds)
+    monkeypatch.setattr("app.lab.runs.busy_seconds", own_seconds)
 
 
 @pytest.mark.usefixtures("idle", "drawn")
@@ -98,7 +110,10 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
     path = experiment(
         description="<script>alert(1)</script> Which?",
         variants={"=one": {}, "bf16 | mixed": {"trainer.precision": "bf16-mixed"}},
-        published={"hardware": "a V100", "rows": [{"what": "x", "variant": "=one", "figures": {"train_s": 576.94}}]},
+        published={
+            "hardware": "a V100",
+            "rows": [{"what": "x", "variant": "=one", "figures": {"train_s": 576.94}}],
+        },
     )
     out = output_of(*app("compare", "--root", path.parent, "--experiment", path))
     folder = path.parent / "compare" / "tiny" / "version_0"
@@ -117,20 +132,32 @@ def test_the_report(app: App, experiment: Callable[..., Path]) -> None:
     head = results(path)
     assert "Published, and here" in text
     assert f"    {head['command']}\n" in text
-    for detail in ("576.94", "a V100", "python -m app fit", head["hardware"]["cpu"], head["versions"]["torch"]):
+    for detail in (
+        "576.94",
+        "a V100",
+        "python -m app fit",
+        head["hardware"]["cpu"],
+        head["versions"]["torch"],
+    ):
         assert detail in text
     html = (folder / "report.html").read_text()
     assert html.count("<svg") == len(drawn)
     assert html.count("aria-label=") == len(drawn)
     assert "<script>" not in html
     assert not re.findall(r'(?:src|href)="(?!data:|#)', html), "it needs no other file"
-    assert len(ids := re.findall(r' id="([^"]+)"', html)) == len(set(ids)), "an id is that of one thing"
+    assert len(ids := re.findall(r' id="([^"]+)"', html)) == len(set(ids)), (
+        "an id is that of one thing"
+    )
     assert head["verdict"]["said"] in html.partition("<h1>")[2].partition("</h1>")[0]
     assert "was the fastest, in a single run of each" in head["verdict"]["said"]
     assert html.index("<svg") < html.index("<table") < html.index("<details>")
     assert "OMP_NUM_THREADS=1 python -m app fit --data Synthetic" in text
-    typed = [line for line in out.splitlines() if line.startswith("OMP_NUM_THREADS=1 python -m app fit")]
-    assert typed[-1] == next(row["command"] for row in head["variants"] if row["variant"] == head["verdict"]["taken"])
+    typed = [
+        line for line in out.splitlines() if line.startswith("OMP_NUM_THREADS=1 python -m app fit")
+    ]
+    assert typed[-1] == next(
+        row["command"] for row in head["variants"] if row["variant"] == head["verdict"]["taken"]
+    )
     assert str(folder) in out
     for row in head["variants"]:
         whole = sum(row[f"{phase}_ms"] for phase in PHASES)
@@ -148,7 +175,9 @@ def test_no_verdict_on_a_busy_machine(
 ) -> None:
     """If other programs take all cores, the report gives no verdict. It states the load, and how to measure again."""
     cores = os.cpu_count() or 1
-    monkeypatch.setattr("app.runs.starter.busy_seconds", lambda: own_seconds() + cores * time.monotonic())
+    monkeypatch.setattr(
+        "app.lab.runs.busy_seconds", lambda: own_seconds() + cores * time.monotonic()
+    )
     path = experiment(variants={"one": {}, "dp": {"trainer.strategy": "dp", "trainer.devices": 2}})
     out = output_of(*app("compare", "--root", path.parent / "my runs", "--experiment", path))
     message = f"The machine was busy: other programs took up to {cores:.1f} of its {cores} cores"
@@ -162,7 +191,15 @@ def test_no_verdict_on_a_busy_machine(
     for text in (out, (folder / "report.md").read_text(), html):
         assert message in text
         assert "Measure again when it is quiet" in text
-        for claim in ("the fastest:", "was the fastest", "Take", "of the ideal", "× one", "limits", "recommended"):
+        for claim in (
+            "the fastest:",
+            "was the fastest",
+            "Take",
+            "of the ideal",
+            "× one",
+            "limits",
+            "recommended",
+        ):
             assert claim not in text, claim
     assert f'<span class="caption">{message}</span>' in html
 
@@ -170,13 +207,18 @@ def test_no_verdict_on_a_busy_machine(
 @pytest.mark.browser
 @pytest.mark.usefixtures("idle", "drawn")
 def test_the_report_in_a_browser(app: App, experiment: Callable[..., Path]) -> None:
-    path = experiment(variants={"one": {}, "<img src=x onerror=alert(1)>": {"trainer.precision": "bf16-mixed"}})
+    path = experiment(
+        variants={"one": {}, "<img src=x onerror=alert(1)>": {"trainer.precision": "bf16-mixed"}}
+    )
     assert app("compare", "--root", path.parent, "--experiment", path)[0] == 0
     report = path.parent / "elsewhere" / "report.html"
     report.parent.mkdir()
     shutil.copy(path.parent / "compare" / "tiny" / "version_0" / "report.html", report)
     colours = seen_colours(report, "--window-size=1200,5000")
-    for drawn in ((0x2F, 0x62, 0xC9), (0xA9, 0xC1, 0xF0)):  # colours of the recommended variant and of the other
+    for drawn in (
+        (0x2F, 0x62, 0xC9),
+        (0xA9, 0xC1, 0xF0),
+    ):  # colours of the recommended variant and of the other
         assert colours.get(drawn, 0) > 1000
 
 
@@ -186,7 +228,9 @@ def test_a_broken_off_comparison_goes_on(experiment: Callable[..., Path]) -> Non
     runs = path.parent / "compare" / "tiny" / "version_0" / "runs" / "repeat_1"
     with comparing(path) as process:
         awaited((runs / "dp" / "version_0" / "run.json").exists, 100)
-        process.get("SIGKILL", "group").end()  # the kernel then kills the running `fit`, because its parent is dead
+        process.get(
+            "SIGKILL", "group"
+        ).end()  # the kernel then kills the running `fit`, because its parent is dead
     first = (runs / "one" / "version_0" / "run.json").stat().st_mtime
 
     assert "1 runs are done already" in compare(path)
@@ -206,31 +250,50 @@ def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
                 break
         out = process.get("SIGINT", "main").end(60, code=130)
     assert "Not complete: hangs" in out
-    assert {name: row["status"] for name, row in by_name(path).items()} == {"one": "measured", "hangs": "waiting"}
+    assert {name: row["status"] for name, row in by_name(path).items()} == {
+        "one": "measured",
+        "hangs": "waiting",
+    }
 
 
 def test_curves_that_coincide_are_one_line() -> None:
     """The title counts the curves that coincide with the baseline's. If none does, the title describes the plot."""
 
     def coinciding(*losses: list[float], data: DataSet | None = None) -> str:
-        table = pd.DataFrame({"variant": [str(i) for i in range(len(losses))], "samples_per_s": 1.0, "replicas": 1})
+        table = pd.DataFrame(
+            {"variant": [str(i) for i in range(len(losses))], "samples_per_s": 1.0, "replicas": 1}
+        )
         table = table.reindex(columns=list(COLUMNS)).assign(samples_per_s=math.nan)
         outcomes = []
         for name, curve in zip(table["variant"], losses, strict=True):
-            epochs = [Epoch(epoch, train_loss=loss, seconds=1.0) for epoch, loss in enumerate(curve)]
-            outcomes.append(Outcome(Variant(name, ["fit"], Namespace()), {1: Record(epochs=epochs, data=data)}))
+            epochs = [
+                Epoch(epoch, train_loss=loss, seconds=1.0) for epoch, loss in enumerate(curve)
+            ]
+            outcomes.append(
+                Outcome(Variant(name, ["fit"], Namespace()), {1: Record(epochs=epochs, data=data)})
+            )
         return pictures(table, outcomes, "0", None)["loss_epoch"].title
 
     assert coinciding([2.0, 1.0], [2.0, 1.0 + 3e-7], [2.0, 1.0]) == (
         "All 3 loss curves coincide (largest difference 3e-7)"
     )
     assert coinciding([2.0, 1.0], [2.0, 1.0]) == "Both loss curves coincide (to the last digit)"
-    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.0001]).startswith("2 of 3 loss curves coincide (")
-    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.1]) == "Training loss against epochs", "the baseline's is apart"
-    assert coinciding([2.0, 1.0]) == coinciding([2.0, 1.0], [2.0, 1.1]) == "Training loss against epochs"
+    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.0001]).startswith(
+        "2 of 3 loss curves coincide ("
+    )
+    assert coinciding([2.0, 1.0], [2.0, 1.1], [2.0, 1.1]) == "Training loss against epochs", (
+        "the baseline's is apart"
+    )
+    assert (
+        coinciding([2.0, 1.0])
+        == coinciding([2.0, 1.0], [2.0, 1.1])
+        == "Training loss against epochs"
+    )
     unlearnt, ten = "No variant has learnt yet: the loss curves say nothing", DataSet("x", 10)
     assert coinciding([2.0, 1.99], [2.0, 1.99]) == unlearnt
-    assert coinciding([2.31, 2.3], [2.31, 2.3], data=ten) == unlearnt, "guessing has a loss of ln 10 = 2.303"
+    assert coinciding([2.31, 2.3], [2.31, 2.3], data=ten) == unlearnt, (
+        "guessing has a loss of ln 10 = 2.303"
+    )
     assert coinciding([2.2], [2.2], data=ten) == "Both loss curves coincide (to the last digit)"
 
 
@@ -246,8 +309,12 @@ def test_the_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path
     folder = path.parent / "compare" / "tiny" / "version_0"
     assert len(list(folder.glob("runs/repeat_1/*/version_0/wandb/offline-run-*"))) == 2
     assert len(list(folder.glob("wandb/offline-run-*"))) == 1
-    assert len(list(folder.glob("wandb/offline-run-*/files/media/images/*.png"))) == len(list(folder.glob("*.png")))
-    config = yaml.safe_load((folder / "runs" / "repeat_1" / "one" / "version_0" / "config.yaml").read_text())
+    assert len(list(folder.glob("wandb/offline-run-*/files/media/images/*.png"))) == len(
+        list(folder.glob("*.png"))
+    )
+    config = yaml.safe_load(
+        (folder / "runs" / "repeat_1" / "one" / "version_0" / "config.yaml").read_text()
+    )
     assert config["run"]["group"] == "tiny/version_0"
 
 

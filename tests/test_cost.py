@@ -1,6 +1,7 @@
 """Cost of a step in counts that are equal on every machine: Python calls, operations, reads of the device.
 
-`tests/benchmarks` measures times. Every count covers the second epoch, from its first step to its last.
+`tests/benchmarks` measures times. Every count covers the second epoch, from its first step to its
+last.
 """
 
 import gc
@@ -23,10 +24,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
 from app.modules import CIFARCNN, ImageClassifier
-from app.networks import LeNet
+from app.modules.networks import LeNet
 
 # 1,800 training images: 113 steps and two logging windows per epoch
-MLP = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[4]", "--data", "Synthetic"]
+MLP = [
+    "--model",
+    "FashionMLP",
+    "--model.repeats",
+    "1",
+    "--model.hidden",
+    "[4]",
+    "--data",
+    "Synthetic",
+]
 MLP += options(like="FashionMNIST", images=2000, batch_size=16)
 LENET = ["--model", "CIFARCNN", "--data", "Synthetic", *options(images=1280, batch_size=16)]
 AUGMENTED = options(crop_padding=4, flip=True, cutout=8, images=640)
@@ -59,7 +69,9 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
     patch.setattr(GlobalBatches, "set_epoch", replacement)
 
 
-def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step: CodeType = STEP) -> list[int]:
+def calls_per_step(
+    app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step: CodeType = STEP
+) -> list[int]:
     """Return the number of Python calls in each step of the second epoch; a call of `step` begins a step."""
     count, marks = 0, []
 
@@ -80,12 +92,16 @@ def calls_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step
     return [after - before for before, after in itertools.pairwise(marks)]
 
 
-def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path) -> list[Counter[str]]:
+def operations_per_step(
+    app: App, patch: pytest.MonkeyPatch, *flags: str | Path
+) -> list[Counter[str]]:
     """Count the tensor operations of each step of the second epoch. A step begins when `training_step` is called."""
     mode, marks = Counting(), []
     training_step = ImageClassifier.training_step
 
-    @wraps(training_step)  # keeps the module's name: Lightning copies the loss of a user's training step
+    @wraps(
+        training_step
+    )  # keeps the module's name: Lightning copies the loss of a user's training step
     def step(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
         marks.append(mode.counts.copy())
         return training_step(self, batch, batch_idx)
@@ -98,7 +114,11 @@ def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path)
         return counted
 
     with patch.context() as temporary:  # undone at the end, so that a test can count twice
-        for name in ("tolist", "cpu", "numpy"):  # patched, because on a CPU they dispatch no operation
+        for name in (
+            "tolist",
+            "cpu",
+            "numpy",
+        ):  # patched, because on a CPU they dispatch no operation
             temporary.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
         temporary.setattr(ImageClassifier, "training_step", step)
         in_second_epoch(temporary, lambda: (marks.clear(), mode.__enter__()))
@@ -111,14 +131,19 @@ def operations_per_step(app: App, patch: pytest.MonkeyPatch, *flags: str | Path)
 
 def raw_operations() -> int:
     """Return the number of operations in a hand-written step of LeNet with uint8 images, mean loss and SGD."""
-    images, labels = torch.zeros(64, 3, 32, 32, dtype=torch.uint8), torch.zeros(64, dtype=torch.long)
+    images, labels = (
+        torch.zeros(64, 3, 32, 32, dtype=torch.uint8),
+        torch.zeros(64, dtype=torch.long),
+    )
     order, mean, std = torch.arange(64), torch.full((3, 1, 1), 127.5), torch.full((3, 1, 1), 127.5)
     network = LeNet().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
 
     def step() -> None:
         share = order[:16]
-        batch = images[share].float().sub_(mean).div_(std).contiguous(memory_format=torch.channels_last)
+        batch = (
+            images[share].float().sub_(mean).div_(std).contiguous(memory_format=torch.channels_last)
+        )
         loss = F.cross_entropy(network(batch), labels[share])
         optimizer.zero_grad()
         loss.backward()
@@ -136,7 +161,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
-# for comparison, calls per step: stock Trainer 3,750, or 4,169 with bar, CSV and checkpoints; hand-written loop 209
+# for comparison, calls per step: stock Trainer 3,750, or 4,169 with bar, CSV and checkpoints;
+# hand-written loop 209
 def test_python_calls(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes at most 1,000 Python calls on average. Callbacks that override nothing add none."""
     calls = calls_per_step(app, monkeypatch, *MLP)
@@ -146,7 +172,10 @@ def test_python_calls(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_python_calls_of_the_fast_config(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mean(calls_per_step(app, monkeypatch, *MLP, "--config", ROOT / "configs" / "fast.yaml")) <= 800
+    assert (
+        mean(calls_per_step(app, monkeypatch, *MLP, "--config", ROOT / "configs" / "fast.yaml"))
+        <= 800
+    )
 
 
 def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +186,9 @@ def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         nonlocal steps
         steps += event == "call" and frame.f_code is STEP
-        if event in ("call", "c_call") and frame.f_code.co_filename.endswith(("step_clock.py", "rank_times.py")):
+        if event in ("call", "c_call") and frame.f_code.co_filename.endswith(
+            ("step_clock.py", "rank_times.py")
+        ):
             ours[frame.f_code.co_name] += 1
 
     in_second_epoch(monkeypatch, lambda: sys.setprofile(profile))
@@ -166,7 +197,11 @@ def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -
     finally:
         sys.setprofile(None)
     assert code == 0, out
-    assert 0 < sum(ours[name] for name in ours if name.startswith("on_train_batch")) <= 0.01 * 560 * steps
+    assert (
+        0
+        < sum(ours[name] for name in ours if name.startswith("on_train_batch"))
+        <= 0.01 * 560 * steps
+    )
 
 
 def check_reads(steps: list[Counter[str]]) -> None:
@@ -184,14 +219,27 @@ def test_operations(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     check_reads(steps)
     plain = median(step.total() for step in steps)
     assert plain - raw_operations() <= 8
-    assert median(step.total() for step in operations_per_step(app, monkeypatch, *LENET, *AUGMENTED)) - plain <= 14
+    assert (
+        median(step.total() for step in operations_per_step(app, monkeypatch, *LENET, *AUGMENTED))
+        - plain
+        <= 14
+    )
 
 
-FUSED = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.001", "--model.optimizer.fused", "true"]
+FUSED = [
+    "--model.optimizer",
+    "SGD",
+    "--model.optimizer.lr",
+    "0.001",
+    "--model.optimizer.fused",
+    "true",
+]
 FLOAT16 = ["--trainer.plugins", "user_code.Float16"]
 
 
-@pytest.mark.parametrize("flags", [options(strategy="dp", devices=2), [*FLOAT16, *FUSED]], ids=["dp", "float16"])
+@pytest.mark.parametrize(
+    "flags", [options(strategy="dp", devices=2), [*FLOAT16, *FUSED]], ids=["dp", "float16"]
+)
 def test_reads_of_the_device(flags: list[str], app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     check_reads(operations_per_step(app, monkeypatch, *LENET, *flags))
 
@@ -211,24 +259,41 @@ class CountsReads(CIFARCNN):
     def on_train_epoch_end(self) -> None:
         if self.current_epoch == 1:
             self.mode.__exit__(None, None, None)
-            Path(self.trainer.log_dir or "", f"reads{self.global_rank}.json").write_text(json.dumps(self.reads))
+            Path(self.trainer.log_dir or "", f"reads{self.global_rank}.json").write_text(
+                json.dumps(self.reads)
+            )
         super().on_train_epoch_end()
 
 
 @pytest.mark.slow
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
     """Only a logging window's last step reads the device, even though the ranks must agree on stopping."""
-    ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--model", "test_cost.CountsReads", *QUIET]
+    ddp = [
+        "--trainer.strategy",
+        "ddp",
+        "--trainer.devices",
+        "2",
+        "--model",
+        "test_cost.CountsReads",
+        *QUIET,
+    ]
     output_of(*start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path))
     for rank in range(2):
-        reads = json.loads((tmp_path / "CountsReads-Synthetic" / "version_0" / f"reads{rank}.json").read_text())
+        reads = json.loads(
+            (tmp_path / "CountsReads-Synthetic" / "version_0" / f"reads{rank}.json").read_text()
+        )
         assert len(reads) == 72
         assert reads[27] == 0, "until the window ends with the hundredth step"
         assert reads[28] == reads[-1], "and after it"
 
 
 def test_a_recipe_costs_half_a_step_at_most(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, rich = (calls_per_step(app, monkeypatch, *LENET, *AUGMENTED, *flags) for flags in ([], RECIPE))
+    plain, rich = (
+        calls_per_step(app, monkeypatch, *LENET, *AUGMENTED, *flags) for flags in ([], RECIPE)
+    )
     assert median(rich) <= 1.5 * median(plain)
-    reads = [step["_local_scalar_dense"] for step in operations_per_step(app, monkeypatch, *LENET, *AUGMENTED, *RECIPE)]
+    reads = [
+        step["_local_scalar_dense"]
+        for step in operations_per_step(app, monkeypatch, *LENET, *AUGMENTED, *RECIPE)
+    ]
     assert median(reads) == 0

@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, App, difference, error_of, losses, on_gpu, output_of, record_of, start_app, tiny
+from harness import (
+    QUIET,
+    App,
+    difference,
+    error_of,
+    losses,
+    on_gpu,
+    output_of,
+    record_of,
+    start_app,
+    tiny,
+)
 from torch import nn
 
 from app.cli import main
@@ -17,9 +28,9 @@ from app.launch import failures
 from app.launch.failures import explaining_errors
 from app.launch.signals import StopTogether
 from app.modules import CIFARCNN
-from app.parallel import DDP, DataParallelStrategy
-from app.parallel.data_parallel import Replica
 from app.system import lightning_patches, machine
+from app.training import DDP, DataParallelStrategy
+from app.training.data_parallel import Replica
 
 SMALL = tiny(72, 16, val_size=8)
 CPU = ["--trainer.accelerator", "cpu"]
@@ -48,21 +59,40 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, app: App, tmp_path: Path) -> None:
     output_of(*app("fit", *SMALL, *CPU, "--trainer.max_epochs", "1", "--run.name", "x"))
     record = record_of(tmp_path / "runs" / "x" / "version_0")
-    assert (record["hardware"]["gpus"], record["peak_memory"][0]["device"]) == (["NVIDIA of somebody"], "cpu")
+    assert (record["hardware"]["gpus"], record["peak_memory"][0]["device"]) == (
+        ["NVIDIA of somebody"],
+        "cpu",
+    )
 
 
-def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {"max_memory_allocated": 2**29, "max_memory_reserved": 2**30, "mem_get_info": (2**30, 2**32)}
-    for name, value in {**figures, "get_device_properties": SimpleNamespace(total_memory=2**32)}.items():
+def test_memory_is_that_of_the_allocator_and_that_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures = {
+        "max_memory_allocated": 2**29,
+        "max_memory_reserved": 2**30,
+        "mem_get_info": (2**30, 2**32),
+    }
+    for name, value in {
+        **figures,
+        "get_device_properties": SimpleNamespace(total_memory=2**32),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     (row,) = machine.peak_memory(0, [torch.device("cuda", 0)])
-    assert [row[f"{name}_gib"] for name in ("allocated", "reserved", "in_use", "total")] == [0.5, 1, 3, 4]
+    assert [row[f"{name}_gib"] for name in ("allocated", "reserved", "in_use", "total")] == [
+        0.5,
+        1,
+        3,
+        4,
+    ]
     (row,) = machine.peak_memory(0, [torch.device("cpu")])
     assert row["in_use_gib"] is None
 
 
 @pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("mps", 1), ("cuda:1", 1)])
-def test_the_clock_waits_for_every_accelerator(device: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_waits_for_every_accelerator(
+    device: str, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     awaited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", awaited.append)
     machine.time_when_done(torch.device(device))
@@ -75,11 +105,14 @@ VARIABLES = {
 }
 
 
-@pytest.mark.parametrize(("name", "before"), [(name, value) for name, values in VARIABLES.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "before"), [(name, value) for name, values in VARIABLES.items() for value in values]
+)
 def test_variables_for_cuda(name: str, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS is ready for a later deterministic training, because torch reads the variable at the first product only.
 
-    NCCL leaves a failed process to Python: its variable becomes 2 if unset or 1, because torch elastic sets 1.
+    NCCL leaves a failed process to Python: its variable becomes 2 if unset or 1, because torch
+    elastic sets 1.
     """
     monkeypatch.setenv(name, before)
     if not before:
@@ -107,16 +140,20 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def fail(error: BaseException) -> None:
     """Call a callback with an error, and raise the error, as Lightning does.
 
-    After the callback, Lightning moves the model to the host. The callback must leave NCCL, because this move would
-    otherwise wait for other ranks.
+    After the callback, Lightning moves the model to the host. The callback must leave NCCL, because
+    this move would otherwise wait for other ranks.
     """
     StopTogether(60.0).on_exception(None, None, error)  # type: ignore[arg-type]
     assert failures.distributed.is_initialized() is False, "nothing waits for the device"
     raise error
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
-def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(error: BaseException, nccl: list[str]) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError("broken"), KeyboardInterrupt(), SystemExit(143)], ids=repr
+)
+def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(
+    error: BaseException, nccl: list[str]
+) -> None:
     with pytest.raises(type(error)), explaining_errors():
         fail(error)
     assert nccl == ["aborted"], "and not again"
@@ -128,17 +165,23 @@ def test_what_nccl_said_is_understood_after_its_group_was_left(nccl: list[str]) 
 
 
 def test_another_groups_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "abort_process_group", lambda: pytest.fail("gloo's is left at the exit"))
+    monkeypatch.setattr(
+        failures, "abort_process_group", lambda: pytest.fail("gloo's is left at the exit")
+    )
     monkeypatch.setattr(failures.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(failures.distributed, "get_backend", lambda: "gloo")
     with pytest.raises(RankLostError), explaining_errors():
         raise RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:51")
 
 
-def test_ddp_wraps_the_model_on_the_stream_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_wraps_the_model_on_the_stream_where_it_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a stream of its own"))
-    monkeypatch.setattr(lightning_patches, "DistributedDataParallel", lambda *args, **kwargs: made.append(kwargs))
+    monkeypatch.setattr(
+        lightning_patches, "DistributedDataParallel", lambda *args, **kwargs: made.append(kwargs)
+    )
     strategy = DDP()
     strategy.parallel_devices = [torch.device("cuda", 0)]
     strategy.cluster_environment = SimpleNamespace(local_rank=lambda: 0)  # type: ignore[assignment]
@@ -160,15 +203,34 @@ def test_dp_copies_the_network_alone() -> None:
 
 def test_dp_on_one_device_is_a_plain_call(app: App, tmp_path: Path) -> None:
     flags = [*CPU, "--trainer.strategy", "dp", "--trainer.devices", "1"]
-    output_of(*app("fit", *SMALL, *flags, "--trainer.max_epochs", "8", "--run.name", "x", "--run.test", "false"))
+    output_of(
+        *app(
+            "fit",
+            *SMALL,
+            *flags,
+            "--trainer.max_epochs",
+            "8",
+            "--run.name",
+            "x",
+            "--run.test",
+            "false",
+        )
+    )
     assert record_of(tmp_path / "runs" / "x" / "version_0")["time_per_step"]["communication"] == 0
     strategy = DataParallelStrategy([torch.device("cuda", 0)])
     strategy.replica = Replica(CIFARCNN())
-    scores = strategy._forward(torch.zeros(2, 3, 32, 32))  # this must not copy to the device, because none exists
+    scores = strategy._forward(
+        torch.zeros(2, 3, 32, 32)
+    )  # this must not copy to the device, because none exists
     assert scores.shape == (2, 10)
 
 
-SGD = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.01"]  # not Adam, because it amplifies float32's rounding
+SGD = [
+    "--model.optimizer",
+    "SGD",
+    "--model.optimizer.lr",
+    "0.01",
+]  # not Adam, because it amplifies float32's rounding
 ON_GPU = ["--trainer.accelerator", "cuda", "--trainer.devices", "1"]
 STEPS = tiny(503, 32, flip=True, test=False, max_epochs=2, log_every_n_steps=1)
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
@@ -188,8 +250,19 @@ def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> Non
 
 @on_gpu
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_exact_resume_with_deterministic_algorithms(precision: str, app: App, tmp_path: Path) -> None:
-    flags = ["fit", *STEPS, *EVERY, *ON_GPU, "--trainer.precision", precision, "--trainer.deterministic", "true"]
+def test_exact_resume_with_deterministic_algorithms(
+    precision: str, app: App, tmp_path: Path
+) -> None:
+    flags = [
+        "fit",
+        *STEPS,
+        *EVERY,
+        *ON_GPU,
+        "--trainer.precision",
+        precision,
+        "--trainer.deterministic",
+        "true",
+    ]
     try:
         output_of(*app(*flags, "--run.name", "whole"))
         whole = tmp_path / "runs" / "whole" / "version_0" / "checkpoints"
@@ -208,7 +281,9 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
     assert record_of(tmp_path / "LeNet-Synthetic" / "version_0")["test"] is not None
 
 
-def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_said_in_one_line(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error line and the record name the requested and the free memory, and a setting that needs less."""
     message = (
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.56 MiB is "
@@ -220,10 +295,15 @@ def test_out_of_memory_is_said_in_one_line(app: App, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(CIFARCNN, "training_step", training_step)
     error = error_of(*app("fit", "--data", "Synthetic", "--data.images", "100", *QUIET))
-    assert error.startswith("error: out of memory on the CUDA: 20.00 MiB were requested, and 5.56 MiB are free: give ")
+    assert error.startswith(
+        "error: out of memory on the CUDA: 20.00 MiB were requested, and 5.56 MiB are free: give "
+    )
     remedy = "give --data.batch_size 32 with --trainer.accumulate_grad_batches 2, for the same training step, or "
     assert remedy in error, "half of the batch at once"
     record = record_of(tmp_path / "runs" / "LeNet-Synthetic" / "version_0")
     assert (record["status"], record["error"]) == ("failed", error.removeprefix("error: "))
-    with pytest.raises(UserError, match=r"out of memory on the host: 4611686018427387904 bytes"), explaining_errors():
+    with (
+        pytest.raises(UserError, match=r"out of memory on the host: 4611686018427387904 bytes"),
+        explaining_errors(),
+    ):
         torch.empty(2**62, dtype=torch.uint8)

@@ -6,7 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, last_of, losses, on_cpu, options, output_of, record_of, tiny
+from harness import (
+    QUIET,
+    App,
+    error_of,
+    fork_app,
+    last_of,
+    losses,
+    on_cpu,
+    options,
+    output_of,
+    record_of,
+    tiny,
+)
 from lightning.fabric.plugins.environments import LightningEnvironment
 from PIL import Image
 
@@ -24,18 +36,27 @@ TWO_STEPS = [*options(max_steps=2, max_epochs=1), *QUIET]
 
 def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageData:
     """Set up a data module as a Trainer with one CPU process does."""
-    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce_boolean_decision=lambda mine, all: mine)
+    strategy = SimpleNamespace(
+        root_device=torch.device("cpu"), reduce_boolean_decision=lambda mine, all: mine
+    )
     progress = SimpleNamespace(current=SimpleNamespace(ready=0))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
     module = SimpleNamespace(accepts_empty=True)
-    fixed = {"world_size": 1, "num_nodes": 1, "global_rank": 0, "strategy": strategy, "fit_loop": loop}
+    fixed = {
+        "world_size": 1,
+        "num_nodes": 1,
+        "global_rank": 0,
+        "strategy": strategy,
+        "fit_loop": loop,
+    }
     data.trainer = SimpleNamespace(**fixed, lightning_module=module, overfit_batches=overfit)  # type: ignore[assignment]
     data.prepare_data(stage)
     data.setup(stage)
     return data
 
 
-# -- pixels -----------------------------------------------------------------------------------------------------
+# -- pixels
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_normalisation() -> None:
@@ -50,7 +71,9 @@ def test_large_batches_are_normalised_alike() -> None:
     drawn = torch.randint(DRAW_RANGE, (3, transform.draws), dtype=torch.int32)
     one_by_one = [(image[None], draws[None]) for image, draws in zip(images, drawn, strict=True)]
     assert torch.equal(transform(images), torch.cat([transform(image) for image, _ in one_by_one]))
-    assert torch.equal(transform(images, drawn), torch.cat([transform(*sample) for sample in one_by_one]))
+    assert torch.equal(
+        transform(images, drawn), torch.cat([transform(*sample) for sample in one_by_one])
+    )
 
 
 def test_flip_crop_and_cutout_do_what_they_say() -> None:
@@ -74,26 +97,46 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
     holes = Transform((0.0,) * 3, (1.0,) * 3, cutout=3)(bright, drawn)[:, 0] == 0
     assert holes.any((1, 2)).all()
     assert holes.sum((1, 2)).max() == 9
-    torch.testing.assert_close(Transform((0.5,) * 3, (0.5,) * 3, flip=True, cutout=3)(images), (plain - 0.5) / 0.5)
+    torch.testing.assert_close(
+        Transform((0.5,) * 3, (0.5,) * 3, flip=True, cutout=3)(images), (plain - 0.5) / 0.5
+    )
 
 
-# -- sources ----------------------------------------------------------------------------------------------------
+# -- sources
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("drawn")
 def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
     """A batch size may be a fraction of the training images, rounded up: a quarter of 54 is 14."""
-    data, root = attach(FashionMNIST(str(fashion_root), batch_size=0.25)), ["--data.root", fashion_root]
+    data, root = (
+        attach(FashionMNIST(str(fashion_root), batch_size=0.25)),
+        ["--data.root", fashion_root],
+    )
     assert next(iter(data.train_dataloader())).images.shape == (14, 1, 28, 28)
     assert len(data.train_dataloader()) == 4
-    output_of(*app("fit", "--config", "configs/fashion_mlp.yaml", "--model.repeats", "1", *root, *TWO_STEPS))
-    assert (tmp_path / "runs" / "fashion_mlp" / "version_0" / "most_wrong.png").stat().st_size > 1000
+    output_of(
+        *app(
+            "fit", "--config", "configs/fashion_mlp.yaml", "--model.repeats", "1", *root, *TWO_STEPS
+        )
+    )
+    assert (
+        tmp_path / "runs" / "fashion_mlp" / "version_0" / "most_wrong.png"
+    ).stat().st_size > 1000
 
 
 @pytest.mark.parametrize(("placement", "folder"), [("disk", None), ("memory", "eel")])
-def test_image_folder(placement: str, folder: str | None, image_root: Path, app: App, tmp_path: Path) -> None:
+def test_image_folder(
+    placement: str, folder: str | None, image_root: Path, app: App, tmp_path: Path
+) -> None:
     """`predict` writes labels for the test split, but none for a folder of new images."""
-    flags = ["--data", "ImageFolder", "--data.root", image_root, *options(placement=placement, num_workers=2)]
+    flags = [
+        "--data",
+        "ImageFolder",
+        "--data.root",
+        image_root,
+        *options(placement=placement, num_workers=2),
+    ]
     output_of(*app("fit", *flags, *TWO_STEPS))
     assert multiprocessing.active_children() == []
     run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
@@ -132,13 +175,28 @@ def lay_out(root: Path, folders: str) -> str:
         ("train", "", "", "has no class folders"),
         ("bus car train", "bus car train", "train", ""),
         ("cat/persian cat/siamese dog", "cat dog", "train", ""),
-        ("train/cat train/dog val/cat valid/cat", "", "", "val and valid, which mean the same split val"),
+        (
+            "train/cat train/dog val/cat valid/cat",
+            "",
+            "",
+            "val and valid, which mean the same split val",
+        ),
         ("cat dog test", "", "", "cat, dog, test, which look like classes and splits: move"),
-        ("seg_train/cat seg_train/dog seg_test/cat", "", "", "which look like classes and splits: move"),
+        (
+            "seg_train/cat seg_train/dog seg_test/cat",
+            "",
+            "",
+            "which look like classes and splits: move",
+        ),
     ],
 )
 def test_layouts_of_folders(
-    folders: str, classes: str, splits: str, remark: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folders: str,
+    classes: str,
+    splits: str,
+    remark: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A folder is read as splits or classes, with a remark on folders that are not read, or it is refused."""
     root = lay_out(tmp_path / "images", folders)
@@ -160,15 +218,27 @@ def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: 
     kinds = ["gif", "avif", "jfif", "webp", "bmp", "tiff"]
     for number, kind in enumerate(kinds):
         path = cats / f"{number:02}.{'png' if number % 2 else 'jpg'}"
-        Image.open(path).save(cats / f"{number:02}.{kind}", format="JPEG" if kind == "jfif" else kind)
+        Image.open(path).save(
+            cats / f"{number:02}.{kind}", format="JPEG" if kind == "jfif" else kind
+        )
         path.unlink()
     (cats / "06.jpg").rename(cats / "no suffix")
     (cats / "07.png").rename(cats / "picture.2024")
-    for place in (cats / "a.txt", cats / "b.TXT", cats / "LICENSE", image_root / "train" / "list.csv"):
+    for place in (
+        cats / "a.txt",
+        cats / "b.TXT",
+        cats / "LICENSE",
+        image_root / "train" / "list.csv",
+    ):
         place.write_text("text")
     flags = ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
     out = output_of(*app("fit", *flags, *options(max_epochs=1, test=False)))
-    assert out.count("Left out, as no images or in no class folder: 2 .txt, 1 .csv, 1 without suffix\n") == 1
+    assert (
+        out.count(
+            "Left out, as no images or in no class folder: 2 .txt, 1 .csv, 1 without suffix\n"
+        )
+        == 1
+    )
     run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
     record = record_of(run)
     assert record["data"]["images"] == {"train": 33, "val": 3}
@@ -200,7 +270,13 @@ def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path:
 
 def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None:
     """Without splits, validation images are split off, and there is no test. `predict` takes a single file, too."""
-    flat = ["--data", "ImageFolder", "--data.root", (image_root / "train").rename(image_root / "flat"), *QUIET]
+    flat = [
+        "--data",
+        "ImageFolder",
+        "--data.root",
+        (image_root / "train").rename(image_root / "flat"),
+        *QUIET,
+    ]
     out = output_of(*app("fit", *flat, "--trainer.max_epochs", "1"))
     assert out.count("no test images") == 1
     assert "python -m app validate --config " in out
@@ -209,12 +285,19 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None
     assert record["data"]["images"] == {"train": 33, "val": 3}
     photo = image_root / "one photo"
     photo.write_bytes((image_root / "test" / "cat" / "00.jpg").read_bytes())
-    assert "1 prediction: " in output_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", photo))
+    assert "1 prediction: " in output_of(
+        *app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", photo)
+    )
     (_, line) = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
     assert line.startswith(f"{photo},")
     (image_root / "empty").mkdir()
-    for place, problem in (("gone", "cannot be read (No such file or directory)"), ("empty", "holds no images")):
-        message = error_of(*app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", image_root / place))
+    for place, problem in (
+        ("gone", "cannot be read (No such file or directory)"),
+        ("empty", "holds no images"),
+    ):
+        message = error_of(
+            *app("predict", *flat, "--ckpt_path", "last", "--data.predict_dir", image_root / place)
+        )
         assert f"{image_root / place} {problem}" in message
 
 
@@ -227,7 +310,9 @@ def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Pa
     assert "test" not in data.source.splits
 
 
-@pytest.mark.parametrize(("like", "shape"), [("CIFAR10", (3, 32, 32)), ("FashionMNIST", (1, 28, 28))])
+@pytest.mark.parametrize(
+    ("like", "shape"), [("CIFAR10", (3, 32, 32)), ("FashionMNIST", (1, 28, 28))]
+)
 def test_synthetic(like: str, shape: tuple[int, ...]) -> None:
     source = SyntheticSource(like, 300, seed=1)  # type: ignore[arg-type]
     first, again = source.load("train"), source.load("train")
@@ -241,7 +326,8 @@ def test_synthetic(like: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "slurm", "expected"), [(1, None, 6), (4, None, 1), (8, None, 1), (4, "3", 3), (4, "", 1)]
+    ("ranks", "slurm", "expected"),
+    [(1, None, 6), (4, None, 1), (8, None, 1), (4, "3", 3), (4, "", 1)],
 )
 def test_workers_follow_the_cores(
     ranks: int, slurm: str | None, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -9,9 +9,17 @@ import pytest
 import torch
 from harness import error_of, fork_app, options, output_of, record, start_app, started
 
-from app.fit.checkpoint_file import read
+from app.command.checkpoint_file import read
 
-FIT = ["--model", "FashionMLP", "--model.repeats", "1", "--data", "Synthetic", "--trainer.enable_model_summary=false"]
+FIT = [
+    "--model",
+    "FashionMLP",
+    "--model.repeats",
+    "1",
+    "--data",
+    "Synthetic",
+    "--trainer.enable_model_summary=false",
+]
 FIT += options(like="FashionMNIST", images=600, max_epochs=2, log_every_n_steps=2)
 FIT += ["--last_checkpoint.every_n_train_steps", "2"]
 BIG = ["--model.hidden", "[500]"]  # a checkpoint has 4.6 MiB, with Adam's state
@@ -22,13 +30,19 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A separate disk of 16 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], check=True, timeout=20)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], check=True, timeout=20
+    )
     yield place
     subprocess.run(["umount", "-l", place], check=True, timeout=20)
 
 
 def leftovers(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*") if path.is_file() and (path.name[0] == "." or not path.stat().st_size)]
+    return [
+        path
+        for path in root.rglob("*")
+        if path.is_file() and (path.name[0] == "." or not path.stat().st_size)
+    ]
 
 
 @pytest.mark.cluster
@@ -43,7 +57,10 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
     run = disk / "runs" / "FashionMLP-Synthetic" / "version_0"
     assert "the checkpoint cannot be written (No space left on device)" in line
     assert "make room there, or give another --run.root" in line
-    assert (record(disk / "runs")["status"], record(disk / "runs")["error"]) == ("failed", line.removeprefix("error: "))
+    assert (record(disk / "runs")["status"], record(disk / "runs")["error"]) == (
+        "failed",
+        line.removeprefix("error: "),
+    )
     assert not leftovers(disk)
     steps = {path.name: read(path)["global_step"] for path in (run / "checkpoints").glob("*.ckpt")}
     assert steps, "one is whole"
@@ -51,14 +68,21 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
     for kept in (run / "checkpoints").glob("last-1.ckpt"):
         kept.unlink()
     flags = ["--run.root", tmp_path / "runs", "--run.test", "false"]
-    output_of(*fork_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt"))
+    output_of(
+        *fork_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt")
+    )
 
 
 @pytest.mark.cluster
 def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: Path) -> None:
     """On a disk that becomes full, training continues, and no line of metrics.csv is cut."""
     flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "40", "--data.images", "2000"]
-    flags += ["--last_checkpoint.every_n_train_steps", "null", "--last_checkpoint.dirpath", tmp_path / "last"]
+    flags += [
+        "--last_checkpoint.every_n_train_steps",
+        "null",
+        "--last_checkpoint.dirpath",
+        tmp_path / "last",
+    ]
     flags += ["--best_checkpoint.dirpath", tmp_path / "best"]
     with started(disk, *flags) as run:
         run.trained(2)
@@ -79,7 +103,16 @@ def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: P
 def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_path: Path) -> None:
     """A full $TMPDIR does not stop a run whose own folder has room."""
     (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
-    flags = [*FIT, *BIG, "--trainer.accelerator", "cpu", "--trainer.devices", devices, "--run.root", tmp_path / "runs"]
+    flags = [
+        *FIT,
+        *BIG,
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.devices",
+        devices,
+        "--run.root",
+        tmp_path / "runs",
+    ]
     output_of(*start_app("fit", *map(str, flags), env={"TMPDIR": str(disk)}))
     last = tmp_path / "runs/FashionMLP-Synthetic/version_0/checkpoints/last.ckpt"
     assert torch.load(last, weights_only=True)["epoch"] == 1

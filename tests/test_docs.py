@@ -1,8 +1,9 @@
 """Every command, flag, link and example of every document is extracted and checked.
 
-The application parses each `fit` command, with its classes and config files. Commands of the introductory documents
-also run, with small sizes, unless they need a cluster. A launcher's flags (torchrun, sbatch, …) are parsed by its own
-parser if that is written in Python. Then, the launched command is checked.
+The application parses each `fit` command, with its classes and config files. Commands of the
+introductory documents also run, with small sizes, unless they need a cluster. A launcher's flags
+(torchrun, sbatch, …) are parsed by its own parser if that is written in Python. Then, the launched
+command is checked.
 """
 
 import json
@@ -27,15 +28,15 @@ import app
 import app.data
 import app.modules
 from app.cli import main
-from app.compare.command import _parse as read_compare
+from app.command.arguments import subclasses
+from app.command.configuration import Flags, resolve, split_flags
+from app.command.parser import parameters
 from app.errors import UserError
-from app.export import read as read_export
-from app.fit.arguments import subclasses
-from app.fit.configuration import Flags, resolve, split_flags
-from app.fit.parser import parameters
-from app.plan.command import _parse as read_plan
-from app.replay import _parse as read_replay
-from app.verify.command import _parse as read_verify
+from app.lab.compare.command import _parse as read_compare
+from app.lab.plan.command import _parse as read_plan
+from app.lab.replay import _parse as read_replay
+from app.lab.verify.command import _parse as read_verify
+from app.use.export import read as read_export
 
 BESIDE_CODE = [*ROOT.glob("app/**/*.md"), *ROOT.glob("configs/**/*.md")]
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(BESIDE_CODE)]
@@ -45,10 +46,25 @@ DOCUMENTS = [*MARKDOWN, *CONFIGS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
 PROGRAMS = "python|pip|apptainer|docker|pytest|torchrun|sbatch|srun|salloc|kubectl|sky|wandb|bash|ruff|mypy|export"
 START = re.compile(rf"(?:\w+=\S+ )*(?:{PROGRAMS}) ")
 # values of the documents' placeholders: paths from fixtures, or any valid values
-PLACES = {"MY_IMAGES": "images", "NEW_IMAGES": "images/test", "ROOT": "images", "HOST": "127.0.0.1", "PORT": "29400"}
+PLACES = {
+    "MY_IMAGES": "images",
+    "NEW_IMAGES": "images/test",
+    "ROOT": "images",
+    "HOST": "127.0.0.1",
+    "PORT": "29400",
+}
 PLACES |= {"HOST:PORT": "127.0.0.1:29400", "tcp://HOST:PORT": "tcp://127.0.0.1:29400"}
 # SLURM's own flags, which tests/test_slurm.py checks with SLURM's parser
-SLURM = {"--nodes", "--time", "--ntasks-per-node", "--gres", "--nodelist", "--signal", "--requeue", "--ntasks"}
+SLURM = {
+    "--nodes",
+    "--time",
+    "--ntasks-per-node",
+    "--gres",
+    "--nodelist",
+    "--signal",
+    "--requeue",
+    "--ntasks",
+}
 # flags of programs that are not installed, or of our scripts without a parser
 OTHERS = {"--env", "--verbose", "--trust", "--help", "--shm-size", "--ipc", "--kill-on-bad-exit"}
 OTHERS |= {"--gpus", "--nr", "--num_processes"}  # flags in the table "Coming from"
@@ -63,11 +79,15 @@ def text(document: Path) -> str:
     content = document.read_text()
     if document.suffix == ".ipynb":
         cells = json.loads(content)["cells"]
-        return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        return "\n\n".join(
+            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+        )
     if document in CONFIGS:
         comment = [line[2:] for line in content.splitlines() if re.match("#( |$)", line)]
         shown = [line.strip() for line in comment if line.startswith("  ")]
-        return "\n".join(["```bash", *(re.split(" {3,}", line)[0] for line in shown), "```", *comment])
+        return "\n".join(
+            ["```bash", *(re.split(" {3,}", line)[0] for line in shown), "```", *comment]
+        )
     return content
 
 
@@ -88,10 +108,16 @@ def commands(document: Path) -> list[str]:
     for language in ("bash", ""):
         for block in blocks(document, language):
             for line in re.sub(r"\\\n\s*", "", block).splitlines():
-                chain = [call.strip() for call in re.sub(r"\s{2,}#.*", "", line).split(" && ") if call.strip()]
+                chain = [
+                    call.strip()
+                    for call in re.sub(r"\s{2,}#.*", "", line).split(" && ")
+                    if call.strip()
+                ]
                 assert language == "" or all(START.match(f"{call} ") for call in chain), line
                 calls += chain
-    return [call for call in calls if START.match(f"{call} ")] + [span for span in spans(document) if START.match(span)]
+    return [call for call in calls if START.match(f"{call} ")] + [
+        span for span in spans(document) if START.match(span)
+    ]
 
 
 def words_of(command: str) -> list[str]:
@@ -115,7 +141,15 @@ def check(command: str) -> None:
             assert (ROOT / file).is_file()  # tests/test_cluster_files.py checks its content
         case ["srun", *started] | ["apptainer", "exec", "--nv", "lab.sif", *started]:
             check(shlex.join(started))
-        case ["apptainer", "build", "lab.sif", file] | ["docker", "build", "-t", _, "-f", file, "."]:
+        case ["apptainer", "build", "lab.sif", file] | [
+            "docker",
+            "build",
+            "-t",
+            _,
+            "-f",
+            file,
+            ".",
+        ]:
             assert (ROOT / file).is_file()  # tests/test_cluster_files.py checks its content, too
         case ["docker", "run", *rest]:
             check(shlex.join(rest[rest.index("python") :])) if "python" in rest else None
@@ -128,7 +162,9 @@ def check(command: str) -> None:
         case ["sbatch", *arguments]:
             script = next(i for i, word in enumerate(arguments) if word.endswith(".sbatch"))
             assert (ROOT / arguments[script]).is_file()
-            assert {word.partition("=")[0] for word in arguments[:script] if word.startswith("-")} <= SLURM
+            assert {
+                word.partition("=")[0] for word in arguments[:script] if word.startswith("-")
+            } <= SLURM
             check_app(["fit", *arguments[script + 1 :]])
         case ["salloc", *options]:
             assert {word for word in options if word.startswith("-")} <= SLURM
@@ -142,12 +178,18 @@ def check(command: str) -> None:
             cli.commands[name].make_context(name, arguments)
             assert all((ROOT / word).is_file() for word in arguments if word.endswith(".yaml"))
         case ["pip", "install", "-e", place]:
-            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                "optional-dependencies"
+            ]
             assert set(filter(None, re.sub(r"^\.|[\[\]]", " ", place).split())) <= set(extras)
         case ["pytest", *arguments]:
-            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"][
+                "ini_options"
+            ]["markers"]
             marks = arguments[arguments.index("-m") + 1] if "-m" in arguments else ""
-            assert set(re.findall(r"\w+", marks)) - {"or", "and", "not"} <= {mark.partition(":")[0] for mark in known}
+            assert set(re.findall(r"\w+", marks)) - {"or", "and", "not"} <= {
+                mark.partition(":")[0] for mark in known
+            }
             assert all((ROOT / word).is_file() for word in arguments if word.startswith("tests"))
         case ["ruff" | "mypy" as program, *_]:  # .ci/run runs these
             assert shutil.which(program)
@@ -204,7 +246,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(ROOT / name)
     for name in ("NAME", "quickstart"):
         (folder / "runs" / name / "version_0").mkdir(parents=True)
-        shutil.copy(ROOT / "configs/quickstart.yaml", folder / "runs" / name / "version_0/config.yaml")
+        shutil.copy(
+            ROOT / "configs/quickstart.yaml", folder / "runs" / name / "version_0/config.yaml"
+        )
         (folder / "runs" / name / "version_0/checkpoints").mkdir()
         torch.save({"state_dict": {}}, folder / "runs" / name / "version_0/checkpoints/best.ckpt")
     draw_images(folder / "images", ("cat", "dog"), train=12, test=12)
@@ -275,17 +319,28 @@ def test_flags_in_the_prose() -> None:
     known = {flag.rstrip("+") for action in fit._actions for flag in action.option_strings}
     known |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
     known |= {
-        flag for command in ("compare", "plan", "verify", "replay", "doctor", "export") for flag in own_flags(command)
+        flag
+        for command in ("compare", "plan", "verify", "replay", "doctor", "export")
+        for flag in own_flags(command)
     }
     known |= SLURM | OTHERS
     for section, base in (("model", app.modules.ImageClassifier), ("data", app.data.ImageData)):
-        known |= {f"--{section}.{name}" for cls in (base, *subclasses(base)) for name in parameters(cls)}
+        known |= {
+            f"--{section}.{name}" for cls in (base, *subclasses(base)) for name in parameters(cls)
+        }
     # flags that depend on a chosen class, and are checked with the commands that use them
-    deeper = ("--model.optimizer.", "--model.scheduler.", "--trainer.callbacks", "--trainer.strategy.")
+    deeper = (
+        "--model.optimizer.",
+        "--model.scheduler.",
+        "--trainer.callbacks",
+        "--trainer.strategy.",
+    )
     for document in DOCUMENTS:
         for span in spans(document):
             for flag in re.findall(r"(?:^|\s)(--[\w.-]+)", span) if span.startswith("--") else ():
-                assert flag in known or flag.startswith(deeper), f"{document.relative_to(ROOT)}: `{span}`"
+                assert flag in known or flag.startswith(deeper), (
+                    f"{document.relative_to(ROOT)}: `{span}`"
+                )
 
 
 def small(command: str) -> list[str] | None:
@@ -294,16 +349,25 @@ def small(command: str) -> list[str] | None:
     Processes are forked, because the start of processes is not tested here.
     """
     words = words_of(command)
-    if words[:3] != ["python", "-m", "app"] or words[3:4] not in (["fit"], ["validate"], ["test"], ["predict"]):
+    if words[:3] != ["python", "-m", "app"] or words[3:4] not in (
+        ["fit"],
+        ["validate"],
+        ["test"],
+        ["predict"],
+    ):
         return None
-    if {"--help", "--print_config"} & set(words) or any(".help" in word or "num_nodes" in word for word in words):
+    if {"--help", "--print_config"} & set(words) or any(
+        ".help" in word or "num_nodes" in word for word in words
+    ):
         return None
     kind, *flags = words[3:]
     settings = resolve([kind, *flags])
     if settings.model.init_args.get("weights") == "DEFAULT":  # needs a download
         return None
     if kind == "fit":
-        longer = "--ckpt_path" in flags or settings.model.init_args.get("warmup")  # warm-ups last up to two epochs
+        longer = "--ckpt_path" in flags or settings.model.init_args.get(
+            "warmup"
+        )  # warm-ups last up to two epochs
         flags += ["--trainer.max_epochs", "3" if longer else "1", "--run.test", "false"]
     name = settings.data.class_path.rpartition(".")[2]
     if name in ("CIFAR10", "FashionMNIST") and kind == "fit":
@@ -330,7 +394,12 @@ def test_commands_run(reader: Path, tmp_path: Path) -> None:
 
     If several commands are equal with these sizes, the test runs only one of them.
     """
-    begin_here = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "app/fit/README.md", *ROOT.glob("notebooks/*")]
+    begin_here = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "app/command/README.md",
+        *ROOT.glob("notebooks/*"),
+    ]
     typed = [command for document in begin_here for command in commands(document)]
     chosen = [words for words in map(small, dict.fromkeys(typed)) if words]
     assert len(chosen) > 10
@@ -338,7 +407,10 @@ def test_commands_run(reader: Path, tmp_path: Path) -> None:
     first = small("python -m app fit --config configs/quickstart.yaml --run.name NAME")
     assert first
     with ForkServer(tmp_path, reader, limit=None) as server:
-        for words in [first, *sorted(dict.fromkeys(map(tuple, chosen)), key=lambda words: "--ckpt_path" in words)]:
+        for words in [
+            first,
+            *sorted(dict.fromkeys(map(tuple, chosen)), key=lambda words: "--ckpt_path" in words),
+        ]:
             code, out = server.run(*words)
             assert code == 0, f"{shlex.join(words)}: {out}"
 
@@ -351,10 +423,20 @@ def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Pa
     assert np.isfinite(runpy.run_path(str(before))["loss"].item())
     words = words_of(next(c for c in commands(ROOT / "README.md") if "my_code" in c))[3:]
     runs = []
-    for more in ([], ["--trainer.strategy", "dp", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]):
+    for more in (
+        [],
+        ["--trainer.strategy", "dp", "--trainer.devices", "2", "--trainer.accelerator", "cpu"],
+    ):
         base = words[: words.index("--trainer.strategy")]
         root = tmp_path / f"runs{len(runs)}"
-        flags = ["--data.batch_size", "8", "--trainer.max_epochs", "2", "--trainer.log_every_n_steps", "1"]
+        flags = [
+            "--data.batch_size",
+            "8",
+            "--trainer.max_epochs",
+            "2",
+            "--trainer.log_every_n_steps",
+            "1",
+        ]
         output_of(*app(*base, *more, *flags, "--run.root", root, *QUIET))
         runs.append(losses(next(root.glob("*/version_0"))))
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
@@ -384,12 +466,19 @@ def test_examples_in_other_languages(reader: Path) -> None:
             read_compare(["--experiment", "example.yaml"])
         for block in blocks(document, "python"):
             compile(block, str(document), "exec")
-            exec("\n".join([line for line in block.splitlines() if line.startswith(("import ", "from "))]), {})
+            exec(
+                "\n".join(
+                    [line for line in block.splitlines() if line.startswith(("import ", "from "))]
+                ),
+                {},
+            )
 
 
 def test_the_readme_is_short() -> None:
     assert len(text(ROOT / "README.md").split()) < 1500
-    assert (ROOT / next(iter(re.findall(r"!\[.+\]\((.+)\)", text(ROOT / "README.md"))))).stat().st_size < 150_000
+    assert (
+        ROOT / next(iter(re.findall(r"!\[.+\]\((.+)\)", text(ROOT / "README.md"))))
+    ).stat().st_size < 150_000
 
 
 def test_the_version_is_one() -> None:

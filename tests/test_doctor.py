@@ -12,10 +12,10 @@ import pytest
 import torch
 from harness import App, output_of, running
 
-import app.doctor
-from app.doctor import environment, examine
+import app.lab.doctor
+from app.lab.doctor import environment, examine
+from app.lab.runs import run_fit
 from app.record import Record
-from app.runs import run_fit
 from app.system import machine
 from app.system.machine import busy, usable_cores
 
@@ -23,8 +23,16 @@ LEFT = [
     ({}, "green", "none"),
     ({"RANK": "3", "MASTER_ADDR": "node7"}, "red", "RANK=3 left over"),
     ({"LOCAL_RANK": "0"}, "red", "LOCAL_RANK=0 left over"),
-    ({"MASTER_ADDR": "node7", "MASTER_PORT": "1"}, "yellow", "MASTER_ADDR=node7, MASTER_PORT=1 set"),
-    ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, "green", "torchrun"),
+    (
+        {"MASTER_ADDR": "node7", "MASTER_PORT": "1"},
+        "yellow",
+        "MASTER_ADDR=node7, MASTER_PORT=1 set",
+    ),
+    (
+        {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"},
+        "green",
+        "torchrun",
+    ),
     ({"TORCHELASTIC_RUN_ID": "x"}, "red", "TORCHELASTIC_RUN_ID=x left over"),
     ({"SLURM_JOB_ID": "12"}, "green", "SLURM job 12"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, "yellow", "MPI"),
@@ -43,13 +51,19 @@ def test_what_launchers_leave(variables: dict[str, str], level: str, message: st
 def test_what_it_finds() -> None:
     checks = {check.name: check for check in itertools.islice(examine(), 8)}
     assert {"load", "versions", "accelerators", "processor", "disk", "tracker"} <= checks.keys()
-    assert re.fullmatch(r"Python 3\S+, torch \S+, .*, wandb \S+; .*(glibc|N/A).*", checks["versions"].found)
+    assert re.fullmatch(
+        r"Python 3\S+, torch \S+, .*, wandb \S+; .*(glibc|N/A).*", checks["versions"].found
+    )
     assert "WANDB_MODE" in checks["tracker"].found
 
 
 @pytest.mark.slow
 def test_the_whole_of_it_with_misleading_variables() -> None:
-    left: dict[str, str | None] = {"LOCAL_RANK": "1", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "9"}
+    left: dict[str, str | None] = {
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "10.255.255.1",
+        "MASTER_PORT": "9",
+    }
     with running("doctor", "--json", env=left) as run:
         out = run.on_loopback()
     assert run.process.returncode == 1
@@ -62,7 +76,8 @@ def test_the_whole_of_it_with_misleading_variables() -> None:
     assert {name.split()[0] for name in tested} >= {"dp", "ddp", "ddp_spawn"}
 
 
-# -- busy and slow machines ---------------------------------------------------------------------------------
+# -- busy and slow machines
+# ---------------------------------------------------------------------------------
 
 QUIET, BUSY = 0.1, 1e4
 Records = dict[str, Record]  # run records by strategy
@@ -70,9 +85,17 @@ Records = dict[str, Record]  # run records by strategy
 
 @pytest.mark.parametrize(
     ("load", "usable", "total", "is_busy"),
-    [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 64, True), (1.5, 1, 2, True)],
+    [
+        (1.9, 2, 2, False),
+        (2.1, 2, 2, True),
+        (40.0, 2, 64, False),
+        (63.0, 2, 64, True),
+        (1.5, 1, 2, True),
+    ],
 )
-def test_busy(load: float, usable: int, total: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy(
+    load: float, usable: int, total: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A machine is busy if its load exceeds the number of usable cores, and the number of unusable cores, too."""
     monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
@@ -104,8 +127,8 @@ def test_control_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 def quick(monkeypatch: pytest.MonkeyPatch) -> Records:
     """Replace the self-test's runs: the returned dictionary, which a test fills, holds their records by strategy.
 
-    If a strategy has no record there, `auto` really runs. Any other strategy counts as completed, and gets a copy of
-    `auto`'s folder.
+    If a strategy has no record there, `auto` really runs. Any other strategy counts as completed,
+    and gets a copy of `auto`'s folder.
     """
     outcomes: Records = {}
 
@@ -116,7 +139,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Records:
             shutil.copytree(folder.with_name("auto"), folder)
         return outcomes.get(folder.name, Record(status="completed"))
 
-    monkeypatch.setattr(app.doctor, "run_fit", run)
+    monkeypatch.setattr(app.lab.doctor, "run_fit", run)
     return outcomes
 
 
@@ -132,15 +155,26 @@ OUTCOMES = [
 
 
 @pytest.mark.parametrize(("outcomes", "load", "levels"), OUTCOMES)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="which strategies are tested depends on the GPUs")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="which strategies are tested depends on the GPUs"
+)
 def test_what_is_slow_is_not_broken(
-    outcomes: Records, load: float, levels: dict[str, str], quick: Records, app: App, monkeypatch: pytest.MonkeyPatch
+    outcomes: Records,
+    load: float,
+    levels: dict[str, str],
+    quick: Records,
+    app: App,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     quick.update(outcomes)
     monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
     code, out = app("doctor", "--json")
     checks = {check["name"]: check for check in json.loads(out)["checks"]}
-    tested = {name: check["level"] for name, check in checks.items() if name == "one step" or name.endswith(" x2")}
+    tested = {
+        name: check["level"]
+        for name, check in checks.items()
+        if name == "one step" or name.endswith(" x2")
+    }
     assert {name: level for name, level in tested.items() if level != "green"} == levels
     assert len(tested) == (1 if "auto" in outcomes else 5)
     assert code == int("red" in levels.values())

@@ -10,10 +10,26 @@ from pathlib import Path
 
 import pytest
 from cluster.hosts import awaited
-from harness import ROOT, difference, family, fork_app, on_cpu, options, output_of, record_of, started, tiny
+from harness import (
+    ROOT,
+    difference,
+    family,
+    fork_app,
+    on_cpu,
+    options,
+    output_of,
+    record_of,
+    started,
+    tiny,
+)
 
 pytestmark = pytest.mark.slow
-TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [
+    str(Path(sys.executable).with_name("torchrun")),
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+]
 SMALL = [*tiny(203, 20, flip=True), *on_cpu("ddp")]
 SHORT = options(max_epochs=1, test=False)
 
@@ -21,7 +37,16 @@ SHORT = options(max_epochs=1, test=False)
 def test_rank_zero_has_the_terminal_and_the_debugger(tmp_path: Path) -> None:
     """Rank 0 reads from the terminal and writes to it. Rank 1 skips the breakpoint, and writes nothing to it."""
     controller, tty = pty.openpty()
-    flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--model.stops", "true", "--run.root", str(tmp_path)]
+    flags = [
+        *SMALL,
+        *SHORT,
+        "--model",
+        "user_code.Talks",
+        "--model.stops",
+        "true",
+        "--run.root",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "app", "fit", *flags],
         cwd=ROOT, stdin=tty, stdout=tty, stderr=tty, env={**os.environ, "APP_TEST_MARK": str(tmp_path)},
@@ -72,12 +97,20 @@ def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
 
 
 def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
-    flags = [*SMALL, *SHORT, "--trainer.callbacks+=user_code.FailsOnce", "--cluster.max_restarts", "1"]
+    flags = [
+        *SMALL,
+        *SHORT,
+        "--trainer.callbacks+=user_code.FailsOnce",
+        "--cluster.max_restarts",
+        "1",
+    ]
     with started(tmp_path, *flags) as run:
         out = run.end(120, code=0)
     assert "rank 1 has failed: RuntimeError: only once: restarting all ranks" in out
     first = record_of(run.directory.with_name("version_0"))
-    assert first["error"] == "rank 1 has failed: RuntimeError: only once, and all ranks were restarted"
+    assert (
+        first["error"] == "rank 1 has failed: RuntimeError: only once, and all ranks were restarted"
+    )
 
 
 def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -88,7 +121,9 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path:
     flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path]
     flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
     flags += options(max_epochs=30, test=False)
-    output_of(*fork_app("fit", *flags, "--trainer.strategy", "ddp_fork", "--run.root", tmp_path / "whole"))
+    output_of(
+        *fork_app("fit", *flags, "--trainer.strategy", "ddp_fork", "--run.root", tmp_path / "whole")
+    )
     whole = tmp_path / "whole" / "SaysItsProcess-Synthetic" / "version_0"
     for name, more, launcher in (
         ("agent", ["--cluster.max_restarts", "2"], []),

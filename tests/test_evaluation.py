@@ -32,9 +32,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "x" / "version_0"
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("dp", 4), pytest.param("ddp_fork", 2, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("dp", 4), pytest.param("ddp_fork", 2, marks=SLOW)]
+)
 def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
-    flags = [*on_cpu(strategy, devices, root=tmp_path, name="t"), "--ckpt_path", trained / "checkpoints" / "best.ckpt"]
+    flags = [
+        *on_cpu(strategy, devices, root=tmp_path, name="t"),
+        "--ckpt_path",
+        trained / "checkpoints" / "best.ckpt",
+    ]
     output_of(*(app if strategy == "dp" else fork_app)("test", *DATA, *flags))
     ours, single = result(tmp_path / "t" / "version_0"), result(trained)
     assert ours["acc"] == single["acc"]
@@ -44,9 +50,15 @@ def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Pa
     assert sum(int(n) for row in confusion(trained)[1:] for n in row[1:]) == 1003
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp_fork", 4, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp_fork", 4, marks=SLOW)]
+)
 def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
-    flags = [*on_cpu(strategy, devices, root=tmp_path, name="p"), "--ckpt_path", trained / "checkpoints" / "best.ckpt"]
+    flags = [
+        *on_cpu(strategy, devices, root=tmp_path, name="p"),
+        "--ckpt_path",
+        trained / "checkpoints" / "best.ckpt",
+    ]
     output_of(*(fork_app if "ddp" in strategy else app)("predict", *DATA, *flags))
     rows = list(csv.DictReader((tmp_path / "p" / "version_0" / "predictions.csv").open()))
     assert list(rows[0]) == ["index", "predicted", "name", "probability", "label"]
@@ -57,12 +69,19 @@ def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path:
         assert row["name"] == SHAPES[int(row["predicted"])].__name__
         assert 0.1 <= float(row["probability"]) <= 1
     columns = [[int(n) for n in row[1:]] for row in confusion(trained)[1:]]
-    assert [sum(row["label"] == str(label) for row in rows) for label in range(10)] == [sum(row) for row in columns]
+    assert [sum(row["label"] == str(label) for row in rows) for label in range(10)] == [
+        sum(row) for row in columns
+    ]
     assert predicted == [sum(column) for column in zip(*columns, strict=True)]
 
 
 def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path: Path) -> None:
-    flags = ["--config", trained / "config.yaml", "--ckpt_path", trained / "checkpoints" / "best.ckpt"]
+    flags = [
+        "--config",
+        trained / "config.yaml",
+        "--ckpt_path",
+        trained / "checkpoints" / "best.ckpt",
+    ]
     output_of(*app("validate", *flags, *on_cpu("dp", 3, root=tmp_path, name="v")))
     metrics = list(csv.DictReader((tmp_path / "v" / "version_0" / "metrics.csv").open()))[-1]
     epoch = record_of(trained)["epochs"][-1]
@@ -81,7 +100,9 @@ def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> Non
     assert "class_path: app.data.Synthetic" in (tests[-1] / "config.yaml").read_text()
 
 
-def test_images_that_lack_a_class_are_tested_by_name(image_root: Path, app: App, tmp_path: Path) -> None:
+def test_images_that_lack_a_class_are_tested_by_name(
+    image_root: Path, app: App, tmp_path: Path
+) -> None:
     """Without a class's images, the confusions of the other classes are those of the whole test."""
     flags = ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
     output_of(*app("fit", *flags, *options(max_epochs=2), "--model.optimizer.lr", "0.1"))
@@ -99,10 +120,20 @@ def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path)
     shutil.copy(trained / "checkpoints" / "best.ckpt", checkpoint)
     model = CIFARCNN.load_from_checkpoint(checkpoint, map_location="cpu")
     names = [shape.__name__ for shape in SHAPES]
-    assert model.images == {"class_names": names, "image_shape": [3, 32, 32], "mean": [0.5] * 3, "std": [0.5] * 3}
+    assert model.images == {
+        "class_names": names,
+        "image_shape": [3, 32, 32],
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+    }
     for name in [*names[1:], "zebra"]:
         (tmp_path / "test" / name).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / "test" / name / "0.png")
     shutil.copytree(tmp_path / "test", tmp_path / "train")
-    message = error_of(*app("test", "--data", "ImageFolder", "--data.root", tmp_path, "--ckpt_path", checkpoint))
-    assert f"{checkpoint} was trained on other classes (circle, zebra) than --data has: give images" in message
+    message = error_of(
+        *app("test", "--data", "ImageFolder", "--data.root", tmp_path, "--ckpt_path", checkpoint)
+    )
+    assert (
+        f"{checkpoint} was trained on other classes (circle, zebra) than --data has: give images"
+        in message
+    )

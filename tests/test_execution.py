@@ -8,15 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import App, assert_same, error_of, last_of, losses, on_gpu, options, output_of, record_of, tiny
+from harness import (
+    App,
+    assert_same,
+    error_of,
+    last_of,
+    losses,
+    on_gpu,
+    options,
+    output_of,
+    record_of,
+    tiny,
+)
 from torch import nn
 
-from app.compare.experiment import Experiment, expand
+from app.command import rules
 from app.data import Synthetic
 from app.errors import UserError
-from app.execution import Execution, fastest
-from app.fit import rules
-from app.networks import MLP, LeNet, make_network
+from app.lab.compare.experiment import Experiment, expand
+from app.modules.execution import Execution, fastest
+from app.modules.networks import MLP, LeNet, make_network
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = tiny(203, 20)
@@ -39,14 +50,22 @@ def recorded(run: Path) -> dict[str, Any]:
 
 ALIKE = [
     (CNN, ["--model.channels_last", "false"], ("channels_last", True, False)),
-    pytest.param(RESNET, ["--model.channels_last", "false"], ("channels_last", True, False), marks=SLOW),
+    pytest.param(
+        RESNET, ["--model.channels_last", "false"], ("channels_last", True, False), marks=SLOW
+    ),
     pytest.param(CNN, ["--model.compile", "default"], ("compile", "off", "default"), marks=SLOW),
-    (MLP_FLAGS, ["--model.optimizer", "Adam", "--model.optimizer.fused", "true"], ("fused", False, True)),
+    (
+        MLP_FLAGS,
+        ["--model.optimizer", "Adam", "--model.optimizer.fused", "true"],
+        ("fused", False, True),
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("flags", "other", "expected"), ALIKE, ids=["channels-last", "channels-last-resnet", "compile", "fused"]
+    ("flags", "other", "expected"),
+    ALIKE,
+    ids=["channels-last", "channels-last-resnet", "compile", "fused"],
 )
 def test_the_same_training(
     flags: list[str], other: list[str], expected: tuple[str, Any, Any], app: App, tmp_path: Path
@@ -93,7 +112,9 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     gpu = SimpleNamespace(capability=(8, 0), precision=None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old GPU")
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda name: setattr(gpu, "precision", name))
+    monkeypatch.setattr(
+        torch, "set_float32_matmul_precision", lambda name: setattr(gpu, "precision", name)
+    )
     monkeypatch.setattr(torch.backends, "cudnn", gpu)
     gpu.benchmark = False
     return gpu
@@ -102,7 +123,11 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_precision_on_a_gpu(ampere: SimpleNamespace) -> None:
     for name, tf32 in (("highest", False), ("high", True), ("medium", True)):
         settled = Execution("auto", "off", name).prepare(LeNet(), CUDA, "32-true")  # type: ignore[arg-type]
-        assert (settled["matmul_precision"], settled["channels_last"], settled["benchmark"]) == (name, False, False)
+        assert (settled["matmul_precision"], settled["channels_last"], settled["benchmark"]) == (
+            name,
+            False,
+            False,
+        )
         assert (ampere.precision, ampere.allow_tf32) == (name, tf32), "convolutions follow"
     for network, channels_last in ((LeNet(), False), (make_network("resnet18_cifar", 10), True)):
         settled = Execution("auto", "off", "highest").prepare(network, CUDA, "bf16-mixed")
@@ -117,8 +142,8 @@ def test_precision_on_a_gpu(ampere: SimpleNamespace) -> None:
 def test_fused_by_default_on_a_gpu(cls: str) -> None:
     """On a GPU, the optimizer is fused, and its other settings are kept.
 
-    It is not fused in three cases: on a CPU; if the user chose another implementation; if gradients are clipped under
-    float16's loss scaler.
+    It is not fused in three cases: on a CPU; if the user chose another implementation; if gradients
+    are clipped under float16's loss scaler.
     """
     model = nn.Linear(2, 2)
 
@@ -136,7 +161,10 @@ def test_fused_by_default_on_a_gpu(cls: str) -> None:
         fastest(make(foreach=True), CUDA, False),
     ):
         assert not made.param_groups[0]["fused"]
-    for other in (torch.optim.RMSprop, torch.optim.Adagrad):  # these have no fused implementation for GPUs
+    for other in (
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+    ):  # these have no fused implementation for GPUs
         assert not fastest(other(model.parameters()), CUDA, False).param_groups[0].get("fused")
 
 
@@ -160,14 +188,38 @@ FUSED = "--model.optimizer SGD --model.optimizer.lr 1 --model.optimizer.fused tr
 
 REFUSED = [
     ("--model FashionMLP --model.channels_last true", "FashionMLP has no convolutions"),
-    ("--trainer.benchmark true", "--trainer.benchmark has no effect on the cpu accelerator: leave it out"),
-    ("--trainer.benchmark true --trainer.deterministic true", "cuDNN would ignore --trainer.deterministic"),
-    ("--model.matmul_precision high", "--model.matmul_precision has no effect on the cpu accelerator"),
-    ("--model.compile reduce-overhead", "--model.compile reduce-overhead has no effect on the cpu accelerator"),
-    ("--model.compile default --trainer.strategy dp", "--model.compile does not work with --trainer.strategy dp"),
-    ("--model.compile reduce-overhead --trainer.accumulate_grad_batches 2", "overwrites accumulated gradients"),
-    (f"{FUSED} --trainer.precision 16-mixed --trainer.gradient_clip_val 1", "with --trainer.gradient_clip_val does"),
-    (f"{FUSED} --model.optimizer.foreach true", "SGD: `fused` and `foreach` cannot be `True` together."),
+    (
+        "--trainer.benchmark true",
+        "--trainer.benchmark has no effect on the cpu accelerator: leave it out",
+    ),
+    (
+        "--trainer.benchmark true --trainer.deterministic true",
+        "cuDNN would ignore --trainer.deterministic",
+    ),
+    (
+        "--model.matmul_precision high",
+        "--model.matmul_precision has no effect on the cpu accelerator",
+    ),
+    (
+        "--model.compile reduce-overhead",
+        "--model.compile reduce-overhead has no effect on the cpu accelerator",
+    ),
+    (
+        "--model.compile default --trainer.strategy dp",
+        "--model.compile does not work with --trainer.strategy dp",
+    ),
+    (
+        "--model.compile reduce-overhead --trainer.accumulate_grad_batches 2",
+        "overwrites accumulated gradients",
+    ),
+    (
+        f"{FUSED} --trainer.precision 16-mixed --trainer.gradient_clip_val 1",
+        "with --trainer.gradient_clip_val does",
+    ),
+    (
+        f"{FUSED} --model.optimizer.foreach true",
+        "SGD: `fused` and `foreach` cannot be `True` together.",
+    ),
     ("--model.compile fast", "--model.compile fast"),
 ]
 
@@ -186,7 +238,9 @@ def test_a_compiler_that_is_not_there(app: App, monkeypatch: pytest.MonkeyPatch)
 
 def test_compare_varies_the_compiler() -> None:
     grid = {"model.compile": [False, "default"]}  # YAML reads `off` as false
-    first, second = expand(Experiment(name="x", flags={"model": "CIFARCNN", "data": "Synthetic"}, grid=grid), {})
+    first, second = expand(
+        Experiment(name="x", flags={"model": "CIFARCNN", "data": "Synthetic"}, grid=grid), {}
+    )
     assert first.settings != second.settings
 
 
@@ -197,9 +251,13 @@ PLACES = [("cuda", ROOM + 1, "device"), ("cuda", ROOM - 1, "memory"), ("cpu", 0,
 
 
 @pytest.mark.parametrize(("device", "free", "placement"), PLACES)
-def test_where_images_are_kept(device: str, free: int, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_images_are_kept(
+    device: str, free: int, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    strategy = SimpleNamespace(root_device=torch.device(device), reduce_boolean_decision=lambda fits, all: fits)
+    strategy = SimpleNamespace(
+        root_device=torch.device(device), reduce_boolean_decision=lambda fits, all: fits
+    )
     data = Synthetic(images=1000, val_size=0)
     data.trainer = SimpleNamespace(strategy=strategy, world_size=1, num_nodes=1)  # type: ignore[assignment]
     data._load_training()

@@ -17,7 +17,17 @@ WAYS = {  # exit code, and pattern of the record's error
     "SIGTERM": (143, "by SIGTERM"),
     "SIGHUP": (129, "by SIGHUP"),
 }
-STAGES = ("setup", "fit start", "step", "validation", "save", "test", "test end", "teardown fit", "teardown test")
+STAGES = (
+    "setup",
+    "fit start",
+    "step",
+    "validation",
+    "save",
+    "test",
+    "test end",
+    "teardown fit",
+    "teardown test",
+)
 TELLING = [
     ("ddp_fork", "setup", "SIGKILL"),
     ("ddp_fork", "fit start", "_exit0"),
@@ -35,7 +45,8 @@ ALL = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "stage", "way"), [*TELLING, *(pytest.param(*case, marks=SLOW) for case in ALL if case not in TELLING)]
+    ("strategy", "stage", "way"),
+    [*TELLING, *(pytest.param(*case, marks=SLOW) for case in ALL if case not in TELLING)],
 )
 def test_a_rank_s_end(strategy: str, stage: str, way: str, tmp_path: Path) -> None:
     """Rank 1 ends at a stage. The other rank ends at once, too, although the timeout is long."""
@@ -53,8 +64,15 @@ def test_a_rank_s_end(strategy: str, stage: str, way: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("stage", "way"), [("step", "exit0"), ("test end", "SIGHUP")])
 def test_the_end_of_a_single_process(stage: str, way: str, tmp_path: Path) -> None:
-    flags = [*tiny(64, 16, max_epochs=2), "--run.root", tmp_path, "--trainer.callbacks+=dying_code.Ends"]
-    code, out = fork_app("fit", *flags, f"--trainer.callbacks.stage={stage}", f"--trainer.callbacks.way={way}")
+    flags = [
+        *tiny(64, 16, max_epochs=2),
+        "--run.root",
+        tmp_path,
+        "--trainer.callbacks+=dying_code.Ends",
+    ]
+    code, out = fork_app(
+        "fit", *flags, f"--trainer.callbacks.stage={stage}", f"--trainer.callbacks.way={way}"
+    )
     expected, pattern = WAYS[way]
     assert code == expected, out
     assert re.fullmatch(pattern.removeprefix("rank 1: "), record(tmp_path)["error"])

@@ -23,19 +23,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from app.data.batches import GlobalBatches
 from app.data.sources import Split
-from app.loop import shards
-from app.networks import LeNet
-from app.parallel.comm_hooks import ring_hook
+from app.modules.networks import LeNet
+from app.training import virtual_devices
+from app.training.comm_hooks import ring_hook
 
 __all__ = ["fake_cuda"]
 
 
 # per epoch: 6 batches, of which the last is smaller, and two logging windows
-ON_FAKE = tiny(92, 16, val_size=4, max_epochs=2, log_every_n_steps=3, accelerator="cuda", devices=1, test=False)
+ON_FAKE = tiny(
+    92, 16, val_size=4, max_epochs=2, log_every_n_steps=3, accelerator="cuda", devices=1, test=False
+)
 AUGMENTED = options(flip=True, crop_padding=4, cutout=8)
 MIXED = options(mixup=0.4, cutmix=1.0)
 CLIPPED = options(gradient_clip_val=1)
-UNFUSED = {name: ["--model.optimizer", name, "--model.optimizer.lr", "0.1"] for name in ("SGD", "AdamW")}
+UNFUSED = {
+    name: ["--model.optimizer", name, "--model.optimizer.lr", "0.1"] for name in ("SGD", "AdamW")
+}
 UNFUSED = {name: [*words, "--model.optimizer.fused", "false"] for name, words in UNFUSED.items()}
 VIRTUAL = options(virtual_devices=4)
 ADAMW = UNFUSED["AdamW"][:4]
@@ -55,10 +59,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
+def test_a_step_never_waits_for_the_gpu(
+    case: str, fake_cuda: FakeCUDA, app: App, tmp_path: Path
+) -> None:
     """Only the last step of a logging window makes the host wait, at most five times.
 
-    In other steps, the host waits only if float16's loss scaler is used with clipping, and then once per step.
+    In other steps, the host waits only if float16's loss scaler is used with clipping, and then
+    once per step.
     """
     precision, _, placement = case.split()
     flags = [*CASES[case], *options(precision=precision, placement=placement), "--run.name", "x"]
@@ -67,7 +74,9 @@ def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, app: App
     assert (record["peak_memory"][0]["device"], record["placement"]) == ("cuda:0", placement)
     reads_of_scaler = fake_cuda.counts["step"] * (precision == "16-mixed" and CLIPPED[0] in flags)
     assert sum(fake_cuda.at("step").values()) == reads_of_scaler, fake_cuda.at("step")
-    assert sum(fake_cuda.at("window").values()) <= 5 * fake_cuda.counts["window"], fake_cuda.at("window")
+    assert sum(fake_cuda.at("window").values()) <= 5 * fake_cuda.counts["window"], fake_cuda.at(
+        "window"
+    )
 
 
 def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
@@ -78,7 +87,17 @@ def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> N
     run = tmp_path / "runs" / "x" / "version_0"
     assert record_of(run)["test"] is not None
     assert (run / "confusion_matrix.png").exists()
-    output_of(*app("predict", "--config", run / "config.yaml", "--ckpt_path", last_of(run), "--run.name", "y"))
+    output_of(
+        *app(
+            "predict",
+            "--config",
+            run / "config.yaml",
+            "--ckpt_path",
+            last_of(run),
+            "--run.name",
+            "y",
+        )
+    )
     (predictions,) = (tmp_path / "runs" / "y").glob("*/predictions.csv")
     assert len(predictions.read_text().splitlines()) > 1
 
@@ -97,7 +116,9 @@ def bucket_of(layer: nn.Module) -> Any:
     """Return a layer's gradients as a bucket of DDP."""
     parameters = list(layer.parameters())
     buffer = torch.cat([torch.zeros_like(parameter).flatten() for parameter in parameters])
-    return SimpleNamespace(buffer=lambda: buffer, parameters=lambda: parameters, is_last=lambda: False)
+    return SimpleNamespace(
+        buffer=lambda: buffer, parameters=lambda: parameters, is_last=lambda: False
+    )
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -107,15 +128,17 @@ def test_streams_wait_for_each_other(
 ) -> None:
     """Averages of gradients over `count` virtual devices, or in a ring, race on no rank; gloo gets host memory only."""
     monkeypatch.setattr(distributed, "get_backend", lambda *_: backend)
-    monkeypatch.setattr(shards, "DistributedDataParallel", SimpleNamespace)
+    monkeypatch.setattr(virtual_devices, "DistributedDataParallel", SimpleNamespace)
     for rank in range(size):
         with rank_of(size, rank), FakeTensorMode():
             network = nn.Sequential(nn.Linear(4, 3, device=CUDA), nn.Linear(3, 2, device=CUDA))
             model = SimpleNamespace(process_group=None, register_comm_hook=lambda *_: None)
-            strategy = SimpleNamespace(model=model, root_device=CUDA, global_rank=rank, world_size=size)
+            strategy = SimpleNamespace(
+                model=model, root_device=CUDA, global_rank=rank, world_size=size
+            )
             hook = partial(ring_hook, Counter())
             if count is not None:
-                sums = shards.ShardSums(network, strategy, count)  # type: ignore[arg-type]
+                sums = virtual_devices.ShardSums(network, strategy, count)  # type: ignore[arg-type]
                 hook = partial(sums._add_bucket, None)
                 for shard in sums.tree.shards[:-1]:
                     network(torch.ones(2, 4, device=CUDA)).sum().backward()
@@ -158,7 +181,9 @@ BATCH, SAMPLES = 2048, 2 * 2048 + 100
 
 def loader_of(rank: int, size: int) -> GlobalBatches:
     split = Split(torch.zeros(SAMPLES, 3, 32, 32, dtype=torch.uint8), torch.arange(SAMPLES) % 10)
-    return GlobalBatches(split, torch.arange(SAMPLES), batch_size=BATCH, rank=rank, world_size=size, shuffle=True)
+    return GlobalBatches(
+        split, torch.arange(SAMPLES), batch_size=BATCH, rank=rank, world_size=size, shuffle=True
+    )
 
 
 @pytest.mark.parametrize("size", [64, 1024])
@@ -169,7 +194,9 @@ def test_the_shares_of_many_ranks(size: int) -> None:
         whole = one.samples(step)
         for loader in ranks:
             span = loader.span(step)
-            assert torch.equal(loader.samples(step), whole[span.start - step * BATCH : span.stop - step * BATCH])
+            assert torch.equal(
+                loader.samples(step), whole[span.start - step * BATCH : span.stop - step * BATCH]
+            )
             assert loader.global_count(step) == len(whole)
             assert len(whole) // size <= loader.share_size(step) <= -(-len(whole) // size)
 

@@ -1,6 +1,7 @@
 """Many faults: kills, signals, odd command lines. The README's table of survived faults is printed at the end.
 
-`pytest -m slow` injects a few of each; `FAULTS=10 pytest -m slow tests/test_faults.py` injects ten times as many.
+`pytest -m slow` injects a few of each; `FAULTS=10 pytest -m slow tests/test_faults.py` injects ten
+times as many.
 """
 
 import json
@@ -16,14 +17,25 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import RECIPE, ForkServer, acts, difference, family, options, output_of, started, tiny, weights
+from harness import (
+    RECIPE,
+    ForkServer,
+    acts,
+    difference,
+    family,
+    options,
+    output_of,
+    started,
+    tiny,
+    weights,
+)
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_fuzz import FLAGS, ODD
 
+from app.command.checkpoint_file import read
 from app.data import CIFAR10, FashionMNIST, ImageFolder
 from app.errors import UserError
-from app.fit.checkpoint_file import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("drawn")]
 TIMES = int(os.environ.get("FAULTS", "1"))
@@ -58,7 +70,9 @@ def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tal
         folder = tmp_path / "runs" / f"chain{chain}"
         for _ in range(12):
             kill = (signal.SIGKILL, seed.uniform(0.4, 2.0))
-            code, out = server.run("fit", *flags, *name, signal_after=kill, env={"TMPDIR": str(elsewhere)})
+            code, out = server.run(
+                "fit", *flags, *name, signal_after=kill, env={"TMPDIR": str(elsewhere)}
+            )
             if code != -signal.SIGKILL:
                 break
             kills += 1
@@ -71,14 +85,23 @@ def test_killed_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tal
         shutil.rmtree(folder)
     assert not list(elsewhere.iterdir())
     elsewhere.rmdir()
-    tally("SIGKILL at a random moment of a run that saves every 3 steps, `$TMPDIR` on another file system", kills)
+    tally(
+        "SIGKILL at a random moment of a run that saves every 3 steps, `$TMPDIR` on another file system",
+        kills,
+    )
 
 
-def test_killed_inside_accumulation_windows(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_killed_inside_accumulation_windows(
+    server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
     """A run with a whole recipe, killed after any batches, ends with the weights of an undisturbed run, bit for bit."""
     kills = st.lists(st.integers(1, 30), min_size=2, max_size=3).map(sorted)
     intervals = st.sampled_from(
-        [("every_n_train_steps", "1"), ("every_n_train_steps", "2"), ("train_time_interval", "0:00:00")]
+        [
+            ("every_n_train_steps", "1"),
+            ("every_n_train_steps", "2"),
+            ("train_time_interval", "0:00:00"),
+        ]
     )
     done: list[int] = []
 
@@ -88,14 +111,24 @@ def test_killed_inside_accumulation_windows(server: ForkServer, tmp_path: Path, 
     )  # fmt: skip
     @given(st.integers(2, 5), intervals, kills)
     def run(accumulated: int, interval: tuple[str, str], batches: list[int]) -> None:
-        flags = [*tiny(270, 16, "CIFARCNN"), *RECIPE, f"--last_checkpoint.{interval[0]}", interval[1]]
-        flags += options(test=False, max_epochs=2, accumulate_grad_batches=accumulated, root=tmp_path / "runs")
+        flags = [
+            *tiny(270, 16, "CIFARCNN"),
+            *RECIPE,
+            f"--last_checkpoint.{interval[0]}",
+            interval[1],
+        ]
+        flags += options(
+            test=False, max_epochs=2, accumulate_grad_batches=accumulated, root=tmp_path / "runs"
+        )
         output_of(*server.run("fit", *flags, "--run.name", "undisturbed"))
         killed = [*flags, "--run.name", "killed", "--ckpt_path", "auto"]
         for batch in batches:
             output_of(*server.run("fit", *killed, *acts("exit", batch)), 9)
         output_of(*server.run("fit", *killed))
-        assert difference(*(newest(tmp_path / "runs" / name) for name in ("undisturbed", "killed"))) == 0
+        assert (
+            difference(*(newest(tmp_path / "runs" / name) for name in ("undisturbed", "killed")))
+            == 0
+        )
         done.extend(batches)
         shutil.rmtree(tmp_path / "runs")
 
@@ -110,7 +143,9 @@ def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally) ->
     for kill in (0, kills):
         root = tmp_path / str(kill)
         for turn in range(kill + 1):
-            with started(root, *flags, "--ckpt_path", "auto", env={"WANDB_MODE": "disabled"}) as run:
+            with started(
+                root, *flags, "--ckpt_path", "auto", env={"WANDB_MODE": "disabled"}
+            ) as run:
                 if turn < kill:
                     time.sleep(seed.uniform(5.0, 14.0))
                     if victims := [*family(run.mark)]:
@@ -141,10 +176,22 @@ def test_signals_at_random_moments(server: ForkServer, tmp_path: Path, tally: Ta
     tally("Ctrl-C or SIGTERM at a random moment", count)
 
 
-NEVER_ENDS = ("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.min_epochs", "trainer.min_steps")
+NEVER_ENDS = (
+    "trainer.max_epochs",
+    "trainer.max_steps",
+    "trainer.max_time",
+    "trainer.min_epochs",
+    "trainer.min_steps",
+)
 ELSEWHERE = ("run.root", "config", "cluster.log_dir", "data.cache", "trainer.default_root_dir")
-SAFE = [flag for flag in FLAGS if flag not in (*NEVER_ENDS, *ELSEWHERE, "last_checkpoint.dirpath", "verbose")]
-COMMANDS = st.sampled_from(["fit", "fit", "fit", "validate", "test", "predict", "compare", "plan", "doctor"])
+SAFE = [
+    flag
+    for flag in FLAGS
+    if flag not in (*NEVER_ENDS, *ELSEWHERE, "last_checkpoint.dirpath", "verbose")
+]
+COMMANDS = st.sampled_from(
+    ["fit", "fit", "fit", "validate", "test", "predict", "compare", "plan", "doctor"]
+)
 
 
 def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
@@ -156,14 +203,21 @@ def test_odd_command_lines(server: ForkServer, tmp_path: Path, tally: Tally) -> 
         max_examples=50 * TIMES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given(COMMANDS, st.lists(st.tuples(st.sampled_from(SAFE), st.sampled_from(ODD)), min_size=1, max_size=2))
+    @given(
+        COMMANDS,
+        st.lists(st.tuples(st.sampled_from(SAFE), st.sampled_from(ODD)), min_size=1, max_size=2),
+    )
     def run(command: str, given: list[tuple[str, str]]) -> None:
         odd = [part for flag, value in given for part in (f"--{flag}", value)]
         argv: list[Any] = ["fit", *short, "--run.root", "runs", *odd]
         if command in ("validate", "test", "predict"):
             argv = [command, *argv[1:]]
         elif command != "fit":
-            argv = [command, *odd, *["--dry_run"] * (command == "compare")]  # a measurement would take minutes
+            argv = [
+                command,
+                *odd,
+                *["--dry_run"] * (command == "compare"),
+            ]  # a measurement would take minutes
         if any("\0" in part for part in odd):
             return
         code, out = server.run(*argv, seconds=30)
@@ -189,7 +243,9 @@ def damage(content: bytes, seed: random.Random) -> bytes:
         end = min(place + 512, len(content))
         changed[place:end] = bytes(end - place)
     for _ in range(seed.randrange(1, 4) if kind == "bits" else 0):
-        changed[seed.randrange(min(len(content), 10 ** seed.randrange(2, 6)))] ^= 1 << seed.randrange(8)
+        changed[seed.randrange(min(len(content), 10 ** seed.randrange(2, 6)))] ^= (
+            1 << seed.randrange(8)
+        )
     return bytes(changed)
 
 
@@ -205,14 +261,20 @@ def test_damaged_data(
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 0)
     seed, cache, count = random.Random(13), tmp_path / "cache", 0
     sets = {
-        cifar_root / "cifar-10-batches-py": lambda: CIFAR10(str(cifar_root), cache=str(cache), num_workers=0),
-        fashion_root / "FashionMNIST" / "raw": lambda: FashionMNIST(str(fashion_root), cache=str(cache), num_workers=0),
+        cifar_root / "cifar-10-batches-py": lambda: CIFAR10(
+            str(cifar_root), cache=str(cache), num_workers=0
+        ),
+        fashion_root / "FashionMNIST" / "raw": lambda: FashionMNIST(
+            str(fashion_root), cache=str(cache), num_workers=0
+        ),
         image_root / "train": lambda: ImageFolder(str(image_root), cache=str(cache), num_workers=0),
     }
     for folder, make in sets.items():
         make().prepare_data("fit")
         for turn in range(100 * TIMES):
-            files = [path for path in (cache if turn % 3 == 0 else folder).rglob("*") if path.is_file()]
+            files = [
+                path for path in (cache if turn % 3 == 0 else folder).rglob("*") if path.is_file()
+            ]
             file = seed.choice(sorted(files))
             whole = file.read_bytes()
             file.write_bytes(damage(whole, seed))
@@ -220,7 +282,9 @@ def test_damaged_data(
             try:
                 data = make()
                 data.prepare_data("fit")
-                split = (data.cache and data.cache.open(data.source, "train")) or data.source.load("train")
+                split = (data.cache and data.cache.open(data.source, "train")) or data.source.load(
+                    "train"
+                )
                 assert len(split.labels) == len(split.tensor())
                 assert int(split.labels.max()) < data.num_classes
             except UserError as error:
@@ -238,27 +302,58 @@ def test_started_and_stopped(tmp_path: Path, tally: Tally) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     for turn in range(count):
-        with started(tmp_path / "runs", *flags, env={"WANDB_MODE": "disabled", "TMPDIR": str(temporary)}) as run:
+        with started(
+            tmp_path / "runs", *flags, env={"WANDB_MODE": "disabled", "TMPDIR": str(temporary)}
+        ) as run:
             if turn % 2:
                 time.sleep(seed.uniform(0.5, 9.0))
                 run.get("SIGINT", "group")
             out = run.end(60)
         assert run.process.returncode in ((0, 130, -signal.SIGINT) if turn % 2 else (0,)), out
         assert not list(temporary.iterdir())
-    tally("start and stop of `ddp` on two devices, half of them by Ctrl-C at a random moment", count)
+    tally(
+        "start and stop of `ddp` on two devices, half of them by Ctrl-C at a random moment", count
+    )
 
 
 def test_a_long_run(tmp_path: Path, tally: Tally) -> None:
     """Memory, threads and open files of each rank do not grow, with all default features."""
-    flags = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[8]", "--data", "Synthetic"]
-    flags += ["--data.like", "FashionMNIST", "--data.images", "2000", "--data.batch_size", "8", "--data.flip", "true"]
-    flags += ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--last_checkpoint.every_n_train_steps", "50"]
+    flags = [
+        "--model",
+        "FashionMLP",
+        "--model.repeats",
+        "1",
+        "--model.hidden",
+        "[8]",
+        "--data",
+        "Synthetic",
+    ]
+    flags += [
+        "--data.like",
+        "FashionMNIST",
+        "--data.images",
+        "2000",
+        "--data.batch_size",
+        "8",
+        "--data.flip",
+        "true",
+    ]
+    flags += [
+        "--trainer.strategy",
+        "ddp",
+        "--trainer.devices",
+        "2",
+        "--last_checkpoint.every_n_train_steps",
+        "50",
+    ]
     steps = 1000 * TIMES
     env = {"WANDB_MODE": "offline"}
     states: list[list[tuple[int, int, int]]] = []
     with started(tmp_path, *flags, "--trainer.max_epochs", str(steps // 225 + 1), env=env) as run:
         run.trained(2)
-        ranks = sorted(pid for pid in family(run.mark) if "LOCAL_RANK" in psutil.Process(pid).environ())
+        ranks = sorted(
+            pid for pid in family(run.mark) if "LOCAL_RANK" in psutil.Process(pid).environ()
+        )
         seen = 0
         while run.process.poll() is None:
             done = len(run.record["epochs"])
@@ -266,11 +361,21 @@ def test_a_long_run(tmp_path: Path, tally: Tally) -> None:
                 seen = done
                 with suppress(psutil.Error):
                     processes = [psutil.Process(pid) for pid in ranks]
-                    states.append([(p.memory_info().rss, p.num_threads(), p.num_fds()) for p in processes])
+                    states.append(
+                        [(p.memory_info().rss, p.num_threads(), p.num_fds()) for p in processes]
+                    )
             time.sleep(0.05)
         run.end(code=0)
-    early, late = states[len(states) // 4], states[-2]  # not the last state, because drawing pictures takes memory
-    for (memory, threads, files), (memory_late, threads_late, files_late) in zip(early, late, strict=True):
+    early, late = (
+        states[len(states) // 4],
+        states[-2],
+    )  # not the last state, because drawing pictures takes memory
+    for (memory, threads, files), (memory_late, threads_late, files_late) in zip(
+        early, late, strict=True
+    ):
         assert memory_late - memory < 16 * 2**20
         assert (threads_late, files_late) <= (threads + 1, files + 2)
-    tally("steps of `ddp` on two devices with constant memory, threads and open files", run.record["steps"])
+    tally(
+        "steps of `ddp` on two devices with constant memory, threads and open files",
+        run.record["steps"],
+    )

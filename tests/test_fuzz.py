@@ -15,11 +15,11 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from app.compare.command import _parse as parse_compare
-from app.compare.experiment import expand
+from app.command.configuration import resolve
+from app.command.rules import check
 from app.errors import UserError
-from app.fit.configuration import resolve
-from app.fit.rules import check
+from app.lab.compare.command import _parse as parse_compare
+from app.lab.compare.experiment import expand
 
 EXAMPLES = 100 * int(os.environ.get("FAULTS", "1"))
 
@@ -66,7 +66,18 @@ SETTINGS = {
     "lr_monitor": "logging_interval",
 }
 FLAGS = [f"{section}.{name}" for section, names in SETTINGS.items() for name in names.split()]
-FLAGS += ["model", "data", "run", "cluster", "trainer", "seed_everything", "config", "ckpt_path", "nope", "optimizer"]
+FLAGS += [
+    "model",
+    "data",
+    "run",
+    "cluster",
+    "trainer",
+    "seed_everything",
+    "config",
+    "ckpt_path",
+    "nope",
+    "optimizer",
+]
 FLAGS += ["verbose"]
 values = st.sampled_from(ODD) | st.integers().map(str) | st.floats().map(str) | st.text(max_size=20)
 flags = st.lists(st.tuples(st.sampled_from(FLAGS), values), min_size=1, max_size=4)
@@ -101,28 +112,50 @@ def settle(command: str, argv: list[str]) -> None:
 @examples(2)
 @given(st.sampled_from(COMMANDS), flags)
 def test_command_lines(command: str, pairs: list[tuple[str, str]]) -> None:
-    argv = ["--data", "Synthetic", *(word for flag, value in pairs for word in (f"--{flag}", value))]
+    argv = [
+        "--data",
+        "Synthetic",
+        *(word for flag, value in pairs for word in (f"--{flag}", value)),
+    ]
     message = refused(settle, command, argv)
     names = [word for flag, _ in pairs for word in flag.split(".")]
     values = [value[:20] for _, value in pairs]
-    assert message is None or any(word in message for word in [*names, *filter(None, values)]), f"{argv}: {message}"
+    assert message is None or any(word in message for word in [*names, *filter(None, values)]), (
+        f"{argv}: {message}"
+    )
 
 
 trees = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(ODD),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(ODD),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-sections = st.sampled_from(["trainer", "model", "data", "run", "cluster", "seed_everything", "best_checkpoint", "nope"])
-settings_of = st.dictionaries(st.sampled_from([flag.rpartition(".")[2] for flag in FLAGS]) | st.text(max_size=8), trees)
+sections = st.sampled_from(
+    ["trainer", "model", "data", "run", "cluster", "seed_everything", "best_checkpoint", "nope"]
+)
+settings_of = st.dictionaries(
+    st.sampled_from([flag.rpartition(".")[2] for flag in FLAGS]) | st.text(max_size=8), trees
+)
 configs = st.dictionaries(sections, trees | settings_of, max_size=3)
 
 
 @pytest.mark.slow
 @examples(1)
 @given(configs, st.booleans())
-def test_configs(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any], as_json: bool) -> None:
-    path = written(tmp_path_factory, json.dumps(content) if as_json else yaml.safe_dump(content, allow_unicode=True))
+def test_configs(
+    tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any], as_json: bool
+) -> None:
+    path = written(
+        tmp_path_factory,
+        json.dumps(content) if as_json else yaml.safe_dump(content, allow_unicode=True),
+    )
     refused(settle, "fit", [*["--data", "Synthetic"] * as_json, "--config", str(path)])
 
 
@@ -133,8 +166,10 @@ experiments = st.fixed_dictionaries(
         **dict.fromkeys(["repeats", "max_epochs", "warmup_epochs"], trees | st.integers()),
         "name": trees | st.text(max_size=10),
         "flags": trees | st.dictionaries(st.sampled_from(FLAGS), trees, max_size=3),
-        "variants": trees | st.dictionaries(st.text(max_size=5) | st.integers(), trees | settings_of, max_size=3),
-        "grid": trees | st.dictionaries(st.sampled_from(FLAGS), st.lists(trees, max_size=3), max_size=3),
+        "variants": trees
+        | st.dictionaries(st.text(max_size=5) | st.integers(), trees | settings_of, max_size=3),
+        "grid": trees
+        | st.dictionaries(st.sampled_from(FLAGS), st.lists(trees, max_size=3), max_size=3),
         "time_limit": trees | st.floats(),
     },
 )

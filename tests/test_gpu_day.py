@@ -18,9 +18,13 @@ from harness import ROOT
 SCRIPT = ROOT / "tests" / "benchmarks" / "gpu_day.sh"
 
 
-def run_script(folder: Path, *items: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+def run_script(
+    folder: Path, *items: str, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": python, "OUT": str(folder)}
-    return subprocess.run(["bash", SCRIPT, *items], env=hidden, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        ["bash", SCRIPT, *items], env=hidden, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_without_a_gpu_everything_is_skipped(tmp_path: Path) -> None:
@@ -32,10 +36,14 @@ def test_without_a_gpu_everything_is_skipped(tmp_path: Path) -> None:
     table = (tmp_path / "results.md").read_text().splitlines()
     assert len(table) == len(rows) + 2
     assert all("skipped: no CUDA device" in line for line in table[2:])
-    assert run_script(tmp_path, "lenett").stderr.startswith("gpu_day.sh: there is no 'lenett': give wheels, A, B, C, ")
+    assert run_script(tmp_path, "lenett").stderr.startswith(
+        "gpu_day.sh: there is no 'lenett': give wheels, A, B, C, "
+    )
 
 
-def test_an_item_that_fails_or_hangs_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_item_that_fails_or_hangs_leaves_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "gpu_items.py").write_text(
         "import pathlib, sys, time\n"
         "pathlib.Path(sys.argv[2]).write_text('{\"a\": 1}')\n"
@@ -74,7 +82,12 @@ def test_a_call_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit, match="0"):
         gpu_day.main(["A"], tmp_path)
     rows = json.loads((tmp_path / "results.json").read_text())
-    assert [row["status"] for row in rows] == ["ok", "ok", "skipped: no time left", "skipped: no time left"]
+    assert [row["status"] for row in rows] == [
+        "ok",
+        "ok",
+        "skipped: no time left",
+        "skipped: no time left",
+    ]
     assert limits == {"versions": 20, "step": 20}
 
 
@@ -84,5 +97,7 @@ def test_a_machine_without_the_wheels(tmp_path: Path) -> None:
     bare.chmod(0o755)
     done = run_script(tmp_path, "A", python=str(bare))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("run gpu_day.sh wheels where there is a network, and copy .wheels along\n")
+    assert done.stderr.endswith(
+        "run gpu_day.sh wheels where there is a network, and copy .wheels along\n"
+    )
     assert done.stderr.count("\n") == 1

@@ -26,8 +26,12 @@ CUT = f"{SILENCE}it hangs, or the link to it is cut"
 Process = subprocess.Popen[str]
 
 
-def fit(host: Host, *flags: object, launcher: list[str] | None = None, env: dict[str, str] | None = None) -> Process:
-    return host.start(*(launcher or [str(BIN / "python")]), "-m", "app", "fit", *STEPS, *map(str, flags), env=env)
+def fit(
+    host: Host, *flags: object, launcher: list[str] | None = None, env: dict[str, str] | None = None
+) -> Process:
+    return host.start(
+        *(launcher or [str(BIN / "python")]), "-m", "app", "fit", *STEPS, *map(str, flags), env=env
+    )
 
 
 def torchrun(processes: int, nodes: str = "2") -> list[str]:
@@ -35,10 +39,15 @@ def torchrun(processes: int, nodes: str = "2") -> list[str]:
     return [str(BIN / "torchrun"), "--nnodes", nodes, "--nproc-per-node", str(processes), *meet]
 
 
-def two_nodes(hosts: Network, root: Path, *flags: str, env: dict[str, str] | None = None) -> list[Process]:
+def two_nodes(
+    hosts: Network, root: Path, *flags: str, env: dict[str, str] | None = None
+) -> list[Process]:
     """Start a run of two nodes that meet at a TCP address."""
     both = enumerate((hosts.hosts["h1"], hosts.hosts["h2"]))
-    return [fit(host, "--run.root", root, *TCP, "--cluster.node_rank", node, *flags, env=env) for node, host in both]
+    return [
+        fit(host, "--run.root", root, *TCP, "--cluster.node_rank", node, *flags, env=env)
+        for node, host in both
+    ]
 
 
 def inner(process: Process) -> psutil.Process:
@@ -53,7 +62,9 @@ def a_rank(process: Process) -> psutil.Process:
 
 def trained(root: Path, processes: list[Process], epochs: int, version: int = 0) -> None:
     def ready() -> bool:
-        return len(record(root, version)["epochs"]) >= epochs or any(p.poll() is not None for p in processes)
+        return len(record(root, version)["epochs"]) >= epochs or any(
+            p.poll() is not None for p in processes
+        )
 
     awaited(ready, 240)
 
@@ -61,7 +72,9 @@ def trained(root: Path, processes: list[Process], epochs: int, version: int = 0)
 def ended(processes: list[Process], seconds: float) -> list[str]:
     """Wait for all commands to end in time, and return their outputs."""
     limit = time.monotonic() + seconds
-    return [process.communicate(timeout=max(limit - time.monotonic(), 0.1))[0] for process in processes]
+    return [
+        process.communicate(timeout=max(limit - time.monotonic(), 0.1))[0] for process in processes
+    ]
 
 
 def end_by_a_cut(processes: list[Process]) -> None:
@@ -99,7 +112,8 @@ def clean(hosts: Network) -> Any:
 def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
     """Two hosts with two devices each train like one device, although the second host starts first.
 
-    In the `env` case, h1 resolves its own name to a loopback address, and gloo must still find the right interface.
+    In the `env` case, h1 resolves its own name to a loopback address, and gloo must still find the
+    right interface.
     """
     root, epochs = tmp_path / "hosts", ["--trainer.max_epochs", "2"]
     processes = []
@@ -110,17 +124,27 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
             launcher = torchrun(2)
         elif way == "env":
             if node == 0:  # map h1 to 127.0.1.1, as Debian's installer does
-                host.run("sh", "-c", f"sed 's/10.77.0.1/127.0.1.1/' /etc/hosts > {tmp_path}/etc-hosts")
+                host.run(
+                    "sh", "-c", f"sed 's/10.77.0.1/127.0.1.1/' /etc/hosts > {tmp_path}/etc-hosts"
+                )
                 host.run("mount", "--bind", tmp_path / "etc-hosts", "/etc/hosts")
             env = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500", "NODE_RANK": str(node)}
         else:
-            flags += ["--cluster.init_method", f"file://{tmp_path}/meet", "--cluster.node_rank", str(node)]
+            flags += [
+                "--cluster.init_method",
+                f"file://{tmp_path}/meet",
+                "--cluster.node_rank",
+                str(node),
+            ]
             flags += ["--trainer.strategy", "ddp_dp"]
         processes.append(fit(host, "--run.root", root, *epochs, *flags, launcher=launcher, env=env))
     out = ended(processes, 300)
     assert [process.returncode for process in processes] == [0, 0], out
     output_of(*app("fit", *STEPS, *epochs))
-    ours, single = root / "LeNet-Synthetic" / "version_0", tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
+    ours, single = (
+        root / "LeNet-Synthetic" / "version_0",
+        tmp_path / "runs" / "LeNet-Synthetic" / "version_0",
+    )
     assert record(root)["world_size"] == (2 if way == "ddp_dp" else 4)
     assert_same(ours, single)
 
@@ -158,14 +182,19 @@ def test_a_link_that_is_cut_while_images_are_read(hosts: Network, tmp_path: Path
 
 
 @pytest.mark.parametrize(("way", "node"), [("tcp", 0), ("torchrun", 1)])
-def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Network, tmp_path: Path) -> None:
+def test_a_rank_alone_on_its_host_that_is_stopped(
+    way: str, node: int, hosts: Network, tmp_path: Path
+) -> None:
     """A process on the stopped rank's host kills it, and both nodes print that it was stopped."""
     flags = [*FOR_EVER, "--cluster.timeout", "20"]
     if way == "tcp":
         processes = two_nodes(hosts, tmp_path, *flags)
     else:
         names = ("h1", "h2")
-        processes = [fit(hosts.hosts[name], "--run.root", tmp_path, *flags, launcher=torchrun(1)) for name in names]
+        processes = [
+            fit(hosts.hosts[name], "--run.root", tmp_path, *flags, launcher=torchrun(1))
+            for name in names
+        ]
     trained(tmp_path, processes, 2)
     stopped = a_rank(processes[node])
     stopped.suspend()
@@ -173,7 +202,9 @@ def test_a_rank_alone_on_its_host_that_is_stopped(way: str, node: int, hosts: Ne
     processes[node].send_signal(signal.SIGCONT)  # because nsenter stops itself when its child stops
     out = ended(processes, 10)
     assert f"{SILENCE}rank {node} is in step " in out[1 - node]
-    assert f", stopped (SIGSTOP); rank {1 - node} waits for its " in out[1 - node]  # then "gradients" or "answers"
+    assert (
+        f", stopped (SIGSTOP); rank {1 - node} waits for its " in out[1 - node]
+    )  # then "gradients" or "answers"
     assert ", stopped (SIGSTOP); the other ranks timed out, and it was killed" in out[node]
     assert all(process.returncode for process in processes)
     assert "Traceback" not in "".join(out) or way == "torchrun"  # torchrun prints its own traceback
@@ -193,7 +224,9 @@ def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None
     out = ended(processes, 120)
     assert [process.returncode for process in processes] == [0, 0], out
     assert "best.ckpt is not on every node: testing the last weights instead of the best" in out[0]
-    roots = [Path(f"/proc/{hosts.hosts[name].pid}/root{root}/LeNet-Synthetic") for name in ("h1", "h2")]
+    roots = [
+        Path(f"/proc/{hosts.hosts[name].pid}/root{root}/LeNet-Synthetic") for name in ("h1", "h2")
+    ]
     final = record_of(roots[0] / "version_0")
     assert final["test"] is not None
     assert final["tested"] is None
@@ -202,7 +235,9 @@ def test_hosts_with_folders_of_their_own(hosts: Network, tmp_path: Path) -> None
     processes = two_nodes(hosts, root, *flags, "--ckpt_path", "last", "--trainer.max_epochs", "2")
     out = ended(processes, 60)
     assert [process.returncode for process in processes] == [2, 2], out
-    lacking = f"--ckpt_path {root}/LeNet-Synthetic/version_0/checkpoints/last.ckpt: there is no such file"
+    lacking = (
+        f"--ckpt_path {root}/LeNet-Synthetic/version_0/checkpoints/last.ckpt: there is no such file"
+    )
     assert f"error: node 1: {lacking}" in out[0]
     assert f"error: {lacking}" in out[1]
     assert not (roots[0] / "version_1").exists()
@@ -219,15 +254,24 @@ def test_a_rank_of_the_other_host_that_is_killed(hosts: Network, tmp_path: Path)
     assert "error: lost the connection to node 1: see its messages" in out[0]
 
 
-def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App, tmp_path: Path) -> None:
+def test_torchrun_goes_on_with_the_hosts_that_there_are(
+    hosts: Network, app: App, tmp_path: Path
+) -> None:
     """One host loses power, another joins and is stopped: the losses stay those of a run on one device.
 
-    The run uses float64, because float32 rounding could hide a skipped or repeated step. The tolerance is 1e-6,
-    because the record's losses are float32.
+    The run uses float64, because float32 rounding could hide a skipped or repeated step. The
+    tolerance is 1e-6, because the record's losses are float32.
     """
     root = tmp_path / "hosts"
     exact = ["--trainer.precision", "64-true", "--last_checkpoint.every_n_train_steps", "5"]
-    at = ["--max-restarts", "3", "--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1"]
+    at = [
+        "--max-restarts",
+        "3",
+        "--rdzv-id",
+        "elastic",
+        "--rdzv-conf",
+        "last_call_timeout=1,keep_alive_interval=1",
+    ]
 
     def join(name: str) -> Process:
         flags = ["--run.root", root, *exact, *FOR_EVER, "--cluster.timeout", "20"]
@@ -264,4 +308,6 @@ def test_torchrun_goes_on_with_the_hosts_that_there_are(hosts: Network, app: App
     output_of(*app("fit", *STEPS, *exact, "--trainer.max_epochs", str(max(rows) + 1)))
     single = {row["epoch"]: row["train_loss"] for row in record(tmp_path / "runs")["epochs"]}
     assert list(rows) == list(range(len(rows)))
-    np.testing.assert_allclose(list(rows.values()), [single[epoch] for epoch in rows], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        list(rows.values()), [single[epoch] for epoch in rows], rtol=0, atol=1e-6
+    )

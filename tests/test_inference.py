@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import importlib
 import io
 import resource
 import shutil
@@ -18,7 +17,7 @@ from PIL import Image
 
 import app as package
 from app.errors import UserError
-from app.inference import Classifier, load
+from app.use.inference import Classifier, load
 
 NAMES = ("cat", "dog", "eel")
 
@@ -28,8 +27,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a run on image files of different sizes, with predictions for a test folder and one test file."""
     folder = tmp_path_factory.mktemp("trained")
     images = draw_images(folder / "images", NAMES, train=12, test=4)
-    flags = ["--run.root", folder / "runs", "--run.name", "x", *options(max_epochs=1, accelerator="cpu"), *QUIET]
-    flags += ["--data", "ImageFolder", "--data.root", images, "--model", "my_networks.Wide", "--data.size", "24"]
+    flags = [
+        "--run.root",
+        folder / "runs",
+        "--run.name",
+        "x",
+        *options(max_epochs=1, accelerator="cpu"),
+        *QUIET,
+    ]
+    flags += [
+        "--data",
+        "ImageFolder",
+        "--data.root",
+        images,
+        "--model",
+        "my_networks.Wide",
+        "--data.size",
+        "24",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
@@ -65,8 +80,16 @@ def model(trained: Path) -> Classifier:
 def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) -> None:
     """A loaded model predicts the same names and probabilities as the command `predict`, for a folder and a file."""
     rows = list(csv.DictReader((trained / "predict_1" / "predictions.csv").open()))
-    assert [Path(row["file"]).name for row in rows] == ["00.jpg", "01.png", "02.jpg", "03.png", "00.jpg"]
-    for row, prediction in zip(rows, model.predict([row["file"] for row in rows], k=3, batch_size=2), strict=True):
+    assert [Path(row["file"]).name for row in rows] == [
+        "00.jpg",
+        "01.png",
+        "02.jpg",
+        "03.png",
+        "00.jpg",
+    ]
+    for row, prediction in zip(
+        rows, model.predict([row["file"] for row in rows], k=3, batch_size=2), strict=True
+    ):
         assert row["file"] == prediction.file
         assert (row["name"], row["name2"], row["name3"]) == prediction.names
         written = [float(row[name]) for name in ("probability", "probability2", "probability3")]
@@ -83,7 +106,12 @@ def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     one = model.predict(file)
     assert model.predict(Image.open(file)) == one._replace(file=None)
-    assert one == model.predict(str(file)) == model.predict(folder)[1] == model.predict([file, folder])[0]
+    assert (
+        one
+        == model.predict(str(file))
+        == model.predict(folder)[1]
+        == model.predict([file, folder])[0]
+    )
     for form in (array, tensor):
         assert model.predict(form) == one._replace(file=None)
         assert model.predict(form[None]) == model.predict([form]) == [one._replace(file=None)]
@@ -104,7 +132,10 @@ def test_loading_leaves_wrong_input_out(trained: Path, model: Classifier, tmp_pa
         ("gone.jpg", "gone.jpg cannot be read"),
         (torch.rand(3, 8, 8), "an image of float32 and shape (8, 8, 3): give pixels of uint8"),
         (np.zeros((8, 8), np.uint8), "an image of uint8 and shape (8,)"),
-        (np.zeros((0, 8, 3), np.uint8), "an image of uint8 and shape (0, 8, 3): give pixels of uint8"),
+        (
+            np.zeros((0, 8, 3), np.uint8),
+            "an image of uint8 and shape (0, 8, 3): give pixels of uint8",
+        ),
         ("a\0b", "cannot be read (embedded null byte)"),
         (tmp_path / "notes", "notes holds no images: 1 .txt"),
         (empty, "empty.jpg cannot be read (not an image)"),
@@ -116,7 +147,9 @@ def test_loading_leaves_wrong_input_out(trained: Path, model: Classifier, tmp_pa
         model.predict(np.zeros((8, 8, 3), np.uint8), k=4)
     with pytest.raises(UserError, match=r"gone.* no such file"):
         package.load(tmp_path / "gone")
-    torch.save(torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True), tmp_path / "x.ckpt")
+    torch.save(
+        torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True), tmp_path / "x.ckpt"
+    )
     with pytest.raises(UserError, match=r"config.yaml: there is no such file"):
         load(tmp_path / "x.ckpt")
     config = (trained / "config.yaml").read_text()
@@ -125,7 +158,10 @@ def test_loading_leaves_wrong_input_out(trained: Path, model: Classifier, tmp_pa
     (tmp_path / "config.yaml").write_text(config.replace("width: 8", "width: 9"))
     with pytest.raises(UserError, match="is of another network"):
         load(tmp_path / "x.ckpt")
-    for code in ("class_path: os.system", "class_path: app.modules.ImageClassifier\n  init_args: {network: os.system}"):
+    for code in (
+        "class_path: os.system",
+        "class_path: app.modules.ImageClassifier\n  init_args: {network: os.system}",
+    ):
         (tmp_path / "config.yaml").write_text(f"model:\n  {code}\n")
         with pytest.raises(UserError, match=r"os.system.* is not trusted: give --trust os"):
             load(tmp_path / "x.ckpt")
@@ -140,16 +176,27 @@ def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained: Path, app:
         for path in ("checkpoints/bst.ckpt", ""):
             message = error_of(*app(command, "--ckpt_path", mistyped / path))
             right = trained / path.replace("bst", "best")
-            assert message == f"error: --ckpt_path {mistyped / path}: there is no such file: did you mean {right}?"
+            assert (
+                message
+                == f"error: --ckpt_path {mistyped / path}: there is no such file: did you mean {right}?"
+            )
     message = error_of(*app("predict", "--ckpt_path", trained.parent))
     assert message.endswith(f"there is no such file: {trained.parent} has version_0")
 
 
 DAMAGED = {
-    "config.yaml": [b"", b"- 1", b"\xff", b"model: x", b"model: {class_path: my_networks.Wide, init_args: 3}"],
+    "config.yaml": [
+        b"",
+        b"- 1",
+        b"\xff",
+        b"model: x",
+        b"model: {class_path: my_networks.Wide, init_args: 3}",
+    ],
     "best.ckpt": [b"", b"PK", b"\x80\x02garbage", bytes(1000)],
 }
-DAMAGED["config.yaml"] += [b"model: {class_path: app.modules.ImageClassifier, init_args: {network: nope}}"]
+DAMAGED["config.yaml"] += [
+    b"model: {class_path: app.modules.ImageClassifier, init_args: {network: nope}}"
+]
 
 
 @pytest.mark.parametrize(
@@ -159,12 +206,18 @@ def test_a_damaged_run_is_named(name: str, content: bytes, trained: Path, tmp_pa
     shutil.copy(trained / "config.yaml", tmp_path)
     shutil.copy(trained / "checkpoints" / "best.ckpt", tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{tmp_path}/{name}|--model.network nope: there is no such network"):
+    with pytest.raises(
+        UserError, match=f"{tmp_path}/{name}|--model.network nope: there is no such network"
+    ):
         load(tmp_path / "best.ckpt")
 
 
-@pytest.mark.parametrize("change", [{"image_shape": [3]}, {"class_names": 7}, {"mean": None}], ids=str)
-def test_a_checkpoint_without_its_images(change: dict[str, Any], trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change", [{"image_shape": [3]}, {"class_names": 7}, {"mean": None}], ids=str
+)
+def test_a_checkpoint_without_its_images(
+    change: dict[str, Any], trained: Path, tmp_path: Path
+) -> None:
     shutil.copy(trained / "config.yaml", tmp_path)
     checkpoint = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
     torch.save({**checkpoint, "images": {**checkpoint["images"], **change}}, tmp_path / "x.ckpt")
@@ -173,10 +226,17 @@ def test_a_checkpoint_without_its_images(change: dict[str, Any], trained: Path, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "file", "limit"), [("onnx", "model.onnx", 2**30), ("torch", "model.pt2", 2**30), ("onnx", "model.onnx", 0)]
+    ("kind", "file", "limit"),
+    [("onnx", "model.onnx", 2**30), ("torch", "model.pt2", 2**30), ("onnx", "model.onnx", 0)],
 )
 def test_export(
-    kind: str, file: str, limit: int, trained: Path, model: Classifier, app: App, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    file: str,
+    limit: int,
+    trained: Path,
+    model: Classifier,
+    app: App,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The code that `export` prints loads the file, and predicts as the model does, also for another batch size.
 
@@ -211,8 +271,13 @@ def test_a_failed_export_keeps_the_earlier_file(
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
     message = error_of(*app(*flags))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"{place} cannot be written (File too large), and the previous one is kept: make room there" in message
-    monkeypatch.setattr("app.export.write", lambda classifier, images, file: 1 - classifier(images))
+    assert (
+        f"{place} cannot be written (File too large), and the previous one is kept: make room there"
+        in message
+    )
+    monkeypatch.setattr(
+        "app.use.export.write", lambda classifier, images, file: 1 - classifier(images)
+    )
     assert "its probabilities would differ from the model's by" in error_of(*app(*flags))
     assert place.read_bytes() == b"earlier"
     assert sorted(trained.iterdir()) == before
@@ -224,7 +289,10 @@ def test_export_of_nothing(app: App, trained: Path, monkeypatch: pytest.MonkeyPa
     assert "did you mean --format" in error_of(*app("export", "--fromat", "onnx"))
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     message = error_of(*app("export", "--ckpt_path", trained / "checkpoints" / "best.ckpt"))
-    assert '--format onnx needs onnxruntime: pip install "data-parallel-lab[export]", or onnx onnxscript' in message
+    assert (
+        '--format onnx needs onnxruntime: pip install "data-parallel-lab[export]", or onnx onnxscript'
+        in message
+    )
 
 
 @pytest.mark.usefixtures("forked_runs")
@@ -233,8 +301,10 @@ def test_fit_is_a_function(tmp_path: Path) -> None:
 
     It returns the new run's record, even if an earlier run has the same name.
     """
-    fit, flags = package.fit, {"data": "Synthetic", "images": 60, "batch_size": 20, "root": str(tmp_path), "name": "x"}
-    assert fit is importlib.import_module("app.fit")
+    fit, flags = (
+        package.fit,
+        {"data": "Synthetic", "images": 60, "batch_size": 20, "root": str(tmp_path), "name": "x"},
+    )
     with pytest.raises(UserError, match=r"'run.balance': true"):
         fit(**flags, balance=True)
     with pytest.raises(UserError, match=r"did you mean --trainer.max_epochs"):
@@ -251,7 +321,10 @@ def test_fit_is_a_function(tmp_path: Path) -> None:
 
 def test_tensorboard(app: App, tmp_path: Path) -> None:
     """The flags in app/monitor/README.md write TensorBoard's files."""
-    logger = ["--trainer.logger+=TensorBoardLogger", f"--trainer.logger.save_dir={tmp_path / 'board'}"]
+    logger = [
+        "--trainer.logger+=TensorBoardLogger",
+        f"--trainer.logger.save_dir={tmp_path / 'board'}",
+    ]
     output_of(*app("fit", *tiny(60, 20, max_epochs=1, test=False), *logger))
     assert list((tmp_path / "board").rglob("events.out.tfevents.*"))
     assert list(tmp_path.rglob("metrics.csv")), "beside ours"

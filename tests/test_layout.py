@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from harness import ROOT
 
-# levels of imports, lowest first: a module imports only from lower levels and from its own package
-LEVELS = """
-    errors < system < networks record < data execution recipe training_sums < modules < parallel < loop < launch
-    < monitor runs < callbacks < fit < variant inference < plan doctor export < compare verify < replay < cli < __main__
-"""
-LEVEL = {name: level for level, names in enumerate(LEVELS.split("<")) for name in names.split()}
+# rooms, lowest first: a module imports only from lower rooms and from its own
+ROOMS = (
+    *("errors", "system", "record", "data", "modules", "training", "launch", "monitor", "command"),
+    *("use", "lab", "cli", "__main__"),
+)
+LEVEL = {name: level for level, name in enumerate(ROOMS)}
 MODULES = sorted(
-    path for path in (ROOT / "app").rglob("*.py") if path.name != "__init__.py" or path.parent.name != "app"
+    path
+    for path in (ROOT / "app").rglob("*.py")
+    if path.name != "__init__.py" or path.parent.name != "app"
 )
 
 
@@ -35,13 +37,17 @@ def imported(module: Path) -> set[str]:
 def test_imports_go_one_way(module: Path) -> None:
     entry = module.relative_to(ROOT / "app").parts[0].removesuffix(".py")
     up = {name for name in imported(module) - {entry} if LEVEL[name] >= LEVEL[entry]}
-    assert not up, f"{module.relative_to(ROOT)} imports {', '.join(sorted(up))}, on its own level or above"
+    assert not up, (
+        f"{module.relative_to(ROOT)} imports {', '.join(sorted(up))}, on its own level or above"
+    )
 
 
 def test_the_package_maps_every_module() -> None:
     text = (ROOT / "app" / "__init__.py").read_text()
     missing = [
-        path.relative_to(ROOT / "app") for path in MODULES if path.stem not in ("__init__", *re.findall(r"\w+", text))
+        path.relative_to(ROOT / "app")
+        for path in MODULES
+        if path.stem not in ("__init__", *re.findall(r"\w+", text))
     ]
     assert not missing
 

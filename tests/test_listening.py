@@ -8,7 +8,18 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import TINY, family, free_port, listening, on_cpu, options, output_of, running, started, tiny
+from harness import (
+    TINY,
+    family,
+    free_port,
+    listening,
+    on_cpu,
+    options,
+    output_of,
+    running,
+    started,
+    tiny,
+)
 
 from app.system.interconnect import own_addresses
 

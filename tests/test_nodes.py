@@ -22,7 +22,9 @@ from app.launch.rendezvous import Cluster, NodeRendezvous
 Go = Callable[..., Future[NodeRendezvous]]
 
 
-def meet(method: str, node: int, nodes: int = 2, devices: int = 1, timeout: float = 20) -> NodeRendezvous:
+def meet(
+    method: str, node: int, nodes: int = 2, devices: int = 1, timeout: float = 20
+) -> NodeRendezvous:
     rendezvous = NodeRendezvous(Cluster(method, node, timeout), nodes, devices)
     rendezvous.store()
     return rendezvous
@@ -34,7 +36,9 @@ def go() -> Iterator[Go]:
     before = set(threading.enumerate())
     with ThreadPoolExecutor(8) as pool:
         yield lambda *args, **options: pool.submit(meet, *args, **options)
-    for thread in set(threading.enumerate()) - before:  # otherwise, torch logs a thread's error in a later test
+    for thread in (
+        set(threading.enumerate()) - before
+    ):  # otherwise, torch logs a thread's error in a later test
         thread.join(60)
 
 
@@ -66,18 +70,29 @@ def test_whoever_comes_first(scheme: str, order: tuple[int, ...], go: Go, tmp_pa
 
 
 @pytest.mark.slow
-def test_who_is_missing_is_said_and_the_wait_ends(go: Go, capfd: pytest.CaptureFixture[str]) -> None:
+def test_who_is_missing_is_said_and_the_wait_ends(
+    go: Go, capfd: pytest.CaptureFixture[str]
+) -> None:
     port = free_port()
     waiting = [go(tcp(port), node, nodes=3, timeout=9) for node in (0, 1)]
     for node in waiting:
         with pytest.raises(UserError, match=r"waited 9 s \(--cluster.timeout\) for"):
             node.result()
-    assert len(re.findall(rf"waiting for node 2 of 3 at 127.0.0.1:{port}, \d s", capfd.readouterr().out)) == 2
+    assert (
+        len(
+            re.findall(
+                rf"waiting for node 2 of 3 at 127.0.0.1:{port}, \d s", capfd.readouterr().out
+            )
+        )
+        == 2
+    )
 
 
 def test_node_0_that_is_not_there(go: Go) -> None:
     port = free_port()
-    with pytest.raises(UserError, match=rf"for node 0 of 2 at 127.0.0.1:{port} \(no program listens there yet\)"):
+    with pytest.raises(
+        UserError, match=rf"for node 0 of 2 at 127.0.0.1:{port} \(no program listens there yet\)"
+    ):
         go(tcp(port), 1, timeout=1).result()
 
 
@@ -89,7 +104,9 @@ def test_a_foreign_listener(go: Go) -> None:
     for talk in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"):
         with socket.create_server(("127.0.0.1", 0)) as foreign:
             port = foreign.getsockname()[1]
-            with pytest.raises(UserError, match=rf"cannot listen on port {port} \(.*Address already in use"):
+            with pytest.raises(
+                UserError, match=rf"cannot listen on port {port} \(.*Address already in use"
+            ):
                 go(tcp(port), 0).result()
             waiting = go(tcp(port), 1, timeout=2)
             connection, _ = foreign.accept()
@@ -115,15 +132,23 @@ def test_the_store_listens_on_the_address_alone(go: Go) -> None:
     assert host.result().master_port == other.result().master_port == port
     with open("/proc/net/tcp") as table:
         listening = {line.split()[1] for line in table if line.split()[3] == "0A"}
-    assert {place for place in listening if place.endswith(f":{port:04X}")} == {f"0100007F:{port:04X}"}
+    assert {place for place in listening if place.endswith(f":{port:04X}")} == {
+        f"0100007F:{port:04X}"
+    }
 
 
 def test_nodes_that_do_not_fit_together(go: Go) -> None:
     port = free_port()
     host, first = (go(tcp(port), node, nodes=3, devices=2) for node in (0, 1))
     for settings, remedy in (
-        ({"nodes": 3, "devices": 4}, "--trainer.devices is 2 on node 0 and 4 on node 2: give the same"),
-        ({"nodes": 4, "devices": 2}, "--trainer.num_nodes is 3 on node 0 and 4 on node 2: give the same"),
+        (
+            {"nodes": 3, "devices": 4},
+            "--trainer.devices is 2 on node 0 and 4 on node 2: give the same",
+        ),
+        (
+            {"nodes": 4, "devices": 2},
+            "--trainer.num_nodes is 3 on node 0 and 4 on node 2: give the same",
+        ),
     ):
         with pytest.raises(UserError, match=remedy):
             go(tcp(port), 2, **settings).result()
@@ -155,7 +180,9 @@ def test_a_stale_file_is_replaced(go: Go, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_made(go: Go, tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("no folder")
     file = tmp_path / "plain" / "meet"
-    with pytest.raises(UserError, match=f"--cluster.init_method file://{file}: .*: name a file that can be created"):
+    with pytest.raises(
+        UserError, match=f"--cluster.init_method file://{file}: .*: name a file that can be created"
+    ):
         go(f"file://{file}", 0).result()
 
 
@@ -190,9 +217,15 @@ for wrong in sys.argv[3:]:
 PRINTED = {
     "nothing": ["{'of': 0}"] * 3,
     "decision": ["UserError: no such checkpoint"] * 3,
-    "user 1": [f"UserError: {which}no such checkpoint here" for which in ("node 1: ", "", "node 1: ")],
-    "settings": ["UserError: --model.optimizer.lr is 0.2 on node 0 and 0.1 on node 2: give the same"] * 3,
-    "check 2": ["UserError: node 2: PermissionError"] * 2 + ["PermissionError: "],  # the error has no message
+    "user 1": [
+        f"UserError: {which}no such checkpoint here" for which in ("node 1: ", "", "node 1: ")
+    ],
+    "settings": [
+        "UserError: --model.optimizer.lr is 0.2 on node 0 and 0.1 on node 2: give the same"
+    ]
+    * 3,
+    "check 2": ["UserError: node 2: PermissionError"] * 2
+    + ["PermissionError: "],  # the error has no message
 }
 
 
@@ -200,7 +233,11 @@ PRINTED = {
 def test_nodes_agree(tmp_path: Path) -> None:
     """All nodes follow node 0's decision; if one node rejects it, every node prints the reason."""
     nodes = [
-        subprocess.Popen([sys.executable, "-c", AGREES, tmp_path, str(n), *PRINTED], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", AGREES, tmp_path, str(n), *PRINTED],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for n in range(3)
     ]
     try:
@@ -213,7 +250,12 @@ def test_nodes_agree(tmp_path: Path) -> None:
 
 
 def test_a_node_is_known_by_its_whole_address() -> None:
-    nodes = [(1, ["10.0.0.2", "172.17.0.1"]), (2, ["10.0.0.20", "172.17.0.1"]), (0, ["fe80::1"]), (3, ["10.0.0.3"])]
+    nodes = [
+        (1, ["10.0.0.2", "172.17.0.1"]),
+        (2, ["10.0.0.20", "172.17.0.1"]),
+        (0, ["fe80::1"]),
+        (3, ["10.0.0.3"]),
+    ]
     name_nodes(nodes, this_node=3)
     for message, name in (
         ("Connection closed by peer [10.0.0.20]:3456", "node 2"),

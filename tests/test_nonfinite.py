@@ -36,8 +36,13 @@ def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_names_the_rank(tmp_path: Path) -> None:
-    flags = [*on_cpu("ddp_fork", log_every_n_steps=7, root=tmp_path), "--last_checkpoint.every_n_train_steps=3"]
-    assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in error_of(*fork_app("fit", *POISONED, *flags))
+    flags = [
+        *on_cpu("ddp_fork", log_every_n_steps=7, root=tmp_path),
+        "--last_checkpoint.every_n_train_steps=3",
+    ]
+    assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in error_of(
+        *fork_app("fit", *POISONED, *flags)
+    )
     assert record(tmp_path)["status"] == "failed"
 
 
@@ -48,7 +53,11 @@ def test_weights_that_are_not_finite_are_not_saved(alone: str, app: App, tmp_pat
     Weights-only checkpoints are included, for which Lightning does not call `on_save_checkpoint`.
     """
     flags = ["--trainer.max_steps", "1"]
-    flags += [word for name in ("best", "last") for word in (f"--{name}_checkpoint.save_weights_only", alone)]
+    flags += [
+        word
+        for name in ("best", "last")
+        for word in (f"--{name}_checkpoint.save_weights_only", alone)
+    ]
     message = error_of(*app("fit", "--model", "user_code.PoisonedUpdate", *DATA, *flags))
     assert "the weights are not finite after step 1" in message
     assert not list((tmp_path / "runs").rglob("*.ckpt"))
@@ -56,7 +65,9 @@ def test_weights_that_are_not_finite_are_not_saved(alone: str, app: App, tmp_pat
 
 def test_it_goes_on(app: App, tmp_path: Path) -> None:
     out = output_of(*app("fit", *POISONED, "--run.on_nonfinite", "warn"))
-    assert out.count("the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0)") == 1
+    assert (
+        out.count("the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0)") == 1
+    )
     assert "not finite since epoch 1: the run has diverged" in out
     written = record(tmp_path / "runs")
     assert (written["status"], written["not_finite_since"]) == ("completed", 0)
@@ -66,7 +77,9 @@ def test_it_leaves_the_step_out(app: App, tmp_path: Path) -> None:
     """The skipped step changes no weight, and later steps still train, with finite weights."""
     flags = ["--run.on_nonfinite", "skip", *SAVED, "--model.optimizer.momentum", "0.9"]
     flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
-    assert "the gradients of step 7 are not finite: skipping such steps" in output_of(*app("fit", *POISONED, *flags))
+    assert "the gradients of step 7 are not finite: skipping such steps" in output_of(
+        *app("fit", *POISONED, *flags)
+    )
     written = record(tmp_path / "runs")
     assert (written["skipped_steps"], written["not_finite_since"]) == (1, None)
     saved = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints"

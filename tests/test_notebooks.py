@@ -20,10 +20,24 @@ SMALL |= {"LAB_REPEATS": "2", "LAB_MEGABYTES": "1"}
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(notebook: Path, tmp_path: Path) -> None:
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
-    command = [sys.executable, "-m", "pytest", *plugins, "--nbmake", "--nbmake-timeout=240", str(notebook)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *plugins,
+        "--nbmake",
+        "--nbmake-timeout=240",
+        str(notebook),
+    ]
     env = {**os.environ, **SMALL, "LAB_RUNS": str(tmp_path / "runs")}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        start_new_session=True,
     )
     try:
         out, _ = process.communicate(timeout=500)

@@ -10,17 +10,31 @@ from harness import RECIPE, App, difference, fork_app, losses, on_cpu, options, 
 
 from app.data.shares import stream
 from app.data.synthetic import SyntheticSource
+from app.lab.verify.differences import TOLERANCE, Recorded, differences
 from app.modules import CIFARCNN, FashionMLP
-from app.verify.differences import TOLERANCE, Recorded, differences
 
-RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
+RECORDING = ["--trainer.callbacks+=app.lab.verify.recording.Recording"]
 RECORDING += ["--trainer.callbacks.steps=60", "--trainer.callbacks.epoch_steps=15"]
 STEPS = options(max_epochs=4, log_every_n_steps=1, test=False)
-# batches of 64 from 903 training and 103 validation images: neither 2 nor 4 divides the last batches, of 7 and 39
+# batches of 64 from 903 training and 103 validation images: neither 2 nor 4 divides the last
+# batches, of 7 and 39
 IMAGES = tiny(1006, 64, val_size=103, flip=True, crop_padding=2)
 # float64, because Adam takes full steps even for gradients that are only rounding errors
-MLP = ["--model", "FashionMLP", "--model.repeats", "1", *options(like="FashionMNIST", precision="64-true")]
-ADAMW = ["--model.optimizer", "AdamW", "--model.optimizer.lr", "0.002", "--model.scheduler", "StepLR"]
+MLP = [
+    "--model",
+    "FashionMLP",
+    "--model.repeats",
+    "1",
+    *options(like="FashionMNIST", precision="64-true"),
+]
+ADAMW = [
+    "--model.optimizer",
+    "AdamW",
+    "--model.optimizer.lr",
+    "0.002",
+    "--model.scheduler",
+    "StepLR",
+]
 ADAMW += ["--model.scheduler.step_size", "1", "--model.scheduler.gamma", "0.5"]
 CNN = [*IMAGES, "--model", "CIFARCNN"]
 MODELS = {"cnn": CNN, "mlp": [*IMAGES, *MLP], "adamw": [*IMAGES, *MLP, *ADAMW]}
@@ -37,22 +51,48 @@ def check_same(run: Path, expected: Path, tolerance: float = TOLERANCE) -> None:
 
 
 @pytest.fixture(scope="module")
-def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def single(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     """Name of a model, and directory of its run on one device."""
     root = tmp_path_factory.mktemp(request.param)
-    output_of(*fork_app("fit", *MODELS[request.param], *STEPS, *RECORDING, "--run.root", root, "--run.name", "single"))
+    output_of(
+        *fork_app(
+            "fit",
+            *MODELS[request.param],
+            *STEPS,
+            *RECORDING,
+            "--run.root",
+            root,
+            "--run.name",
+            "single",
+        )
+    )
     return request.param, root / "single" / "version_0"
 
 
-WAYS: list[Any] = [("adamw", "dp", 2), ("cnn", "dp", 4), ("cnn", "ddp", 2), ("recipe", "ddp_fork", 2)]
-# ddp_spawn runs "adamw", because it must pickle the optimizer and the scheduler that flags configure
+WAYS: list[Any] = [
+    ("adamw", "dp", 2),
+    ("cnn", "dp", 4),
+    ("cnn", "ddp", 2),
+    ("recipe", "ddp_fork", 2),
+]
+# ddp_spawn runs "adamw", because it must pickle the optimizer and the scheduler that flags
+# configure
 WAYS += [pytest.param(*way, marks=SLOW) for way in (("adamw", "ddp_spawn", 2), ("recipe", "dp", 2))]
 
 
 @pytest.mark.parametrize(("single", "strategy", "devices"), WAYS, indirect=["single"])
-def test_parity(single: tuple[str, Path], strategy: str, devices: int, app: App, tmp_path: Path) -> None:
+def test_parity(
+    single: tuple[str, Path], strategy: str, devices: int, app: App, tmp_path: Path
+) -> None:
     model, expected = single
-    flags = [*MODELS[model], *STEPS, *RECORDING, *on_cpu(strategy, devices, root=tmp_path, name="x")]
+    flags = [
+        *MODELS[model],
+        *STEPS,
+        *RECORDING,
+        *on_cpu(strategy, devices, root=tmp_path, name="x"),
+    ]
     output_of(*(app if strategy == "dp" else fork_app)("fit", *flags))
     # not 0, because metrics of the float64 runs of "adamw" are logged in float32
     tolerance = 1e-8 if model == "adamw" else TOLERANCE
@@ -64,15 +104,25 @@ ACCUMULATED: list[Any] = [(4, "auto"), (2, "dp"), pytest.param(2, "ddp_fork", ma
 
 @pytest.mark.parametrize("single", ["cnn"], indirect=True)
 @pytest.mark.parametrize(("batches", "strategy"), ACCUMULATED)
-def test_accumulated_gradients(single: tuple[str, Path], batches: int, strategy: str, app: App, tmp_path: Path) -> None:
+def test_accumulated_gradients(
+    single: tuple[str, Path], batches: int, strategy: str, app: App, tmp_path: Path
+) -> None:
     """Gradients accumulated over batches equal those of whole batches of 64.
 
-    An epoch's last window has fewer and smaller batches, so that each must be weighted by its number of samples.
+    An epoch's last window has fewer and smaller batches, so that each must be weighted by its
+    number of samples.
     """
     model, expected = single
-    way = on_cpu(strategy, 1 if strategy == "auto" else 2, batch_size=64 // batches, accumulate_grad_batches=batches)
+    way = on_cpu(
+        strategy,
+        1 if strategy == "auto" else 2,
+        batch_size=64 // batches,
+        accumulate_grad_batches=batches,
+    )
     way += options(root=tmp_path, name="x")
-    output_of(*(fork_app if "ddp" in strategy else app)("fit", *MODELS[model], *STEPS, *RECORDING, *way))
+    output_of(
+        *(fork_app if "ddp" in strategy else app)("fit", *MODELS[model], *STEPS, *RECORDING, *way)
+    )
     check_same(tmp_path / "x" / "version_0", expected)
 
 
@@ -93,7 +143,9 @@ def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
     train = source.load("train")
     pixels, labels = train.tensor(0).float(), train.labels
     images = (pixels / 255 - 0.5) / 0.5 if model == "cnn" else pixels / 256
-    rows = torch.randperm(1006, generator=stream(7, 0))[103:].sort().values  # the first 103 are for validation
+    rows = (
+        torch.randperm(1006, generator=stream(7, 0))[103:].sort().values
+    )  # the first 103 are for validation
     steps = []
     for epoch in range(4):
         for batch in rows[torch.randperm(903, generator=stream(7, 1, epoch))].split(64):

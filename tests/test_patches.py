@@ -17,10 +17,19 @@ import app
 from app.system.lightning_patches import complaint
 from app.system.patches import EXPECTED
 
-MODULES = [module.name for module in pkgutil.walk_packages(app.__path__, "app.") if module.name != "app.__main__"]
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(app.__path__, "app.")
+    if module.name != "app.__main__"
+]
 for name in MODULES:
     importlib.import_module(name)  # runs its `expects` declarations
-PUBLIC = {"_asdict", "_replace", "_exit", "_abc_impl"}  # documented in spite of the `_`, or made by ABCMeta
+PUBLIC = {
+    "_asdict",
+    "_replace",
+    "_exit",
+    "_abc_impl",
+}  # documented in spite of the `_`, or made by ABCMeta
 SMALL = tiny()
 
 
@@ -48,7 +57,10 @@ def has(owner: object, path: str) -> bool:
         return False
     classes = [cls for cls in owner.__mro__ if cls.__module__ != "builtins"]
     set_somewhere = re.compile(rf"\bself\.{name}(:[^=\n]+)? = ")
-    return any(name in inspect.get_annotations(cls) or set_somewhere.search(inspect.getsource(cls)) for cls in classes)
+    return any(
+        name in inspect.get_annotations(cls) or set_somewhere.search(inspect.getsource(cls))
+        for cls in classes
+    )
 
 
 @pytest.mark.parametrize("patch", list(EXPECTED))
@@ -65,20 +77,34 @@ def test_private_names_of_libraries_are_declared() -> None:
         for tree in trees.values()
         for node in ast.walk(tree)
         for name in [getattr(node, "name", None) or getattr(node, "attr", None)]
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) or isinstance(getattr(node, "ctx", None), ast.Store)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        or isinstance(getattr(node, "ctx", None), ast.Store)
     }
     undeclared = []
     for module, tree in trees.items():
-        names = [name for patch, names in EXPECTED.items() if patch.startswith(f"{module}.") for name in names]
+        names = [
+            name
+            for patch, names in EXPECTED.items()
+            if patch.startswith(f"{module}.")
+            for name in names
+        ]
         declared = {word for name in names for word in re.split(r"[.:]", name)}
         nodes = list(ast.walk(tree))
-        used = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        used = {
+            alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+        }
         used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)} - ours
         for cls in vars(importlib.import_module(module)).values():
-            bases = [base for base in getattr(cls, "__mro__", ())[1:] if not base.__module__.startswith("app")]
+            bases = [
+                base
+                for base in getattr(cls, "__mro__", ())[1:]
+                if not base.__module__.startswith("app")
+            ]
             if bases and cls.__module__ == module:
                 used |= {name for name in vars(cls) if any(name in vars(base) for base in bases)}
-        undeclared += [f"{module}: {name}" for name in used - declared - PUBLIC if re.match("_[^_]", name)]
+        undeclared += [
+            f"{module}: {name}" for name in used - declared - PUBLIC if re.match("_[^_]", name)
+        ]
     assert not undeclared
 
 
@@ -99,13 +125,29 @@ def test_a_name_that_is_gone_is_said(name: str, monkeypatch: pytest.MonkeyPatch)
     assert message.endswith("does not have: see what took its place")
 
 
-SCHEDULED = "--trainer.callbacks+=GradientAccumulationScheduler --trainer.callbacks.scheduling='{4: 2}'"
-ONE_CYCLE = "--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1 --model.scheduler.total_steps 2"
+SCHEDULED = (
+    "--trainer.callbacks+=GradientAccumulationScheduler --trainer.callbacks.scheduling='{4: 2}'"
+)
+ONE_CYCLE = (
+    "--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1 --model.scheduler.total_steps 2"
+)
 LATE = [
-    ("--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val_los", "EarlyStopping: Early stopping condi"),
-    ("--trainer.val_check_interval 100", "--trainer.val_check_interval: `val_check_interval` (100) must be"),
-    (f"{SCHEDULED} --trainer.accumulate_grad_batches 2", "--trainer.accumulate_grad_batches: You have set"),
-    (f"{ONE_CYCLE} --model.scheduler_interval step", "--model.scheduler OneCycleLR: Tried to step 3 times."),
+    (
+        "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val_los",
+        "EarlyStopping: Early stopping condi",
+    ),
+    (
+        "--trainer.val_check_interval 100",
+        "--trainer.val_check_interval: `val_check_interval` (100) must be",
+    ),
+    (
+        f"{SCHEDULED} --trainer.accumulate_grad_batches 2",
+        "--trainer.accumulate_grad_batches: You have set",
+    ),
+    (
+        f"{ONE_CYCLE} --model.scheduler_interval step",
+        "--model.scheduler OneCycleLR: Tried to step 3 times.",
+    ),
 ]
 
 
@@ -144,7 +186,7 @@ def apart(x):
 assert apart(1) is False
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
 torch.nn.parallel.DistributedDataParallel(module)(torch.ones(1, 2))
-import app.fit.command
+import app.command.run
 assert not compiler()
 assert not {"matplotlib", "triton"} & set(sys.modules)
 """
@@ -209,7 +251,7 @@ import os, logging, sys, warnings
 def state(): return dict(os.environ), [*sys.meta_path], [*warnings.filters], logging.getLogger("matplotlib").level
 import torch, torchvision, torchmetrics, lightning.pytorch.cli, wandb
 before = state()
-import app, app.modules, app.data, app.parallel, app.verify
+import app, app.modules, app.data, app.training, app.lab.verify
 assert state() == before
 import torch._dynamo.config
 assert torch._dynamo.config.verbose is False

@@ -17,11 +17,21 @@ from harness import QUIET, App, error_of, fork_app, options, output_of, record_o
 from jsonargparse import Namespace
 
 from app.errors import UserError
-from app.plan import cost_model
-from app.plan.command import _require_links
-from app.plan.cost_model import AGREEMENT, Bucket, Line, Machines, Step, Timed, fit_step, make_buckets, predict
-from app.plan.measure import measure_steps, profile_gradients
-from app.plan.report import advice, heading
+from app.lab.plan import cost_model
+from app.lab.plan.command import _require_links
+from app.lab.plan.cost_model import (
+    AGREEMENT,
+    Bucket,
+    Line,
+    Machines,
+    Step,
+    Timed,
+    fit_step,
+    make_buckets,
+    predict,
+)
+from app.lab.plan.measure import measure_steps, profile_gradients
+from app.lab.plan.report import advice, heading
 from app.system.interconnect import Link, fit_line, fit_link, measure_all_reduce
 from app.system.machine import usable_cores
 
@@ -33,11 +43,19 @@ FREE = Link(math.inf, 0.0)
 
 def step(**phases: object) -> Step:
     """Return a step of zero seconds, except for the given phases."""
-    all_phases = {"data": ZERO, "forward": ZERO, "backward": ZERO, "update": 0.0, "rest": 0.0, "buckets": ()} | phases
+    all_phases = {
+        "data": ZERO,
+        "forward": ZERO,
+        "backward": ZERO,
+        "update": 0.0,
+        "rest": 0.0,
+        "buckets": (),
+    } | phases
     return Step(**all_phases)  # type: ignore[arg-type]
 
 
-# -- the mathematics, worked by hand ------------------------------------------------------------------------
+# -- the mathematics, worked by hand
+# ------------------------------------------------------------------------
 
 
 def test_a_ring_all_reduce() -> None:
@@ -51,15 +69,16 @@ def test_a_ring_all_reduce() -> None:
 def test_communication_overlaps_with_the_backward_pass() -> None:
     """Buckets are reduced one after another, while the backward pass of 10 s goes on.
 
-    In the first case, buckets of 200 bytes are full after 2 s and 10 s. On two ranks, the all-reduce of a bucket takes
-    3 s: 2 s for the bytes, and 1 s of latency.
+    In the first case, buckets of 200 bytes are full after 2 s and 10 s. On two ranks, the
+    all-reduce of a bucket takes 3 s: 2 s for the bytes, and 1 s of latency.
     """
     phases = {"backward": Line(10.0, 0.0), "buckets": (Bucket(200, 0.2), Bucket(200, 1.0))}
     assert step(**phases).ddp(64, 1, SLOW) == 10
     agreed = SLOW.all_reduce(AGREEMENT, 2)
     # the first bucket is reduced from 2 s to 5 s, the second from 10 s to 13 s
     assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(13 + agreed)
-    # a first bucket of 1000 bytes is reduced from 2 s to 13 s, so that the second follows from 13 s to 16 s
+    # a first bucket of 1000 bytes is reduced from 2 s to 13 s, so that the second follows from 13 s
+    # to 16 s
     phases["buckets"] = (Bucket(1000, 0.2), Bucket(200, 1.0))
     assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(16 + agreed)
     # both buckets are reduced during the backward pass, from 2 s to 5 s and from 5 s to 8 s
@@ -72,8 +91,11 @@ def test_what_is_divided_by_the_devices_and_what_is_not() -> None:
     one = step(**lines, update=4.0, rest=5.0, buckets=(Bucket(100, 1),))
     assert one.single(10) == pytest.approx(1 + 1 + 2 + 2 + 3 + 3 + 4 + 5)
     assert one.ddp(10, 2, FREE) == pytest.approx(1 + 0.5 + 2 + 1 + 3 + 1.5 + 4 + 5)
-    assert one.ddp(10, 4, FREE) == pytest.approx(1 + 0.3 + 2 + 0.6 + 3 + 0.9 + 4 + 5), "the largest part: 3 of 10"
-    # dp loads the whole batch, launches its replicas one after another, and takes 2·(100/100 + 0.5) s for copies
+    assert one.ddp(10, 4, FREE) == pytest.approx(1 + 0.3 + 2 + 0.6 + 3 + 0.9 + 4 + 5), (
+        "the largest part: 3 of 10"
+    )
+    # dp loads the whole batch, launches its replicas one after another, and takes 2·(100/100 + 0.5)
+    # s for copies
     assert one.dp(10, 2, SLOW) == pytest.approx(1 + 1 + 2 * (2 + 3) + 1 + 1.5 + 3 + 4 + 5)
     # on a CPU, dp copies nothing, and one thread runs both backward passes
     assert one.dp(10, 2, SLOW, shared=True) == pytest.approx(one.dp(10, 2, SLOW) - 3 + 1.5)
@@ -87,7 +109,9 @@ def test_lines_and_links_are_found_again() -> None:
     assert 1 < offset < 3
     link = Link(2e9, 30e-6)
     for ranks in (2, 4):
-        fitted = fit_link([(size, link.all_reduce(size, ranks)) for size in (1024, 65536, 2**24)], ranks)
+        fitted = fit_link(
+            [(size, link.all_reduce(size, ranks)) for size in (1024, 65536, 2**24)], ranks
+        )
         assert (fitted.bandwidth, fitted.latency) == (pytest.approx(2e9), pytest.approx(30e-6))
 
 
@@ -98,7 +122,9 @@ def test_a_step_from_records() -> None:
     assert fitted.launch_known
     assert fitted.forward(100) + fitted.backward(100) == pytest.approx(0.030)
     assert fitted.backward(50) == pytest.approx(0.6 * 0.020)
-    assert (fitted.backward.launch, fitted.update, fitted.rest) == pytest.approx((0.006, 0.003, 0.004))
+    assert (fitted.backward.launch, fitted.update, fitted.rest) == pytest.approx(
+        (0.006, 0.003, 0.004)
+    )
     alone = fit_step([Timed(100, times, windows=(0.9, 1.2))], 0.6, [])
     assert alone.spread == pytest.approx((0.9, 1.2))
     assert not alone.launch_known
@@ -115,7 +141,9 @@ def test_predictions_cost_and_nodes() -> None:
     one = step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.02), buckets=(Bucket(100, 1.0),))
     machines = Machines(per_node=2, link=FREE, node_link=SLOW, price_per_hour=3.6)
     table = predict(one, 100, [1, 2, 4], machines)
-    assert list(table["strategy"]) == ["one device", "ddp", "dp", "ddp"], "dp does not leave its node"
+    assert list(table["strategy"]) == ["one device", "ddp", "dp", "ddp"], (
+        "dp does not leave its node"
+    )
     assert list(table["nodes"]) == [1, 1, 1, 2]
     alone, ddp, _, nodes = table.to_dict("records")
     assert alone["samples_per_s"] == pytest.approx(100 / 3)
@@ -131,8 +159,8 @@ def test_predictions_cost_and_nodes() -> None:
 def test_a_range_from_what_was_measured() -> None:
     """The range of a prediction combines three deviations.
 
-    Steps deviate by 10 % from their line, windows by 20 % from the median window, and all-reduces by a factor of 2 from
-    the link's line.
+    Steps deviate by 10 % from their line, windows by 20 % from the median window, and all-reduces
+    by a factor of 2 from the link's line.
     """
     phases = dict.fromkeys(("data", "optimizer", "rest"), 0.0)
     measured = [(10, 11.0), (20, 18.0), (40, 44.0)]
@@ -149,14 +177,21 @@ def test_a_range_from_what_was_measured() -> None:
     assert (table["samples_per_s_high"] > table["samples_per_s"]).all()
     ddp = table[table["strategy"] == "ddp"].iloc[0]
     slow = Link(SLOW.bandwidth / 2, SLOW.latency * 2)
-    slower = replace(one, forward=Line(*(high * x for x in astuple(one.forward))), update=high * one.update)
-    slower = replace(slower, backward=Line(*(high * x for x in astuple(one.backward))), rest=high * one.rest)
+    slower = replace(
+        one, forward=Line(*(high * x for x in astuple(one.forward))), update=high * one.update
+    )
+    slower = replace(
+        slower, backward=Line(*(high * x for x in astuple(one.backward))), rest=high * one.rest
+    )
     slower = replace(slower, data=Line(*(high * x for x in astuple(one.data))))
     assert ddp["samples_per_s_low"] == pytest.approx(100 / slower.ddp(100, 2, slow))
-    assert ddp["speed_up_low"] / ddp["speed_up"] == pytest.approx(ddp["samples_per_s_low"] / ddp["samples_per_s"])
+    assert ddp["speed_up_low"] / ddp["speed_up"] == pytest.approx(
+        ddp["samples_per_s_low"] / ddp["samples_per_s"]
+    )
 
 
-# -- the command --------------------------------------------------------------------------------------------
+# -- the command
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +209,16 @@ TINY_DATA = ["--data", "Synthetic", *options(images=240, batch_size=24)]
 
 @pytest.mark.usefixtures("drawn")
 def test_a_plan_from_a_run(app: App, run_dir: Path, tmp_path: Path) -> None:
-    more = ["--node_bandwidth=100Mbit/s", "--per_node", "8", "--max_devices=16384", "--price_per_hour=2.5"]
-    out = output_of(*app("plan", "--root", tmp_path, "--run", run_dir, *NETWORK, *more, "--scale_batch=true"))
+    more = [
+        "--node_bandwidth=100Mbit/s",
+        "--per_node",
+        "8",
+        "--max_devices=16384",
+        "--price_per_hour=2.5",
+    ]
+    out = output_of(
+        *app("plan", "--root", tmp_path, "--run", run_dir, *NETWORK, *more, "--scale_batch=true")
+    )
     folder = tmp_path / "plan" / "version_0"
     assert {file.name for file in folder.iterdir()} == {"report.html", "plan.csv", "plan.json"}
     html = (folder / "report.html").read_text()
@@ -189,7 +232,9 @@ def test_a_plan_from_a_run(app: App, run_dir: Path, tmp_path: Path) -> None:
     assert list(ddp["nodes"]) == [1, 1, 1, 1, *(2**exponent for exponent in range(1, 12))]
     assert "dp" not in set(table["strategy"]), "one batch size does not tell what dp costs"
     assert "the cost of launching a step is unknown" in out
-    assert (ddp["cost_per_million_samples"].diff().iloc[1:] > 0).all(), "the same work on more devices costs more"
+    assert (ddp["cost_per_million_samples"].diff().iloc[1:] > 0).all(), (
+        "the same work on more devices costs more"
+    )
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["machines"]["node_link"] == pytest.approx({"bandwidth": 12.5e6, "latency": 20e-6})
     assert sum(bucket["size"] for bucket in plan["step"]["buckets"]) == 62006 * 4
@@ -205,7 +250,11 @@ def test_a_plan_from_a_busy_run_says_so(app: App, run_dir: Path, tmp_path: Path)
     record = record_of(busy) | {"others_cores": 1.8}
     record["hardware"]["cores"] = 2
     (busy / "run.json").write_text(json.dumps(record))
-    out = " ".join(output_of(*app("plan", "--root", tmp_path, "--run", busy, *NETWORK, "--per_node", "8")).split())
+    out = " ".join(
+        output_of(
+            *app("plan", "--root", tmp_path, "--run", busy, *NETWORK, "--per_node", "8")
+        ).split()
+    )
     assert "Other programs took 1.8 of 2 cores while the steps were measured" in out
     table = pd.read_csv(tmp_path / "plan" / "version_0" / "plan.csv")
     gain = re.search(r"take ddp on (\d+) devices.*: ([\d.]+) × one device \(", out)
@@ -237,8 +286,14 @@ WRONG = [
     (["--max_devices", "0"], "--max_devices 0: give more than 0"),
     (["--per_node", "0"], "--per_node 0: give more than 0"),
     (["--per_node", "600", *CPU, *TINY_DATA], "--per_node 600: this machine has cores for"),
-    ([*CPU, *TINY_DATA, "--run.threads", "600"], "cores for 1 process(es) of this training; see --run.threads"),
-    (["--per_node", "1", "--node_bandwidth", "1GB/s", *CPU, *TINY_DATA], "give --per_node, --bandwidth and --lat"),
+    (
+        [*CPU, *TINY_DATA, "--run.threads", "600"],
+        "cores for 1 process(es) of this training; see --run.threads",
+    ),
+    (
+        ["--per_node", "1", "--node_bandwidth", "1GB/s", *CPU, *TINY_DATA],
+        "give --per_node, --bandwidth and --lat",
+    ),
     (["--run", "nowhere", *NETWORK], "--run nowhere: nowhere/run.json cannot be read"),
     (["--bandwith", "1GB/s"], "--bandwith: there is no such flag: did you mean --bandwidth?"),
 ]
@@ -256,22 +311,34 @@ def test_one_gpu_does_not_measure_the_network_between_gpus(monkeypatch: pytest.M
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     names = ("bandwidth", "latency", "node_bandwidth", "node_latency", "per_node")
-    with pytest.raises(UserError, match=r"this machine has 1 GPU\(s\): give --per_node, --bandwidth and --latency"):
+    with pytest.raises(
+        UserError, match=r"this machine has 1 GPU\(s\): give --per_node, --bandwidth and --latency"
+    ):
         _require_links(Namespace(**dict.fromkeys(names)), devices=8, cuda=True)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(usable_cores() < 2, reason="two processes need two cores")
-def test_a_plan_from_steps_measured_here(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_from_steps_measured_here(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plan from steps measured on a busy machine begins with a warning, and predicts at most two devices."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
-    monkeypatch.setattr("app.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)])
+    monkeypatch.setattr(
+        "app.lab.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)]
+    )
     early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
-    out = output_of(*app("plan", *CPU, *TINY_DATA, "--per_node", "2", "--model.warmup", "1ep", *early))
+    out = output_of(
+        *app("plan", *CPU, *TINY_DATA, "--per_node", "2", "--model.warmup", "1ep", *early)
+    )
     assert out.startswith("busy  other processes keep this machine busy: a load of 10000.0")
     assert "More than 2 devices are not predicted" in out
     table = pd.read_csv(tmp_path / "runs" / "plan" / "version_0" / "plan.csv")
-    assert list(zip(table["strategy"], table["devices"], strict=True)) == [("one device", 1), ("ddp", 2), ("dp", 2)]
+    assert list(zip(table["strategy"], table["devices"], strict=True)) == [
+        ("one device", 1),
+        ("ddp", 2),
+        ("dp", 2),
+    ]
     assert (table["samples_per_s_low"] <= table["samples_per_s"]).all()
     assert list(table["threads"]) == [1] * 3
 
@@ -281,7 +348,10 @@ CONFIG = {"model": {"class_path": "app.modules.CIFARCNN", "init_args": {"network
 
 def planned(spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
     """Return title and advice for a training that scales perfectly to four devices."""
-    one = replace(step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.01), buckets=(Bucket(1, 1.0),)), spread=spread)
+    one = replace(
+        step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.01), buckets=(Bucket(1, 1.0),)),
+        spread=spread,
+    )
     table = predict(one, 64, [1, 2, 4], Machines(2, FREE, FREE, shared=True))
     return heading(table, CONFIG, 64, ""), " ".join(advice(table, scaled=False))
 
@@ -294,10 +364,21 @@ def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
     assert planned((0.5, 1.6))[0] == f"{best} (2.50–8.00), predicted"
     title, why = planned((0.5, 2.1))
     assert title == "lenet, batch 64: take one device"
-    assert why.startswith("No other variant certainly reaches half of the ideal. Try a larger `--data.batch_size`, or")
+    assert why.startswith(
+        "No other variant certainly reaches half of the ideal. Try a larger `--data.batch_size`, or"
+    )
 
 
-MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]", "--data", "Synthetic"]
+MLP = [
+    "--model",
+    "FashionMLP",
+    "--model.repeats",
+    "4",
+    "--model.hidden",
+    "[64]",
+    "--data",
+    "Synthetic",
+]
 MLP += options(accelerator="cpu", like="FashionMNIST", images=4000, batch_size=128)
 
 
@@ -309,15 +390,26 @@ def test_two_hosts(hosts: Network, tmp_path: Path) -> None:
     step = fit_step(measure_steps(fit), backward, make_buckets(gradients))
     for name, rate, steps, least in (("1gbit", 1e9, 200, 0.2), ("10mbit", 1e7, 16, 0.5)):
         for host in both:
-            host.run(*f"tc qdisc replace dev eth0 root tbf rate {name} burst 64kb latency 500ms".split())
+            host.run(
+                *f"tc qdisc replace dev eth0 root tbf rate {name} burst 64kb latency 500ms".split()
+            )
         fitted = fit_link(measure_all_reduce(timeout=300), 2)
         link = Link(min(fitted.bandwidth, rate / 8), fitted.latency)
-        flags = options(strategy="ddp", num_nodes=2, devices=1, max_epochs=-1, max_steps=steps, root=tmp_path)
+        flags = options(
+            strategy="ddp", num_nodes=2, devices=1, max_epochs=-1, max_steps=steps, root=tmp_path
+        )
         flags += options(
-            name=name, test=False, limit_val_batches=0, enable_checkpointing=False, log_every_n_steps=steps // 16
+            name=name,
+            test=False,
+            limit_val_batches=0,
+            enable_checkpointing=False,
+            log_every_n_steps=steps // 16,
         )
         command = [sys.executable, "-m", "app", *fit, *QUIET, *flags]
-        processes = [host.start(*command, env={**AT_H1, "NODE_RANK": str(node)}) for node, host in enumerate(both)]
+        processes = [
+            host.start(*command, env={**AT_H1, "NODE_RANK": str(node)})
+            for node, host in enumerate(both)
+        ]
         out = [process.communicate(timeout=200)[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0], out
         record = record_of(tmp_path / name / "version_0")

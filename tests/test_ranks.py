@@ -19,14 +19,18 @@ CPU = options(accelerator="cpu", log_every_n_steps=4)
 DDP = options(strategy="ddp_fork", devices=2)
 
 
-# -- slow ranks ---------------------------------------------------------------------------------------------------
+# -- slow ranks
+# ---------------------------------------------------------------------------------------------------
 
 
 ROWS = [
     ([(1, 9, 0)], []),
     ([(1, 9, 2), (1, 9.9, 1)], []),
     ([(1, 9, 2), (1, 10.2, 1)], ["rank 1 (node 1): 12 % slower than the median, in compute"]),
-    ([(1, 9, 5), (1, 9, 5), (5, 9, 0), (1, 9, 5)], ["rank 2 (node 1): 40 % slower than the median, in data"]),
+    (
+        [(1, 9, 5), (1, 9, 5), (5, 9, 0), (1, 9, 5)],
+        ["rank 2 (node 1): 40 % slower than the median, in data"],
+    ),
     ([(1, 9, 0), (1, 3, 6)], ["rank 0 (node 0): 150 % slower than the median, in compute"]),
 ]
 
@@ -36,13 +40,23 @@ def test_slower(rows: Sequence[Sequence[float]], said: list[str]) -> None:
     assert list(slower(rows, [0, 1, 1, 1]).values()) == said
 
 
-PLACES = {"shared": [(0, (0, 1)), (0, (0, 1))], "pinned": [(0, (0,)), (0, (1,))], "nodes": [(0, (0,)), (1, (0,))]}
+PLACES = {
+    "shared": [(0, (0, 1)), (0, (0, 1))],
+    "pinned": [(0, (0,)), (0, (1,))],
+    "nodes": [(0, (0,)), (1, (0,))],
+}
 
 
 CHANCES = [
     ("shared", 0.3, 0.0, 0.0, 0),
     ("shared", 0.05, 0.2, 0.0, 50),
-    ("shared", 0.05, 0.0, 0.5, 0),  # never slow, because chance decides which rank waits for a shared core
+    (
+        "shared",
+        0.05,
+        0.0,
+        0.5,
+        0,
+    ),  # never slow, because chance decides which rank waits for a shared core
     ("shared", 0.05, 0.5, 0.5, 50),
     ("pinned", 0.05, 0.0, 0.5, 50),
     ("nodes", 0.05, 0.0, 0.5, 50),
@@ -50,10 +64,13 @@ CHANCES = [
 
 
 @pytest.mark.parametrize(("places", "noise", "longer", "delay", "expected"), CHANCES)
-def test_who_is_called_slow(places: str, noise: float, longer: float, delay: float, expected: int) -> None:
+def test_who_is_called_slow(
+    places: str, noise: float, longer: float, delay: float, expected: int
+) -> None:
     """Rank 1 counts as slow in the expected number of 50 simulated runs, and rank 0 in none.
 
-    In each of a run's 100 windows, rank 1 computes for `longer` seconds more, and waits `delay` seconds for a core.
+    In each of a run's 100 windows, rank 1 computes for `longer` seconds more, and waits `delay`
+    seconds for a core.
     """
     rng = np.random.default_rng(0)
     count = 0
@@ -62,7 +79,10 @@ def test_who_is_called_slow(places: str, noise: float, longer: float, delay: flo
         times.places = PLACES[places]
         for window in range(1, 101):
             first, second = np.exp(noise * rng.standard_normal(2)).tolist()
-            rows = [[0.0, first, 0.0, 1.0, 0.0, 0.0, 0.0], [0.0, second + longer + delay, 0.0, 1.0, 0.0, 0.0, delay]]
+            rows = [
+                [0.0, first, 0.0, 1.0, 0.0, 0.0, 0.0],
+                [0.0, second + longer + delay, 0.0, 1.0, 0.0, 0.0, delay],
+            ]
             times.hear(float(window), rows)
         slow = [row.rank for row in times.ranks if row.slow]
         assert 0 not in slow
@@ -73,7 +93,10 @@ def test_who_is_called_slow(places: str, noise: float, longer: float, delay: flo
 def check_slow(root: Path, out: str, ranks: int, phase: str) -> None:
     """Check that the run reported the last rank as slow, during training and at the end."""
     last = ranks - 1
-    assert len(re.findall(rf"rank {last} \(node \d\): \d+ % slower than the median, in {phase}", out)) >= 2, out
+    assert (
+        len(re.findall(rf"rank {last} \(node \d\): \d+ % slower than the median, in {phase}", out))
+        >= 2
+    ), out
     assert "slow            rank" in out
     rows = record(root)["ranks"]
     assert [row["rank"] for row in rows] == list(range(ranks))
@@ -84,30 +107,55 @@ def check_slow(root: Path, out: str, ranks: int, phase: str) -> None:
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_slow_data(devices: int, tmp_path: Path) -> None:
-    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *DDP, *options(devices=devices, max_epochs=3)]
-    check_slow(tmp_path, output_of(*fork_app("fit", *flags, "--run.root", tmp_path)), devices, "data")
+    flags = [
+        "--data",
+        "stuck_code.SleepsInData",
+        *DATA,
+        *CPU,
+        *DDP,
+        *options(devices=devices, max_epochs=3),
+    ]
+    check_slow(
+        tmp_path, output_of(*fork_app("fit", *flags, "--run.root", tmp_path)), devices, "data"
+    )
     assert record(tmp_path)["ranks"][-1]["data"] > 20
 
 
 @pytest.mark.slow
 def test_a_busy_core(tmp_path: Path) -> None:
-    # A step must be longer than the scheduler's time slice. A shorter step would not be slowed, because a process that
-    # has waited gets a slice at once.
-    flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, *options(images=1500, batch_size=100, max_epochs=7)]
+    # A step must be longer than the scheduler's time slice. A shorter step would not be slowed,
+    # because a process that has waited gets a slice at once.
+    flags = [
+        "--data",
+        "Synthetic",
+        *DATA,
+        *CPU,
+        *DDP,
+        *options(images=1500, batch_size=100, max_epochs=7),
+    ]
     busy = "--trainer.callbacks+=stuck_code.SharesItsCore"
-    check_slow(tmp_path, output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path)), 2, "compute")
+    check_slow(
+        tmp_path, output_of(*fork_app("fit", *flags, busy, "--run.root", tmp_path)), 2, "compute"
+    )
 
 
 @pytest.mark.slow
 def test_slow_data_on_another_node(tmp_path: Path) -> None:
-    flags = ["--data", "stuck_code.SleepsInData", *DATA, *CPU, *options(num_nodes=2, devices=1, max_epochs=8)]
+    flags = [
+        "--data",
+        "stuck_code.SleepsInData",
+        *DATA,
+        *CPU,
+        *options(num_nodes=2, devices=1, max_epochs=8),
+    ]
     (ended, _) = on_two_nodes("fit", *flags, "--run.root", tmp_path)
     out = output_of(*ended)
     check_slow(tmp_path, out, 2, "data")
     assert "rank 1 (node 1)" in out
 
 
-# -- stuck ranks --------------------------------------------------------------------------------------------------
+# -- stuck ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def line_of(cls: Any, text: str) -> int:
@@ -117,9 +165,15 @@ def line_of(cls: Any, text: str) -> int:
 
 HANGS = [
     ("ReducesAlone", "ddp_fork", "all_reduce", "training_step"),
-    pytest.param("LoopsInData", "ddp", "while True", "on_after_batch_transfer", marks=pytest.mark.slow),
-    pytest.param("WaitsForALock", "ddp_fork", "with lock, lock", "training_step", marks=pytest.mark.slow),
-    pytest.param("LeavesTheEpochEarly", "ddp_fork", None, "on_train_epoch_end", marks=pytest.mark.slow),
+    pytest.param(
+        "LoopsInData", "ddp", "while True", "on_after_batch_transfer", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "WaitsForALock", "ddp_fork", "with lock, lock", "training_step", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "LeavesTheEpochEarly", "ddp_fork", None, "on_train_epoch_end", marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -132,14 +186,26 @@ def test_who_hangs(name: str, strategy: str, text: str | None, hook: str, tmp_pa
     cls = getattr(stuck_code, name)
     which = "--data" if name.endswith("Data") else "--model"
     flags = [which, f"stuck_code.{name}", *(["--data", "Synthetic"] if which == "--model" else [])]
-    flags += [*DATA, *CPU, *DDP, "--trainer.strategy", strategy, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
+    flags += [
+        *DATA,
+        *CPU,
+        *DDP,
+        "--trainer.strategy",
+        strategy,
+        "--trainer.max_epochs",
+        "2",
+        "--cluster.timeout",
+        "8",
+    ]
     out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, timeout=90), 1)
     at = line_of(cls, text) if text else 0
     line = f"stuck_code.py:({at}|{at + 1}) {hook}" if text else rf"\w+.py:\d+ {hook}"
     folder = tmp_path / "x" / "version_0" / "stacks"
     begin = "rank 1 is in" if text else "it hangs, or the link to it is cut; rank 1 is at"
     waits = rf"rank 0 waits for its gradients \(stacks: {re.escape(str(folder))}\)"
-    message = rf"no answer from another rank within --cluster.timeout: {begin} step 13, {line}; {waits}"
+    message = (
+        rf"no answer from another rank within --cluster.timeout: {begin} step 13, {line}; {waits}"
+    )
     assert re.search(f"error: {message}$", out.strip()), out
     assert "Traceback" not in out
     assert re.fullmatch(message, record(tmp_path)["error"])
@@ -152,9 +218,15 @@ WORKER = ["--data.num_workers", "1", "--data.augment", "stuck_code.LoopsInAWorke
 
 
 HANGS_ELSEWHERE = [
-    (["--data", "stuck_code.LoopsInSetup"], f"in stuck_code.py:({AT}|{AT + 1}) setup; rank 0 waits for its answer"),
+    (
+        ["--data", "stuck_code.LoopsInSetup"],
+        f"in stuck_code.py:({AT}|{AT + 1}) setup; rank 0 waits for its answer",
+    ),
     # the worker's code is named, because the rank only waits for the worker
-    (["--data", "Synthetic", *WORKER], r"in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients"),
+    (
+        ["--data", "Synthetic", *WORKER],
+        r"in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients",
+    ),
 ]
 
 
@@ -201,13 +273,18 @@ def test_what_stacks_say(tmp_path: Path) -> None:
     It ignores a file that is not a rank's stacks.
     """
     assert where(tmp_path) is None
-    waits, data = (WAITS.format(step=1204, phase=phase, frames=TORCH) for phase in ("its gradients", "its data"))
+    waits, data = (
+        WAITS.format(step=1204, phase=phase, frames=TORCH)
+        for phase in ("its gradients", "its data")
+    )
     for rank, text in enumerate([waits, data + OF_A_WORKER, waits]):
         (tmp_path / f"rank_{rank}.txt").write_text(text)
     hangs = "rank 1 is in step 1,204, my_data.py:88 __getitem__"
     assert where(tmp_path) == f"{hangs}; ranks 0, 2 wait for its gradients"
     (tmp_path / "rank_3.txt").write_text("step 1204, in its step\nstopped (SIGSTOP)\n")
-    both = f"{hangs}; rank 3 is in step 1,204, stopped (SIGSTOP); ranks 0, 2 wait for their gradients"
+    both = (
+        f"{hangs}; rank 3 is in step 1,204, stopped (SIGSTOP); ranks 0, 2 wait for their gradients"
+    )
     assert where(tmp_path) == both
     for rank in (1, 3):
         (tmp_path / f"rank_{rank}.txt").unlink()

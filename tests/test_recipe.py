@@ -19,7 +19,17 @@ import pytest
 import torch
 import torchvision
 import yaml
-from harness import App, bit_flipped, draw_images, error_of, last_of, options, output_of, tiny, weights
+from harness import (
+    App,
+    bit_flipped,
+    draw_images,
+    error_of,
+    last_of,
+    options,
+    output_of,
+    tiny,
+    weights,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,8 +38,8 @@ from app.data.sources import Split
 from app.data.transforms import Mix, draw_mix
 from app.errors import UserError
 from app.modules import CIFARCNN, ImageClassifier
-from app.networks import image_settings, load_weights, make_network, read_weights
-from app.recipe import Recipe, rate
+from app.modules.networks import image_settings, load_weights, make_network, read_weights
+from app.modules.recipe import Recipe, rate
 
 QUICK = [*tiny(40, 16), *options(max_epochs=1, test=False, accelerator="cpu")]
 
@@ -38,15 +48,26 @@ class Net(nn.Sequential):
     """A user's network."""
 
     def __init__(self, num_classes: int) -> None:
-        super().__init__(nn.Conv2d(3, 4, 5, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(196, num_classes))
+        super().__init__(
+            nn.Conv2d(3, 4, 5, 4),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(196, num_classes),
+        )
 
 
-# -- networks ----------------------------------------------------------------------------------------------------------
+# -- networks
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["squeezenet1_1", "timm/test_resnet", "test_recipe.Net"])
 def test_any_network(model: str, app: App, tmp_path: Path) -> None:
-    chosen = ["--model", model] if model.islower() and "/" not in model else ["--model", "ImageClassifier"]
+    chosen = (
+        ["--model", model]
+        if model.islower() and "/" not in model
+        else ["--model", "ImageClassifier"]
+    )
     chosen += [] if chosen[1] == model else ["--model.network", model]
     out = output_of(*app("fit", *QUICK, *chosen, "--trainer.enable_model_summary", "true"))
     name = model.rpartition(".")[2].rpartition("/")[2]
@@ -56,7 +77,10 @@ def test_any_network(model: str, app: App, tmp_path: Path) -> None:
     config = run / "version_0/config.yaml"
     assert yaml.safe_load(config.read_text())["model"]["init_args"]["network"] == model
     saved = run / "version_0/checkpoints/last.ckpt"
-    assert ImageClassifier.load_from_checkpoint(saved).eval()(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+    assert ImageClassifier.load_from_checkpoint(saved).eval()(torch.rand(2, 3, 32, 32)).shape == (
+        2,
+        10,
+    )
     output_of(*app("test", "--config", config, "--ckpt_path", saved, *options(accelerator="cpu")))
 
 
@@ -96,36 +120,69 @@ def test_what_cannot_be(flags: str, message: str, app: App) -> None:
 
 def test_whitening() -> None:
     """A patch's 12 whitened values are uncorrelated and have variance 1; their negatives follow as 12 more values."""
-    images = torch.einsum("ij,njhw->nihw", torch.rand(3, 3) + torch.eye(3), torch.randn(64, 3, 9, 9))
+    images = torch.einsum(
+        "ij,njhw->nihw", torch.rand(3, 3) + torch.eye(3), torch.randn(64, 3, 9, 9)
+    )
     network = make_network("whitened", 10)
     network.whiten(images)
     expected = torch.kron(torch.tensor([[1.0, -1], [-1, 1]]), torch.eye(12))
     whitened = network.whitening(images).transpose(0, 1).flatten(1)  # (24, patches)
-    torch.testing.assert_close(whitened @ whitened.T / whitened.shape[1], expected, rtol=0, atol=0.01)
+    torch.testing.assert_close(
+        whitened @ whitened.T / whitened.shape[1], expected, rtol=0, atol=0.01
+    )
 
 
 @pytest.mark.parametrize(("views", "moves"), [("mirror", [0]), ("shift", [0, 1, -1])])
 def test_views(views: Literal["mirror", "shift"], moves: list[int]) -> None:
     model = ImageClassifier("whitened", 10, views=views).eval()
     images = functional.pad(torch.randn(4, 3, 30, 30), (1, 1, 1, 1))
-    seen = [model.network(images.roll((by, by), (2, 3)).flip(side)) for by in moves for side in ([], [3])]
+    seen = [
+        model.network(images.roll((by, by), (2, 3)).flip(side))
+        for by in moves
+        for side in ([], [3])
+    ]
     torch.testing.assert_close(model(images), torch.stack(seen).mean(0))
     assert model(images[:0]).shape == (0, 10)
 
 
-# -- pretrained weights ------------------------------------------------------------------------------------------------
+# -- pretrained weights
+# ------------------------------------------------------------------------------------------------
 
 
 def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Path) -> None:
     folder = draw_images(tmp_path / "images", ("cat", "dog"), train=12)
-    flags = ["--data", "ImageFolder", "--data.root", folder, *options(max_epochs=1, test=False, accelerator="cpu")]
+    flags = [
+        "--data",
+        "ImageFolder",
+        "--data.root",
+        folder,
+        *options(max_epochs=1, test=False, accelerator="cpu"),
+    ]
     net = ["--model", "ImageClassifier", "--model.network", "resnet18_cifar"]
-    output_of(*app("fit", *flags, *net, *options(size=12, resize=16, mean=[0.4, 0.5, 0.6]), "--run.name", "first"))
+    output_of(
+        *app(
+            "fit",
+            *flags,
+            *net,
+            *options(size=12, resize=16, mean=[0.4, 0.5, 0.6]),
+            "--run.name",
+            "first",
+        )
+    )
     first = tmp_path / "runs/first/version_0"
     draw_images(folder, ("eel",), train=12)
-    tuned = [*net, "--model.weights", last_of(first), "--model.freeze", "backbone", "--run.name", "second"]
-    assert "120 tensors loaded from state_dict.network, fc starts anew for another number of classes" in output_of(
-        *app("fit", *flags, *tuned)
+    tuned = [
+        *net,
+        "--model.weights",
+        last_of(first),
+        "--model.freeze",
+        "backbone",
+        "--run.name",
+        "second",
+    ]
+    assert (
+        "120 tensors loaded from state_dict.network, fc starts anew for another number of classes"
+        in output_of(*app("fit", *flags, *tuned))
     )
     second = tmp_path / "runs/second/version_0"
     data = yaml.safe_load((second / "config.yaml").read_text())["data"]["init_args"]
@@ -149,9 +206,18 @@ def prefixed(prefix: str) -> dict[str, Tensor]:
 CONTAINERS: dict[str, tuple[Any, str]] = {
     "plain": (SQUEEZENET, ""),
     "a container": ({"epoch": 3, "model_state_dict": SQUEEZENET}, " from model_state_dict"),
-    "nested containers": ({"checkpoint": [{"net": prefixed("module.")}]}, " from checkpoint.0.net.module"),
-    "nested prefixes": (prefixed("module._orig_mod.model.backbone."), " from module.model.backbone"),
-    "a wrapper inside": ({name.replace(".", "._orig_mod.", 1): value for name, value in SQUEEZENET.items()}, ""),
+    "nested containers": (
+        {"checkpoint": [{"net": prefixed("module.")}]},
+        " from checkpoint.0.net.module",
+    ),
+    "nested prefixes": (
+        prefixed("module._orig_mod.model.backbone."),
+        " from module.model.backbone",
+    ),
+    "a wrapper inside": (
+        {name.replace(".", "._orig_mod.", 1): value for name, value in SQUEEZENET.items()},
+        "",
+    ),
     "nested modules": (
         {
             part: {k.removeprefix(part): v for k, v in SQUEEZENET.items() if part in k}
@@ -171,7 +237,10 @@ CONTAINERS: dict[str, tuple[Any, str]] = {
         STUDENT | {f"teacher.{k}": torch.zeros(3) for k in SQUEEZENET},
         " from student (it also has teacher)",
     ),
-    "options": ({"model": SQUEEZENET, "args": Namespace(lr=1), "images": torch.zeros(3)}, " from model"),
+    "options": (
+        {"model": SQUEEZENET, "args": Namespace(lr=1), "images": torch.zeros(3)},
+        " from model",
+    ),
 }
 
 
@@ -185,21 +254,30 @@ def test_weights_of_files(name: str, tmp_path: Path) -> None:
     expected = f"Weights of x.pth: 50 tensors loaded{origin}, classifier.1 starts anew for another number of classes"
     assert line == expected
     assert image_settings(str(tmp_path / "x.pth"), None) == {}
-    torch.testing.assert_close(network.features[0].weight.data, SQUEEZENET["features.0.weight"], rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        network.features[0].weight.data, SQUEEZENET["features.0.weight"], rtol=0.01, atol=0
+    )
 
 
 def test_weights_of_safetensors(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(prefixed("model."), tmp_path / "x.safetensors")
-    line = load_weights(make_network("squeezenet1_1", 1000), read_weights(f"{tmp_path}/x.safetensors", ""), "x")
+    line = load_weights(
+        make_network("squeezenet1_1", 1000), read_weights(f"{tmp_path}/x.safetensors", ""), "x"
+    )
     assert line == "Weights of x: 52 tensors loaded from model"
 
 
 def test_weights_without_counters_and_head() -> None:
     """Weights of old versions of torch have no counters of BatchNorm, averages have floats; a backbone has no head."""
-    backbone = {k: v.float() for k, v in make_network("resnet18", 10).state_dict().items() if "fc" not in k}
-    for state, count in ((backbone, 120), ({k: v for k, v in backbone.items() if "num_batches" not in k}, 100)):
+    backbone = {
+        k: v.float() for k, v in make_network("resnet18", 10).state_dict().items() if "fc" not in k
+    }
+    for state, count in (
+        (backbone, 120),
+        ({k: v for k, v in backbone.items() if "num_batches" not in k}, 100),
+    ):
         line = load_weights(make_network("resnet18", 10), state, "x")
         assert line == f"Weights of x: {count} tensors loaded, fc starts anew"
 
@@ -209,17 +287,32 @@ def changed(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
 
 
 UNFIT: dict[str, tuple[Any, str]] = {
-    "complex": (changed(lambda t: t + 1j), "features.0.bias is complex, here floating-point: convert it"),
+    "complex": (
+        changed(lambda t: t + 1j),
+        "features.0.bias is complex, here floating-point: convert it",
+    ),
     "integer": (changed(lambda t: t.byte()), "features.0.bias is integer, here floating-point"),
     "sparse": (changed(lambda t: t.to_sparse()), "features.0.bias is sparse, here floating-point"),
-    "meta": (changed(lambda t: t.to("meta")), "features.0.bias is without values (meta), here floating-point"),
-    "quantized": (changed(lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)), "features.0.bias is quantized"),
-    "another shape": (changed(lambda t: t[:5]), "1 of 52 tensors differ: features.0.bias is (5,), here (64,)"),
+    "meta": (
+        changed(lambda t: t.to("meta")),
+        "features.0.bias is without values (meta), here floating-point",
+    ),
+    "quantized": (
+        changed(lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)),
+        "features.0.bias is quantized",
+    ),
+    "another shape": (
+        changed(lambda t: t[:5]),
+        "1 of 52 tensors differ: features.0.bias is (5,), here (64,)",
+    ),
     "missing": (
         {k: v for k, v in SQUEEZENET.items() if "7" not in k},
         "6 of 52 tensors differ: features.7.squeeze.weight",
     ),
-    "integer keys": (dict(enumerate(SQUEEZENET.values())), "0, 1, 2, where the network has features.0.weight, "),
+    "integer keys": (
+        dict(enumerate(SQUEEZENET.values())),
+        "0, 1, 2, where the network has features.0.weight, ",
+    ),
     "empty": ({}, "it holds no tensors, where the network has features.0.weight"),
 }
 UNFIT["itself"] = ([], "it holds no tensors")
@@ -232,7 +325,9 @@ def test_weights_that_do_not_fit(name: str, tmp_path: Path) -> None:
     content, problem = UNFIT[name]
     torch.save(content, tmp_path / "x.pth")
     with pytest.raises(UserError, match=rf"^--model.weights x.pth.*{re.escape(problem)}"):
-        load_weights(make_network("squeezenet1_1", 10), read_weights(str(tmp_path / "x.pth"), ""), "x.pth")
+        load_weights(
+            make_network("squeezenet1_1", 10), read_weights(str(tmp_path / "x.pth"), ""), "x.pth"
+        )
 
 
 def test_files_that_hold_no_weights(tmp_path: Path) -> None:
@@ -266,10 +361,14 @@ def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
     flags = [*QUICK, "--model", "squeezenet1_1", "--model.weights", "DEFAULT"]
     message = error_of(*app("fit", *flags))
-    match = re.fullmatch(r".*: no weights of squeezenet1_1 \(.*refused\): put https://\S+/(\S+) into (\S+)", message)
+    match = re.fullmatch(
+        r".*: no weights of squeezenet1_1 \(.*refused\): put https://\S+/(\S+) into (\S+)", message
+    )
     assert match
     torch.save(torchvision.models.squeezenet1_1().state_dict(), Path(match[2], match[1]))
-    assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in output_of(*app("fit", *flags))
+    assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in output_of(
+        *app("fit", *flags)
+    )
 
 
 def test_the_images_of_published_weights() -> None:
@@ -290,12 +389,17 @@ def test_frozen_blocks(freeze: int | str, trained: int) -> None:
     assert model.network.training
 
 
-# -- optimizer and schedule --------------------------------------------------------------------------------------------
+# -- optimizer and schedule
+# --------------------------------------------------------------------------------------------
 
 
 def test_parameter_groups() -> None:
     network = make_network("resnet18", 10)
-    recipe = Recipe(no_decay="norm,bias", head_lr=10, optimizer=lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1))
+    recipe = Recipe(
+        no_decay="norm,bias",
+        head_lr=10,
+        optimizer=lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1),
+    )
     groups = recipe.make_optimizer(network, [*network.parameters()]).param_groups
     counts = {(round(g["lr"], 6), g["weight_decay"]): len(g["params"]) for g in groups}
     assert counts == {(0.001, 0.1): 20, (0.001, 0.0): 40, (0.01, 0.1): 1, (0.01, 0.0): 1}
@@ -308,7 +412,12 @@ def test_a_resumed_run_of_another_length_follows_its_own_schedule(app: App, tmp_
     flags += ["--model.schedule", "linear", "--model.optimizer.lr", "1e-3"]
     output_of(*app("fit", *flags, *options(max_epochs=1)))
     output_of(*app("fit", *flags, *options(max_epochs=3), "--ckpt_path", "last"))
-    rates = pd.read_csv(tmp_path / "runs/x/version_0/metrics.csv").groupby("step")["lr-SGD"].first().dropna()
+    rates = (
+        pd.read_csv(tmp_path / "runs/x/version_0/metrics.csv")
+        .groupby("step")["lr-SGD"]
+        .first()
+        .dropna()
+    )
     falling = [1 - step / 3 for step in range(3)] + [1 - step / 9 for step in range(3, 9)]
     assert rates.tolist() == pytest.approx([1e-3 * rate for rate in falling])
 
@@ -326,9 +435,25 @@ def test_schedules() -> None:
 
 
 def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path) -> None:
-    flags = [*tiny(40, 8, model="CIFARCNN", val_size=0), *options(max_epochs=2, test=False, log_every_n_steps=1)]
-    schedule = ["--model.schedule", "cosine", "--model.warmup", "1ep", "--trainer.accumulate_grad_batches", "2"]
-    chosen = [*options(flip=True, mixup=0.2), "--model.ema", "0.9", "--trainer.enable_model_summary", "true"]
+    flags = [
+        *tiny(40, 8, model="CIFARCNN", val_size=0),
+        *options(max_epochs=2, test=False, log_every_n_steps=1),
+    ]
+    schedule = [
+        "--model.schedule",
+        "cosine",
+        "--model.warmup",
+        "1ep",
+        "--trainer.accumulate_grad_batches",
+        "2",
+    ]
+    chosen = [
+        *options(flip=True, mixup=0.2),
+        "--model.ema",
+        "0.9",
+        "--trainer.enable_model_summary",
+        "true",
+    ]
     out = output_of(*app("fit", *flags, *schedule, *chosen, "--run.name", "x"))
     assert "recipe     ema 0.9, flip True, mixup 0.2\n" in out
     assert "SGD, lr 0.001, momentum 0.9; cosine over 6 steps, 3 of them warm-up" in out
@@ -337,8 +462,16 @@ def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path) -> None:
     assert rates.drop_duplicates().tolist() == pytest.approx(steps[:4] + steps[5:])
 
 
-def test_the_average_begins_with_the_weights_that_training_begins_with(app: App, tmp_path: Path) -> None:
-    flags = [*tiny(40, 8, "CIFARCNN", max_steps=2), "--model.network", "whitened", "--model.class_weights", "balanced"]
+def test_the_average_begins_with_the_weights_that_training_begins_with(
+    app: App, tmp_path: Path
+) -> None:
+    flags = [
+        *tiny(40, 8, "CIFARCNN", max_steps=2),
+        "--model.network",
+        "whitened",
+        "--model.class_weights",
+        "balanced",
+    ]
     for decay in ("0.001", "0.999"):
         chosen = ["--trainer.precision", "64-true", "--model.ema", decay, "--run.name", decay]
         output_of(*app("fit", *flags, *chosen, "--run.test", "false"))
@@ -346,7 +479,8 @@ def test_the_average_begins_with_the_weights_that_training_begins_with(app: App,
     assert torch.equal(*(weights(run)["network.whitening.weight"] for run in runs))
 
 
-# -- loss, mixed images, balanced classes ------------------------------------------------------------------------------
+# -- loss, mixed images, balanced classes
+# ------------------------------------------------------------------------------
 
 
 def test_losses() -> None:
@@ -355,11 +489,15 @@ def test_losses() -> None:
     for loss in ("cross_entropy", "smooth_l1"):
         for smoothing in (0.0, 0.2):
             recipe = Recipe(loss=loss, label_smoothing=smoothing)
-            torch.testing.assert_close(recipe.criterion(logits, labels), recipe.criterion(logits, soft))
+            torch.testing.assert_close(
+                recipe.criterion(logits, labels), recipe.criterion(logits, soft)
+            )
             weighted = recipe.criterion(logits, soft, factor)
             torch.testing.assert_close(recipe.criterion(logits, labels, factor), weighted)
             if not smoothing:
-                torch.testing.assert_close(weighted, recipe.criterion(logits, labels) * factor[labels])
+                torch.testing.assert_close(
+                    weighted, recipe.criterion(logits, labels) * factor[labels]
+                )
 
 
 def test_mixing() -> None:
@@ -367,7 +505,9 @@ def test_mixing() -> None:
     mixed, targets = Mix(0.75, None)(images, labels, 3)
     torch.testing.assert_close(mixed[:, 0, 0, 0], torch.tensor([0.25, 1.25]))
     torch.testing.assert_close(targets, torch.tensor([[0.75, 0.25, 0], [0, 0.75, 0.25]]))
-    mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(images, labels, 3)  # the left half of the box is outside
+    mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(
+        images, labels, 3
+    )  # the left half of the box is outside
     assert mixed[0, 0].tolist() == [[0] * 4, [1, 0, 0, 0], [1, 0, 0, 0], [0] * 4]
     torch.testing.assert_close(targets[0], torch.tensor([14 / 16, 2 / 16, 0]))
     assert 150 < Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))[True] < 250
@@ -387,7 +527,12 @@ def test_balanced_classes() -> None:
 
 
 def test_metrics_of_many_classes() -> None:
-    assert {*CIFARCNN(num_classes=12).val_metrics.keys()} == {"val_loss", "val_acc", "val_f1", "val_top5"}
+    assert {*CIFARCNN(num_classes=12).val_metrics.keys()} == {
+        "val_loss",
+        "val_acc",
+        "val_f1",
+        "val_top5",
+    }
     assert "val_top5" not in CIFARCNN(num_classes=10).val_metrics
 
 
@@ -395,7 +540,9 @@ def test_the_average_is_evaluated_and_saved(app: App, tmp_path: Path) -> None:
     output_of(*app("fit", *tiny(40, 8, model="CIFARCNN"), *options(max_epochs=2, test=False), "--run.name", "x",
                    "--model.ema", "0.5", "--model.optimizer.lr", "0.1"))  # fmt: skip
     last = torch.load(tmp_path / "runs/x/version_0/checkpoints/last.ckpt", weights_only=True)
-    average, current = (last[name]["network.features.0.weight"] for name in ("state_dict", "current_model_state"))
+    average, current = (
+        last[name]["network.features.0.weight"] for name in ("state_dict", "current_model_state")
+    )
     assert not torch.equal(average, current)
     model = CIFARCNN.load_from_checkpoint(tmp_path / "runs/x/version_0/checkpoints/last.ckpt")
     assert torch.equal(model.network.features[0].weight, average)

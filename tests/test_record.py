@@ -14,7 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, error_of, fork_app, on_cpu, on_gpu, options, output_of, record_of, start_app, tiny
+from harness import (
+    QUIET,
+    ROOT,
+    App,
+    error_of,
+    fork_app,
+    on_cpu,
+    on_gpu,
+    options,
+    output_of,
+    record_of,
+    start_app,
+    tiny,
+)
 from PIL import Image
 from stuck_code import never_ends
 
@@ -39,7 +52,14 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert not matplotlib.pyplot.get_fignums()
     files = {path.name for path in run.iterdir()}
     assert "wandb" not in files
-    assert files >= {"config.yaml", "metrics.csv", "run.json", "checkpoints", "confusion_matrix.png", "most_wrong.png"}
+    assert files >= {
+        "config.yaml",
+        "metrics.csv",
+        "run.json",
+        "checkpoints",
+        "confusion_matrix.png",
+        "most_wrong.png",
+    }
     assert str(run) in out
     assert f"--ckpt_path {run}/checkpoints/last.ckpt --trainer.max_epochs 6" in out
 
@@ -49,11 +69,26 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert Path(record["checkpoint"]["best"]).exists()
     assert Path(record["checkpoint"]["last"]).exists()
     assert yaml.safe_load(Path(record["config"]).read_text())["run"]["name"] == "x"
-    resolved = {"strategy": "single_device", "devices": 1, "num_nodes": 1, "world_size": 1, "replicas": 1}
-    resolved |= {"precision": "32-true", "global_batch_size": 20, "placement": "memory", "seed": 42, "threads": 1}
+    resolved = {
+        "strategy": "single_device",
+        "devices": 1,
+        "num_nodes": 1,
+        "world_size": 1,
+        "replicas": 1,
+    }
+    resolved |= {
+        "precision": "32-true",
+        "global_batch_size": 20,
+        "placement": "memory",
+        "seed": 42,
+        "threads": 1,
+    }
     assert {key: record[key] for key in resolved} == resolved
     assert [row["epoch"] for row in record["epochs"]] == [0, 1, 2]
-    assert all(row["train_loss"] > 0 and row["val_loss"] > 0 and row["seconds"] > 0 for row in record["epochs"])
+    assert all(
+        row["train_loss"] > 0 and row["val_loss"] > 0 and row["seconds"] > 0
+        for row in record["epochs"]
+    )
     losses = [row["train_loss"] for row in record["epochs"]]
     assert record["train_loss"] == {"first": losses[0], "middle": losses[1], "last": losses[2]}
     assert 0 <= record["test"]["acc"] <= 1
@@ -73,7 +108,15 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     (row,) = record["ranks"]
     assert row["compute"] > row["data"] > row["wait"] == 0
     assert "slow" not in out
-    assert set(record["versions"]) == {"python", "torch", "lightning", "cuda", "nccl", "app", "commit"}
+    assert set(record["versions"]) == {
+        "python",
+        "torch",
+        "lightning",
+        "cuda",
+        "nccl",
+        "app",
+        "commit",
+    }
     assert set(record["hardware"]) == {"cpu", "cores", "gpus"}
 
 
@@ -82,7 +125,10 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
 def test_batches_that_begin_with_names(batches: str, app: App, tmp_path: Path) -> None:
     data = ["--model", "user_code.TheirModel", "--data", f"user_code.{batches}", *QUIET]
     output_of(*app("fit", *data, *options(max_epochs=2, log_every_n_steps=1, name="x")))
-    rates = [epoch["samples_per_s"] for epoch in record_of(tmp_path / "runs" / "x" / "version_0")["epochs"]]
+    rates = [
+        epoch["samples_per_s"]
+        for epoch in record_of(tmp_path / "runs" / "x" / "version_0")["epochs"]
+    ]
     assert rates == [None, None] if batches == "HiddenData" else all(rate > 0 for rate in rates)
 
 
@@ -95,8 +141,13 @@ def test_threads_where_cores_are_busy(tmp_path: Path) -> None:
         process.start()
     try:
         flags = [*SMALL, *options(max_epochs=2, log_every_n_steps=2, test=False, root=tmp_path)]
-        for name, more, threads in (("auto", [], os.cpu_count()), ("one", ["--run.threads", "1"], 1)):
-            out = output_of(*start_app("fit", *flags, *more, "--run.name", name, env={"OMP_NUM_THREADS": None}))
+        for name, more, threads in (
+            ("auto", [], os.cpu_count()),
+            ("one", ["--run.threads", "1"], 1),
+        ):
+            out = output_of(
+                *start_app("fit", *flags, *more, "--run.name", name, env={"OMP_NUM_THREADS": None})
+            )
             assert record_of(tmp_path / name / "version_0")["threads"] == threads
             pattern = rf"^time .*; other programs took [\d.]+ of {os.cpu_count()} cores$"
             assert re.search(pattern, out, re.MULTILINE), out
@@ -109,7 +160,8 @@ def test_threads_where_cores_are_busy(tmp_path: Path) -> None:
 def test_set_up_begins_with_the_command(tmp_path: Path) -> None:
     """Set-up time counts from the start of the command, not of its process.
 
-    The process may be older: in `bash -c "sleep 30 && python -m app fit"`, the shell's process becomes Python's.
+    The process may be older: in `bash -c "sleep 30 && python -m app fit"`, the shell's process
+    becomes Python's.
     """
     flags = [*SMALL, *options(max_steps=2, test=False, root=tmp_path, name="x")]
     waits = "import os, sys, time; p = sys.executable; time.sleep(5); os.execv(p, [p, '-m', 'app', *sys.argv[1:]])"
@@ -118,7 +170,9 @@ def test_set_up_begins_with_the_command(tmp_path: Path) -> None:
     assert record_of(tmp_path / "x" / "version_0")["setup_s"] < time.time() - began - 5
 
 
-def test_set_up_when_the_date_jumps(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_up_when_the_date_jumps(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     year = 365 * 86400
     dates = itertools.cycle([time.time(), time.time() - year, time.time() + year])
     monkeypatch.setattr("time.time", lambda: next(dates))
@@ -137,13 +191,17 @@ def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
     assert min(times[phase] for phase in PHASES) > 0
     assert 0 < times["launch"] <= times["forward_backward"] * 1.01
     whole = 1000 * record["global_batch_size"] / record["throughput"]["median"]
-    assert sum(times[phase] for phase in PHASES) == pytest.approx(whole, rel=1e-3), "one clock, and the same windows"
+    assert sum(times[phase] for phase in PHASES) == pytest.approx(whole, rel=1e-3), (
+        "one clock, and the same windows"
+    )
 
 
 @on_gpu
 @pytest.mark.parametrize("strategy", ["auto", "dp", "ddp"])
 def test_where_the_time_of_a_step_goes_on_cuda(strategy: str, tmp_path: Path) -> None:
-    flags = options(accelerator="cuda", strategy=strategy, max_steps=90, log_every_n_steps=5, test=False)
+    flags = options(
+        accelerator="cuda", strategy=strategy, max_steps=90, log_every_n_steps=5, test=False
+    )
     output_of(*start_app("fit", *SMALL, *flags, "--run.root", tmp_path, "--run.name", "x"))
     record = record_of(tmp_path / "x" / "version_0")
     times = record["time_per_step"]
@@ -160,7 +218,11 @@ def test_a_profiler_of_the_users_own_is_left_alone(app: App, tmp_path: Path) -> 
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("count", [1, 2, 60])
 def test_a_confusion_matrix_of_any_number_of_classes(count: int, tmp_path: Path) -> None:
-    draw_confusion_matrix(torch.eye(count, dtype=torch.int64), [f"class {i}" for i in range(count)], tmp_path / "a.png")
+    draw_confusion_matrix(
+        torch.eye(count, dtype=torch.int64),
+        [f"class {i}" for i in range(count)],
+        tmp_path / "a.png",
+    )
     with Image.open(tmp_path / "a.png") as picture:
         assert picture.size[0] == picture.size[1] >= 600
 
@@ -169,7 +231,11 @@ THEIRS = ["--model", "user_code.Fails", "--data", "user_code.TheirData", *QUIET]
 FAILING = [
     (on_cpu("auto", 1), ".*only here.*"),
     pytest.param(on_cpu("ddp_spawn", 1), ".*only here.*", marks=SLOW),
-    pytest.param(on_cpu("ddp"), r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here", marks=SLOW),
+    pytest.param(
+        on_cpu("ddp"),
+        r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here",
+        marks=SLOW,
+    ),
 ]
 
 
@@ -216,4 +282,6 @@ def test_threads(tmp_path: Path) -> None:
     flags = [*SMALL, *options(max_steps=1, test=False, root=tmp_path)]
     output_of(*fork_app("fit", *flags, "--run.threads", "2", env={"OMP_NUM_THREADS": "1"}))
     assert record_of(tmp_path / "LeNet-Synthetic" / "version_0")["threads"] == 2
-    assert "--run.threads 0: give more than 0" in error_of(*fork_app("fit", *flags, "--run.threads", "0"))
+    assert "--run.threads 0: give more than 0" in error_of(
+        *fork_app("fit", *flags, "--run.threads", "0")
+    )

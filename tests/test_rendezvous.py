@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from harness import App, assert_same, error_of, fork_app, free_port, options, output_of, record_of, start_app, tiny
+from harness import (
+    App,
+    assert_same,
+    error_of,
+    fork_app,
+    free_port,
+    options,
+    output_of,
+    record_of,
+    start_app,
+    tiny,
+)
 
 SLOW = pytest.mark.slow
 SMALL = tiny(203, 20)
@@ -16,14 +27,32 @@ STEPS = options(accelerator="cpu", max_epochs=2, log_every_n_steps=1)
 
 
 WRONG = [
-    ([], "where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT"),
-    (["--cluster.init_method", "tcp://127.0.0.1:29500"], "which of them is this? give --cluster.node_rank"),
-    (["--cluster.init_method", "tcp://127.0.0.1"], "tcp://127.0.0.1: give tcp://HOST:PORT, file:///PATH or env://"),
+    (
+        [],
+        "where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT",
+    ),
+    (
+        ["--cluster.init_method", "tcp://127.0.0.1:29500"],
+        "which of them is this? give --cluster.node_rank",
+    ),
+    (
+        ["--cluster.init_method", "tcp://127.0.0.1"],
+        "tcp://127.0.0.1: give tcp://HOST:PORT, file:///PATH or env://",
+    ),
     (["--cluster.init_method", "http://x:1"], "http://x:1: give tcp://HOST:PORT"),
-    (["--cluster.init_method", "file://x/y", "--cluster.node_rank", "0"], "file://x/y: give tcp://"),
-    (["--cluster.init_method", "tcp://a:99999", "--cluster.node_rank", "0"], "tcp://a:99999: give tcp://"),
+    (
+        ["--cluster.init_method", "file://x/y", "--cluster.node_rank", "0"],
+        "file://x/y: give tcp://",
+    ),
+    (
+        ["--cluster.init_method", "tcp://a:99999", "--cluster.node_rank", "0"],
+        "tcp://a:99999: give tcp://",
+    ),
     (["--cluster.init_method", "tcp://a:1", "--cluster.node_rank", "2"], "the nodes are 0 to 1"),
-    (["--trainer.num_nodes", "1", "--cluster.node_rank", "0"], "--cluster.node_rank 0: there is one node"),
+    (
+        ["--trainer.num_nodes", "1", "--cluster.node_rank", "0"],
+        "--cluster.node_rank 0: there is one node",
+    ),
     (["--cluster.timeout", "0"], "--cluster.timeout 0: give more than 0"),
 ]
 
@@ -40,13 +69,21 @@ LEFTOVERS = [
     ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),
     ({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}, "unset RANK TORCHELASTIC_RUN_ID"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun cannot start runs: use torchrun or srun"),
-    ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "this SLURM job has 4 tasks, but the command was started once"),
-    ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "this SLURM job has 2 nodes, but the command was started"),
+    (
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
+        "this SLURM job has 4 tasks, but the command was started once",
+    ),
+    (
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"},
+        "this SLURM job has 2 nodes, but the command was started",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("left", "message"), LEFTOVERS)
-def test_leftovers(left: dict[str, str], message: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers(
+    left: dict[str, str], message: str, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a launcher's variables are set, but it did not start the ranks, the error explains the variables."""
     for name, value in left.items():
         monkeypatch.setenv(name, value)
@@ -64,20 +101,26 @@ def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None
     """A taken port is rejected if processes would meet there; a single process needs no port."""
     with socket.create_server(("", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "2")
+        code, out = app(
+            "fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "2"
+        )
         assert "Address already in use" in error_of(code, out)
         output_of(*app("fit", *SMALL, *STEPS))
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", "1"), ("ddp_fork", "2")])
-def test_an_address_of_another_launcher_is_not_used(strategy: str, devices: str, tmp_path: Path) -> None:
+def test_an_address_of_another_launcher_is_not_used(
+    strategy: str, devices: str, tmp_path: Path
+) -> None:
     flags = [*SMALL, *STEPS, *options(strategy=strategy, devices=devices, root=tmp_path)]
     out = output_of(*fork_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"}, timeout=100))
     assert "MASTER_ADDR=192.0.2.1 in the environment is not used: this run is on one node" in out
 
 
 def run_nodes(
-    flags: list[str], methods: list[list[str]], env: Callable[[int], dict[str, str]] = lambda node: {}
+    flags: list[str],
+    methods: list[list[str]],
+    env: Callable[[int], dict[str, str]] = lambda node: {},
 ) -> list[tuple[int, str]]:
     """Run a command once for each node, all on this machine; the last node starts first."""
     with ThreadPoolExecutor(len(methods)) as pool:
@@ -92,7 +135,9 @@ def run_nodes(
 def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
     """Two nodes train, test and predict like one device."""
     file = tmp_path / "meet"
-    methods = [["--cluster.init_method", f"file://{file}", "--cluster.node_rank", node] for node in "01"]
+    methods = [
+        ["--cluster.init_method", f"file://{file}", "--cluster.node_rank", node] for node in "01"
+    ]
     way = ["--trainer.strategy", "ddp", "--trainer.devices", "1", "--trainer.num_nodes", "2"]
     root = ["--run.root", str(tmp_path / "nodes")]
     for code, out in run_nodes(["fit", *SMALL, *STEPS, *way, *root], methods):
@@ -103,7 +148,9 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
             assert "python -m app compare" not in out
     output_of(*app(*suggested, "--run.root", tmp_path / "suggested"))
     output_of(*app("fit", *SMALL, *STEPS))
-    ours, single = (tmp_path / folder / "LeNet-Synthetic" / "version_0" for folder in ("nodes", "runs"))
+    ours, single = (
+        tmp_path / folder / "LeNet-Synthetic" / "version_0" for folder in ("nodes", "runs")
+    )
     assert_same(ours, single)
     records = [record_of(run) for run in (ours, single)]
     assert records[0]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
@@ -126,14 +173,23 @@ def test_nodes_that_would_train_different_things(tmp_path: Path) -> None:
     methods = [["--cluster.node_rank", "0"], ["--cluster.node_rank", "1", *other]]
     for code, out in run_nodes(["fit", *SMALL, *STEPS, *way], methods):
         message = error_of(code, out)
-        assert re.search(r"--model.optimizer.lr is 0.0\d+ on node 0 and 0.5 on node 1: give the same", message), message
+        assert re.search(
+            r"--model.optimizer.lr is 0.0\d+ on node 0 and 0.5 on node 1: give the same", message
+        ), message
     assert not list(tmp_path.rglob("run.json"))
 
 
 @SLOW
 def test_a_launcher_of_the_users_own(tmp_path: Path) -> None:
     """Processes that a user's own launcher has started share one run, as torchrun's do."""
-    way = ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.plugins", "user_code.OwnLauncher"]
+    way = [
+        "--trainer.strategy",
+        "ddp",
+        "--trainer.devices",
+        "2",
+        "--trainer.plugins",
+        "user_code.OwnLauncher",
+    ]
     port = str(free_port())
     flags = ["fit", *SMALL, *STEPS, *way, "--run.root", str(tmp_path)]
     for ended in run_nodes(flags, [[], []], lambda rank: {"OWN_PORT": port, "OWN_RANK": str(rank)}):

@@ -16,16 +16,35 @@ from torch.utils.data import DataLoader, TensorDataset
 from app.modules import CIFARCNN
 from app.monitor.report import read_metrics
 
-RUN = tiny(90, 20, "CIFARCNN", virtual_devices=4, max_epochs=3, threads=1, flip=True, log_every_n_steps=1)
-THEIRS = ["--model", "plain_code.PlainModel", "--data", "test_replay.Poisoned", "--run.global_order", "true", *QUIET]
-THEIRS += ["--run.name", "poisoned", "--run.threads", "1", "--trainer.log_every_n_steps", "1", "--run.test", "false"]
+RUN = tiny(
+    90, 20, "CIFARCNN", virtual_devices=4, max_epochs=3, threads=1, flip=True, log_every_n_steps=1
+)
+THEIRS = [
+    "--model",
+    "plain_code.PlainModel",
+    "--data",
+    "test_replay.Poisoned",
+    "--run.global_order",
+    "true",
+    *QUIET,
+]
+THEIRS += [
+    "--run.name",
+    "poisoned",
+    "--run.threads",
+    "1",
+    "--trainer.log_every_n_steps",
+    "1",
+    "--run.test",
+    "false",
+]
 
 
 class Poisoned(LightningDataModule):
     """Data of noise images, with one or three bad images at index `bad`.
 
-    If `value` exceeds 1e38, there is one bad image, whose pixels overflow. Otherwise, there are three. They have the
-    same pixels, which are too large, but different labels.
+    If `value` exceeds 1e38, there is one bad image, whose pixels overflow. Otherwise, there are
+    three. They have the same pixels, which are too large, but different labels.
     """
 
     def __init__(self, bad: int, value: float, count: int = 2000) -> None:
@@ -46,12 +65,20 @@ def largest(out: str) -> str:
 @pytest.mark.usefixtures("drawn")
 def test_a_step_of_a_run(app: App, tmp_path: Path) -> None:
     """The repeated step has the loss that the run logged. Its page lists all samples and each shard's gradient norm."""
-    output_of(*app("fit", *RUN, "--run.name", "run", "--model.schedule", "cosine", "--model.warmup", "1ep"))
+    output_of(
+        *app(
+            "fit", *RUN, "--run.name", "run", "--model.schedule", "cosine", "--model.warmup", "1ep"
+        )
+    )
     folder = tmp_path / "runs" / "run" / "version_0"
     out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "7"))
     logged = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
     column = logged[0].index("train_loss_step")
-    (loss,) = [float(row[column]) for row in logged[1:] if row[logged[0].index("step")] == "6" and row[column]]
+    (loss,) = [
+        float(row[column])
+        for row in logged[1:]
+        if row[logged[0].index("step")] == "6" and row[column]
+    ]
     assert f"Step 7, epoch 2: loss {loss:.4g}" in out
     assert "step 7, from " in out
     assert ".ckpt" in out, "it begins at a checkpoint, not with the first step"
@@ -76,9 +103,18 @@ def test_a_poisoned_image(value: str, app: App, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_the_worst_step_of_a_run_too_short_for_two_windows(epochs: int, app: App, tmp_path: Path) -> None:
+def test_the_worst_step_of_a_run_too_short_for_two_windows(
+    epochs: int, app: App, tmp_path: Path
+) -> None:
     """In 20 or 40 steps, no window of 50 steps ends: the whole run is searched."""
-    flags = [*THEIRS, *options(log_every_n_steps=50, max_epochs=epochs), "--data.bad", "7", "--data.value", "1e4"]
+    flags = [
+        *THEIRS,
+        *options(log_every_n_steps=50, max_epochs=epochs),
+        "--data.bad",
+        "7",
+        "--data.value",
+        "1e4",
+    ]
     output_of(*app("fit", *flags, "--model.normalized", "false"))
     config = tmp_path / "runs" / "poisoned" / "version_0" / "config.yaml"
     out = output_of(*app("replay", "--config", config, "--step", "worst"))
@@ -88,10 +124,22 @@ def test_the_worst_step_of_a_run_too_short_for_two_windows(epochs: int, app: App
 
 def test_a_shuffled_loader(app: App, tmp_path: Path) -> None:
     """A run with a plain DataLoader is repeated from the beginning, because a resumed loader has another order."""
-    flags = [*THEIRS, "--run.global_order", "false", "--data.bad", "0", "--data.value", "1", "--data.count", "300"]
+    flags = [
+        *THEIRS,
+        "--run.global_order",
+        "false",
+        "--data.bad",
+        "0",
+        "--data.value",
+        "1",
+        "--data.count",
+        "300",
+    ]
     output_of(*app("fit", *flags, "--trainer.max_epochs", "2"))
     folder = tmp_path / "runs" / "poisoned" / "version_0"
-    loss = next(float(row["loss_step"]) for row in read_metrics(folder / "metrics.csv") if row["step"] == 4)
+    loss = next(
+        float(row["loss_step"]) for row in read_metrics(folder / "metrics.csv") if row["step"] == 4
+    )
     out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "5"))
     assert f"Step 5, epoch 2: loss {loss:.4g}" in out
 
@@ -104,11 +152,24 @@ class Tenth(CIFARCNN):
 def test_a_training_step_of_the_user(app: App, tmp_path: Path) -> None:
     """`replay` ranks samples by the loss of the user's training_step.
 
-    `fit` logs no training loss, because this training_step adds no batch to the sums of `app.training_sums`.
+    `fit` logs no training loss, because this training_step adds no batch to the sums of
+    `app.modules.sums`.
     """
-    output_of(*app("fit", *tiny(90, 20, "test_replay.Tenth", max_epochs=1, log_every_n_steps=1), "--run.name", "x"))
+    output_of(
+        *app(
+            "fit",
+            *tiny(90, 20, "test_replay.Tenth", max_epochs=1, log_every_n_steps=1),
+            "--run.name",
+            "x",
+        )
+    )
     folder = tmp_path / "runs" / "x" / "version_0"
-    assert not [name for row in read_metrics(folder / "metrics.csv") for name in row if name.startswith("train")]
+    assert not [
+        name
+        for row in read_metrics(folder / "metrics.csv")
+        for name in row
+        if name.startswith("train")
+    ]
     out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "2"))
     assert float(largest(out).split()[2].rstrip(":")) < 0.5
 
@@ -134,4 +195,6 @@ def test_what_cannot_be_replayed(flags: list[str], message: str, app: App, tmp_p
         (tmp_path / "run.json").write_text("{" if "run.json" in message else record)
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "last.ckpt").write_text("damaged")
-    assert message in error_of(*app("replay", *(str(config) if flag == "CONFIG" else flag for flag in flags)))
+    assert message in error_of(
+        *app("replay", *(str(config) if flag == "CONFIG" else flag for flag in flags))
+    )

@@ -17,7 +17,18 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, App, fork_app, last_of, on_cpu, options, output_of, record_of, seen_colours, tiny
+from harness import (
+    QUIET,
+    App,
+    fork_app,
+    last_of,
+    on_cpu,
+    options,
+    output_of,
+    record_of,
+    seen_colours,
+    tiny,
+)
 from matplotlib.figure import Figure
 
 from app.monitor.course import MOST, Course
@@ -55,8 +66,16 @@ class Reader(HTMLParser):
         if tag not in self.VOID:
             self._open.append(tag)
         self.ids += [str(values["id"])] if "id" in values else []
-        self.pictures += [str(values["aria-label"])] if tag == "svg" else [str(values["alt"])] if tag == "img" else []
-        links = [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
+        self.pictures += (
+            [str(values["aria-label"])]
+            if tag == "svg"
+            else [str(values["alt"])]
+            if tag == "img"
+            else []
+        )
+        links = [
+            value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")
+        ]
         self.loaded += [link for link in links if not link.startswith(("#", "data:"))]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -79,10 +98,15 @@ def read(run: Path) -> Reader:
 
 
 def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
-    out = output_of(*app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "2", "--model.schedule", "linear"))
+    out = output_of(
+        *app("fit", *SMALL, *WINDOWS, "--trainer.max_epochs", "2", "--model.schedule", "linear")
+    )
     run = tmp_path / "runs" / "x" / "version_0"
     assert "report.html" in out
-    assert all(colour in (run / "report.html").read_text() for colour in ("currentColor", "stroke: var(--blue)"))
+    assert all(
+        colour in (run / "report.html").read_text()
+        for colour in ("currentColor", "stroke: var(--blue)")
+    )
     reader, record = read(run), record_of(run)
     accuracy = f"{100 * record['test']['acc']:.2f} %"
     assert reader.title == f"{accuracy} on 80 test images after 2 epochs (one CPU)"
@@ -112,7 +136,9 @@ def test_the_report_of_a_training(app: App, tmp_path: Path) -> None:
         assert not list((tmp_path / "runs" / stage).glob("**/report.html"))
 
 
-def test_where_other_programs_took_the_cores_no_remedy_is_for_the_model(app: App, tmp_path: Path) -> None:
+def test_where_other_programs_took_the_cores_no_remedy_is_for_the_model(
+    app: App, tmp_path: Path
+) -> None:
     """Report and summary agree on a busy machine, and give a slow step's time in seconds."""
     output_of(*app("fit", *SMALL, *WINDOWS))
     record = Record.load((run := tmp_path / "runs" / "x" / "version_0") / "run.json")
@@ -125,12 +151,22 @@ def test_where_other_programs_took_the_cores_no_remedy_is_for_the_model(app: App
         reader = Reader(make_report(run, record))
         assert "A step takes 7.4 s." in reader.text
         assert expected in reader.text
-        assert ("; other programs took 1.8 of 2 cores" in "".join(report(record, [], fitted=True))) == (others > 1)
+        assert (
+            "; other programs took 1.8 of 2 cores" in "".join(report(record, [], fitted=True))
+        ) == (others > 1)
 
 
-LONG = ["American_staffordshire_terrier", "Großer Schweizer Sennenhund", "x", "single from disk with 28 workers"]
+LONG = [
+    "American_staffordshire_terrier",
+    "Großer Schweizer Sennenhund",
+    "x",
+    "single from disk with 28 workers",
+]
 COUNTS = np.random.default_rng(0).integers(10_000, 99_999, (20, 20))
-STEPS = [SimpleNamespace(data=n, forward_backward=9, communication=n, optimizer=3, rest=1) for n in (1, 3, 40, 0.1)]
+STEPS = [
+    SimpleNamespace(data=n, forward_backward=9, communication=n, optimizer=3, rest=1)
+    for n in (1, 3, 40, 0.1)
+]
 FLAT = [(2.305121, "training", "red"), (2.305120, "validation", "blue")]
 PICTURES: dict[str, Callable[[], Figure]] = {
     "a step of variants": lambda: draw(
@@ -138,7 +174,9 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     ),
     "4 classes": lambda: draw(lambda axes: paint_confusion(axes, COUNTS[:4, :4], LONG), 5.0, 4.6),
     "20 classes": lambda: draw(lambda axes: paint_confusion(axes, COUNTS, 5 * LONG), 5.0, 4.6),
-    "flat losses": lambda: draw_line(lambda axes: (axes.plot([2.30512, 2.305121]), label_lines(axes, FLAT))),
+    "flat losses": lambda: draw_line(
+        lambda axes: (axes.plot([2.30512, 2.305121]), label_lines(axes, FLAT))
+    ),
     "wrong images": lambda: draw_images(
         [(torch.rand(3, 9, 9), f"{short(n, 24)}\npredicted {short(n, 13)}, 99%") for n in LONG]
     ),
@@ -151,7 +189,9 @@ def test_no_text_of_a_picture_is_cut_or_covers_another(name: str) -> None:
     figure.draw_without_rendering()
     box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
     assert min(box.x0, box.y0, width - box.x1, height - box.y1) > -0.01, "inches"
-    inside = [text.get_window_extent() for axes in figure.axes for text in axes.texts if text.get_text()]
+    inside = [
+        text.get_window_extent() for axes in figure.axes for text in axes.texts if text.get_text()
+    ]
     assert not [pair for pair in itertools.combinations(inside, 2) if pair[0].overlaps(pair[1])]
 
 
@@ -162,14 +202,25 @@ def test_durations_without_powers_of_ten() -> None:
     assert {seconds: duration(seconds) for seconds in DURATIONS} == DURATIONS
 
 
-def test_a_run_does_not_read_its_record(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_read_its_record(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run writes its report without reading its record, because reading imports pydantic, which takes 0.1 s.
 
-    A report written later from the record's file is the same, although the file has null for each NaN.
+    A report written later from the record's file is the same, although the file has null for each
+    NaN.
     """
     with monkeypatch.context() as patch:
         patch.setattr(Record, "load", None)
-        output_of(*app("fit", *SMALL, *options(max_epochs=2, on_nonfinite="warn"), "--model.optimizer.lr", "1e16"))
+        output_of(
+            *app(
+                "fit",
+                *SMALL,
+                *options(max_epochs=2, on_nonfinite="warn"),
+                "--model.optimizer.lr",
+                "1e16",
+            )
+        )
     written = read(run := tmp_path / "runs" / "x" / "version_0").text
     (run / "report.html").unlink()
     leave_report(str(run))
@@ -199,7 +250,9 @@ USER_CODE = [
 
 
 @pytest.mark.parametrize(("model", "data", "title", "use"), USER_CODE)
-def test_somebodys_code(model: str, data: str, title: str, use: str | None, app: App, tmp_path: Path) -> None:
+def test_somebodys_code(
+    model: str, data: str, title: str, use: str | None, app: App, tmp_path: Path
+) -> None:
     """The report is written whatever a user's module logs, and the printed command works.
 
     `fit` ends with a test if both module and data define one.
@@ -217,22 +270,30 @@ def test_somebodys_code(model: str, data: str, title: str, use: str | None, app:
         output_of(*app(*shlex.split(words)))
 
 
-def test_failures(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failures(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """If the report cannot be written, or the record cannot be read, a line is printed, and no error is raised."""
-    monkeypatch.setattr("app.monitor.report.write_text", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "app.monitor.report.write_text", Mock(side_effect=OSError(28, "No space left on device"))
+    )
     out = output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.test", "false"))
     run = tmp_path / "runs" / "x" / "version_0"
     assert f"{run / 'report.html'} cannot be written (No space left on device)\n" in out
     assert not (run / "report.html").exists()
     (run / "run.json").write_text("{")
     leave_report(str(run))
-    assert re.fullmatch(r".*report.html cannot be written \(ValueError: .*\)\n", capfd.readouterr().err)
+    assert re.fullmatch(
+        r".*report.html cannot be written \(ValueError: .*\)\n", capfd.readouterr().err
+    )
 
 
 def test_pages_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     code = "import sys; from app.system.files import write_text, Path; write_text(Path(sys.argv[1]), '2 \\xd7 \\udcff')"
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    subprocess.run([sys.executable, "-c", code, tmp_path / "page.html"], env=env, timeout=100, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "page.html"], env=env, timeout=100, check=True
+    )
     assert (tmp_path / "page.html").read_bytes() == "2 × ?".encode()
 
 
@@ -241,13 +302,25 @@ NAME = "<img src=x onerror=alert(1)> ![](http://e.com/a.png) [x](http://e.com) *
 
 def test_names_are_names(tmp_path: Path, image_root: Path) -> None:
     """Names are shown literally, even if they contain HTML, Markdown or mathematics."""
-    reader = Reader(page(NAME, plain(NAME), [Section(NAME, table([NAME, ""], [[NAME, 1]]), folded=True)], {}))
+    reader = Reader(
+        page(NAME, plain(NAME), [Section(NAME, table([NAME, ""], [[NAME, 1]]), folded=True)], {})
+    )
     assert not reader.loaded
     assert reader.text.count(NAME) == 6
     name = "=<b>a$b$"
     for split in ("train", "test"):
         shutil.move(image_root / split / "eel", image_root / split / name)
-    data = ["--data", "ImageFolder", "--data.root", image_root, "--data.batch_size", "4", *QUIET, "--run.name", "<i>x"]
+    data = [
+        "--data",
+        "ImageFolder",
+        "--data.root",
+        image_root,
+        "--data.batch_size",
+        "4",
+        *QUIET,
+        "--run.name",
+        "<i>x",
+    ]
     output_of(*fork_app("fit", *data, "--trainer.max_epochs", "1", "--run.root", tmp_path))
     run = tmp_path / "<i>x" / "version_0"
     assert name in read(run).text
@@ -256,7 +329,23 @@ def test_names_are_names(tmp_path: Path, image_root: Path) -> None:
 
 def test_tables_hold_no_formulas(tmp_path: Path) -> None:
     """Spreadsheets show an apostrophe's cell as text. Numbers remain, and `read_csv` returns what was written."""
-    line = ["=A1", "+x", "-x", "@x", "\tx", "\rx", "＝x", "'x", "a=b", "./-x.jpg", "-0.5", -0.5, "-inf", "1e-3", ""]
+    line = [
+        "=A1",
+        "+x",
+        "-x",
+        "@x",
+        "\tx",
+        "\rx",
+        "＝x",
+        "'x",
+        "a=b",
+        "./-x.jpg",
+        "-0.5",
+        -0.5,
+        "-inf",
+        "1e-3",
+        "",
+    ]
     written = "'=A1,'+x,'-x,'@x,'\tx,\"'\rx\",'＝x,''x,a=b,./-x.jpg,-0.5,-0.5,-inf,1e-3,\r\n"
     write_csv(tmp_path / "x.csv", [line])
     assert (tmp_path / "x.csv").read_bytes().decode() == written
@@ -287,5 +376,6 @@ def test_in_a_browser(scheme: int, app: App, tmp_path: Path) -> None:
     colours = seen_colours(tmp_path / "runs" / "x" / "version_0" / "report.html", *flags)
     papers, blues = ((0x14, 0x18, 0x1D), (255, 255, 255)), ((0x6E, 0xA2, 0xFF), (0x2F, 0x62, 0xC9))
     assert max(colours, key=lambda colour: colours[colour]) == papers[scheme]
-    # more than 100 pixels have this scheme's line colour, and fewer than 100 have the other scheme's
+    # more than 100 pixels have this scheme's line colour, and fewer than 100 have the other
+    # scheme's
     assert colours.get(blues[scheme], 0) > 100 > colours.get(blues[1 - scheme], 0)

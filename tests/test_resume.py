@@ -1,6 +1,7 @@
 """A stopped and resumed run ends with the weights of an uninterrupted one, bit for bit on the CPU.
 
-Some tests stop a run. Others resume from a checkpoint that an uninterrupted run has written within an epoch.
+Some tests stop a run. Others resume from a checkpoint that an uninterrupted run has written within
+an epoch.
 """
 
 import fcntl
@@ -29,32 +30,56 @@ from harness import (
 )
 from lightning.pytorch import Trainer
 
+from app.command.checkpoints import check_checkpoint
 from app.errors import UserError
-from app.fit.checkpoints import check_checkpoint
+from app.lab.verify.differences import Recorded, differences
 from app.modules import CIFARCNN
-from app.verify.differences import Recorded, differences
 
 # 453 training images: 15 steps per epoch, the last one with 5 images
 DATA = tiny(503, 32, flip=True)
 EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
-RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
+RECORDING = ["--trainer.callbacks+=app.lab.verify.recording.Recording"]
 RECORDING += ["--trainer.callbacks.steps=1000", "--trainer.callbacks.epoch_steps=15"]
 STEPS = [*options(test=False, max_epochs=3), *EVERY]
-CNN = [*DATA, "--model", "CIFARCNN", "--model.optimizer.lr", "0.05", "--last_checkpoint.every_n_train_steps", "7"]
+CNN = [
+    *DATA,
+    "--model",
+    "CIFARCNN",
+    "--model.optimizer.lr",
+    "0.05",
+    "--last_checkpoint.every_n_train_steps",
+    "7",
+]
 ONE_CYCLE = ["--model.scheduler", "OneCycleLR", "--model.scheduler.max_lr", "0.01"]
 ONE_CYCLE += ["--model.scheduler.total_steps", "45"]
 MODELS = {
-    "adam-onecycle": [*CNN, "--model.optimizer", "Adam", *ONE_CYCLE, "--model.scheduler_interval", "step"],
+    "adam-onecycle": [
+        *CNN,
+        "--model.optimizer",
+        "Adam",
+        *ONE_CYCLE,
+        "--model.scheduler_interval",
+        "step",
+    ],
     "plateau": [*CNN, "--model.scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"],
     "recipe": [*CNN, *RECIPE, *options(gradient_clip_val=1)],
-    "steps-read-early": [*DATA, "--model", "user_code.OneCycle", "--last_checkpoint.every_n_train_steps", "7"],
+    "steps-read-early": [
+        *DATA,
+        "--model",
+        "user_code.OneCycle",
+        "--last_checkpoint.every_n_train_steps",
+        "7",
+    ],
     "double-precision": [*CNN, "--trainer.precision", "64-true"],
 }
 
 
 def checkpoints(run: Path) -> dict[int, Path]:
     """Return a run's checkpoints by step."""
-    return {int(path.stem.removeprefix("step=")): path for path in (run / "checkpoints").glob("step=*.ckpt")}
+    return {
+        int(path.stem.removeprefix("step=")): path
+        for path in (run / "checkpoints").glob("step=*.ckpt")
+    }
 
 
 def epochs(run: Path) -> list[list[float]]:
@@ -63,7 +88,9 @@ def epochs(run: Path) -> list[list[float]]:
     return [[row[name] for name in columns] for row in record_of(run)["epochs"]]
 
 
-@pytest.mark.parametrize("model", [*list(MODELS)[:-1], pytest.param("double-precision", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", [*list(MODELS)[:-1], pytest.param("double-precision", marks=pytest.mark.slow)]
+)
 def test_in_the_middle_of_an_epoch(model: str, app: App, tmp_path: Path) -> None:
     whole, resumed = (tmp_path / "runs" / name / "version_0" for name in ("whole", "resumed"))
     flags = [*MODELS[model], *STEPS, *RECORDING, *options(log_every_n_steps=5)]
@@ -79,7 +106,9 @@ def test_in_the_middle_of_an_epoch(model: str, app: App, tmp_path: Path) -> None
     assert epochs(resumed) == epochs(whole)
     assert len(epochs(whole)) == 3
     logged, expected = (pd.read_csv(run / "metrics.csv") for run in (resumed, whole))
-    pd.testing.assert_frame_equal(logged, expected[expected["step"] >= 21].reset_index(drop=True), check_exact=True)
+    pd.testing.assert_frame_equal(
+        logged, expected[expected["step"] >= 21].reset_index(drop=True), check_exact=True
+    )
 
 
 def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
@@ -93,9 +122,24 @@ def test_at_the_end_of_an_epoch_by_name(app: App, tmp_path: Path) -> None:
     assert difference(whole, resumed) == 0
     assert epochs(resumed) == epochs(whole)
     assert not (runs / "version_2").exists(), "one training is one run"
-    pd.testing.assert_frame_equal(*(pd.read_csv(run / "metrics.csv") for run in (whole, resumed)), atol=1e-6)
-    text = error_of(*app("fit", *flags, "--trainer.max_epochs=4", "--ckpt_path", "last", "--model.optimizer.lr", "0"))
-    assert "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, whose value is 0.05" in text
+    pd.testing.assert_frame_equal(
+        *(pd.read_csv(run / "metrics.csv") for run in (whole, resumed)), atol=1e-6
+    )
+    text = error_of(
+        *app(
+            "fit",
+            *flags,
+            "--trainer.max_epochs=4",
+            "--ckpt_path",
+            "last",
+            "--model.optimizer.lr",
+            "0",
+        )
+    )
+    assert (
+        "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, whose value is 0.05"
+        in text
+    )
 
 
 @pytest.mark.parametrize("model", ["AccuracyFalls", "LossRises"])
@@ -104,7 +148,10 @@ def test_the_best_checkpoint_so_far_is_not_forgotten(model: str, app: App, tmp_p
     flags = ["--model", f"user_code.{model}", "--data", "user_code.TheirData", "--run.name", "x"]
     for count, resume in (("2", []), ("4", ["--ckpt_path", "last"])):
         output_of(*app("fit", *flags, *resume, "--trainer.max_epochs", count))
-    assert torch.load(tmp_path / "runs/x/version_0/checkpoints/best.ckpt", weights_only=True)["epoch"] == 0
+    assert (
+        torch.load(tmp_path / "runs/x/version_0/checkpoints/best.ckpt", weights_only=True)["epoch"]
+        == 0
+    )
 
 
 def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
@@ -118,9 +165,13 @@ def test_the_config_of_a_run_means_that_run(app: App, tmp_path: Path) -> None:
     assert f"{runs / 'version_0'}" in message
     assert "has been trained for 1 epochs, as many as --trainer.max_epochs 1: give more" in message
     output_of(*app("fit", *first, "--trainer.max_epochs", "2"))
-    assert record_of(runs / "version_0")["resumed_from"] == str(runs / "version_0" / "checkpoints" / "last.ckpt")
+    assert record_of(runs / "version_0")["resumed_from"] == str(
+        runs / "version_0" / "checkpoints" / "last.ckpt"
+    )
     output_of(*app("test", "--config", runs / "version_0" / "config.yaml", "--ckpt_path", "best"))
-    assert record_of(runs / "version_0" / "test_1")["resumed_from"].startswith(str(runs / "version_0"))
+    assert record_of(runs / "version_0" / "test_1")["resumed_from"].startswith(
+        str(runs / "version_0")
+    )
 
 
 def test_a_run_folder_stands_for_its_last_or_best_checkpoint(app: App, tmp_path: Path) -> None:
@@ -128,21 +179,30 @@ def test_a_run_folder_stands_for_its_last_or_best_checkpoint(app: App, tmp_path:
     run = tmp_path / "runs" / "x" / "version_0"
     output_of(*app("test", "--ckpt_path", run))
     assert record_of(run / "test_1")["resumed_from"] == str(run / "checkpoints" / "best.ckpt")
-    output_of(*app("fit", *CNN[:-2], *options(test=False, name="x", max_epochs=2), "--ckpt_path", run))
+    output_of(
+        *app("fit", *CNN[:-2], *options(test=False, name="x", max_epochs=2), "--ckpt_path", run)
+    )
     assert record_of(run)["resumed_from"] == str(run / "checkpoints" / "last.ckpt")
 
 
 IN_WINDOWS = [*CNN[:-2], *options(test=False, max_epochs=1, accumulate_grad_batches=3)]
 OWN = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=2"]
 SAVES = {
-    "straight": ["--last_checkpoint.every_n_train_steps", "2", *OWN, "--trainer.callbacks.save_top_k=-1"],
+    "straight": [
+        "--last_checkpoint.every_n_train_steps",
+        "2",
+        *OWN,
+        "--trainer.callbacks.save_top_k=-1",
+    ],
     "lightning": ["--last_checkpoint.train_time_interval", "0:00:00"],
 }
 
 
 def positions(folder: Path) -> set[int]:
     """Return the numbers of batches after which the checkpoints below a folder were saved."""
-    loops = [torch.load(path, weights_only=True)["loops"]["fit_loop"] for path in folder.rglob("*.ckpt")]
+    loops = [
+        torch.load(path, weights_only=True)["loops"]["fit_loop"] for path in folder.rglob("*.ckpt")
+    ]
     return {loop["epoch_loop.batch_progress"]["current"]["processed"] for loop in loops}
 
 
@@ -163,7 +223,9 @@ def test_two_kills_inside_accumulation_windows(loop: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("loop", ["straight", "lightning"])
-def test_a_stop_inside_an_accumulation_window_waits_for_its_end(loop: str, app: App, tmp_path: Path) -> None:
+def test_a_stop_inside_an_accumulation_window_waits_for_its_end(
+    loop: str, app: App, tmp_path: Path
+) -> None:
     output_of(*app("fit", *IN_WINDOWS, *options(name="x", loop=loop), *acts("stop", 7)))
     assert positions(tmp_path) == {9}
     assert record_of(tmp_path / "runs" / "x" / "version_0")["steps"] == 3
@@ -184,7 +246,13 @@ def test_checkpoints_inside_accumulation_windows_are_refused(app: App, tmp_path:
     assert positions(tmp_path / "runs" / "x") <= {6, 12, 15}
     output_of(*app("fit", *IN_WINDOWS, "--run.name", "y", "--trainer.max_steps", "2"))
     message = error_of(
-        *app("fit", *IN_WINDOWS, "--run.name=y", "--ckpt_path=last", "--trainer.accumulate_grad_batches=4")
+        *app(
+            "fit",
+            *IN_WINDOWS,
+            "--run.name=y",
+            "--ckpt_path=last",
+            "--trainer.accumulate_grad_batches=4",
+        )
     )
     assert "--trainer.accumulate_grad_batches 4: " in message
     assert "was saved after batch 6 of an epoch, inside an optimizer step" in message
@@ -202,10 +270,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("steps", "every"), [((1, 15, 16, 29), 0), ((15,), 5)], ids=str)
-def test_stopped_by_max_steps(steps: tuple[int, ...], every: int, whole: Path, app: App, tmp_path: Path) -> None:
+def test_stopped_by_max_steps(
+    steps: tuple[int, ...], every: int, whole: Path, app: App, tmp_path: Path
+) -> None:
     """A run that is stopped and resumed several times has the weights and records of an uninterrupted run.
 
-    A checkpoint due after an epoch's last step is written at the epoch's end, with validation and mean loss.
+    A checkpoint due after an epoch's last step is written at the epoch's end, with validation and
+    mean loss.
     """
     flags = [*UP_TO_TWO, *(["--last_checkpoint.every_n_train_steps", str(every)] if every else [])]
     ends = [["--trainer.max_steps", str(step)] for step in steps]
@@ -219,14 +290,19 @@ def test_stopped_by_max_steps(steps: tuple[int, ...], every: int, whole: Path, a
 def test_stopped_early(app: App, tmp_path: Path) -> None:
     """Early stopping ends a run at a validation within an epoch.
 
-    If `min_epochs` epochs are not complete, it waits for the end of the last one. Then checkpoints are saved only at
-    ends of epochs.
+    If `min_epochs` epochs are not complete, it waits for the end of the last one. Then checkpoints
+    are saved only at ends of epochs.
     """
     early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
     early += ["--trainer.callbacks.min_delta=100", "--trainer.callbacks.patience=1"]
     flags, runs = [*CNN[:-2], "--run.test", "false", *early], tmp_path / "runs"
     output_of(*app("fit", *flags, *options(val_check_interval=5, max_epochs=2, name="middle")))
-    assert torch.load(runs / "middle/version_0/checkpoints/last.ckpt", weights_only=True)["global_step"] == 10
+    assert (
+        torch.load(runs / "middle/version_0/checkpoints/last.ckpt", weights_only=True)[
+            "global_step"
+        ]
+        == 10
+    )
     output_of(*app("fit", *flags, *EVERY, *options(min_epochs=3, max_epochs=4, name="later")))
     assert sorted(checkpoints(runs / "later" / "version_0")) == [15, 30, 45]
 
@@ -235,20 +311,37 @@ def test_stopped_early(app: App, tmp_path: Path) -> None:
 def test_across_strategies(app: App, tmp_path: Path) -> None:
     """A checkpoint written under ddp resumes under ddp bit for bit, and under other strategies up to rounding."""
     for name in ("whole", "resumed"):
-        resume = ["--ckpt_path", str(checkpoints(tmp_path / "whole" / "version_0")[21])] if name == "resumed" else []
-        output_of(*fork_app("fit", *CNN, *STEPS, *on_cpu("ddp_fork", root=tmp_path, name=name), *resume))
+        resume = (
+            ["--ckpt_path", str(checkpoints(tmp_path / "whole" / "version_0")[21])]
+            if name == "resumed"
+            else []
+        )
+        output_of(
+            *fork_app("fit", *CNN, *STEPS, *on_cpu("ddp_fork", root=tmp_path, name=name), *resume)
+        )
     saved = checkpoints(tmp_path / "whole" / "version_0")
     final = weights(saved[42])
     assert difference(final, checkpoints(tmp_path / "resumed" / "version_0")[42]) == 0
     for strategy, devices in (("auto", 1), ("dp", 2)):
-        output_of(*app("fit", *CNN, *STEPS, *on_cpu(strategy, devices, name=strategy), "--ckpt_path", saved[21]))
+        output_of(
+            *app(
+                "fit",
+                *CNN,
+                *STEPS,
+                *on_cpu(strategy, devices, name=strategy),
+                "--ckpt_path",
+                saved[21],
+            )
+        )
         assert difference(final, checkpoints(tmp_path / "runs" / strategy / "version_0")[42]) < 1e-5
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_path: Path) -> None:
     output_of(*app("fit", *CNN, *STEPS, "--run.name", "x", "--trainer.max_steps", "10"))
     saved = checkpoints(tmp_path / "runs" / "x" / "version_0")[7]
-    assert "batch_size 32" in error_of(*app("fit", *CNN, *STEPS, "--data.batch_size", "16", "--ckpt_path", saved))
+    assert "batch_size 32" in error_of(
+        *app("fit", *CNN, *STEPS, "--data.batch_size", "16", "--ckpt_path", saved)
+    )
 
 
 def test_what_makes_another_run(app: App, tmp_path: Path) -> None:
@@ -259,7 +352,9 @@ def test_what_makes_another_run(app: App, tmp_path: Path) -> None:
     first = runs / "version_0"
     descriptor = os.open(first, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # as a run in progress does
-    assert f"not continuing {first}: it is still running" in output_of(*app("fit", *flags, "2", *newest))
+    assert f"not continuing {first}: it is still running" in output_of(
+        *app("fit", *flags, "2", *newest)
+    )
     os.close(descriptor)
     out = output_of(*app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7]))
     assert f"not continuing {first}: it has newer checkpoints" in out
@@ -303,17 +398,28 @@ def test_a_damaged_checkpoint(app: App, tmp_path: Path) -> None:
     """
     folder = tmp_path / "runs" / "x" / "version_0" / "checkpoints"
     output_of(*app("fit", *FLAGS, "2"))
-    assert sorted(path.name for path in folder.iterdir()) == ["best.ckpt", "last-1.ckpt", "last.ckpt"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "best.ckpt",
+        "last-1.ckpt",
+        "last.ckpt",
+    ]
     last, config = folder / "last.ckpt", folder.with_name("config.yaml")
     bit_flipped(last)
     for command, checkpoint in (("fit", "last"), ("test", "last"), ("predict", last)):
         message = error_of(*app(command, *FLAGS, "3", "--ckpt_path", checkpoint))
-        assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", message), message
-    message = error_of(*app("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "3"))
+        assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", message), (
+            message
+        )
+    message = error_of(
+        *app("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_epochs", "3")
+    )
     assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", message), message
     (folder / "best.ckpt").unlink()
     out = output_of(*app("fit", *FLAGS, "3", "--ckpt_path", "auto"))
-    assert f"{last} is damaged: it is kept as last.ckpt.damaged, and the run continues from {folder}/last-1.ckpt" in out
+    assert (
+        f"{last} is damaged: it is kept as last.ckpt.damaged, and the run continues from {folder}/last-1.ckpt"
+        in out
+    )
     second = record_of(tmp_path / "runs" / "x" / "version_0")
     assert (second["resumed_from"], len(second["epochs"])) == (str(folder / "last-1.ckpt"), 3)
     assert (folder / "last.ckpt.damaged").exists()
@@ -334,7 +440,9 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
     trainer = Trainer(max_epochs=2, logger=False)
     for key in ("global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"):
         torch.save({name: value for name, value in good.items() if name != key}, bad)
-        with pytest.raises(UserError, match=f"^--ckpt_path {bad}: it has no {key}, so training cannot resume"):
+        with pytest.raises(
+            UserError, match=f"^--ckpt_path {bad}: it has no {key}, so training cannot resume"
+        ):
             check_checkpoint(str(bad), CIFARCNN(), None, trainer, False)  # type: ignore[arg-type]
     for key, value in (
         *((key, 3.5) for key in ("loops", "optimizer_states")),
@@ -346,7 +454,11 @@ def test_a_checkpoint_that_lacks_something(app: App, tmp_path: Path) -> None:
         torch.save({**good, key: value}, bad)
         with pytest.raises(UserError, match=f"^--ckpt_path {bad}"):
             check_checkpoint(str(bad), CIFARCNN(), None, trainer, False)  # type: ignore[arg-type]
-    for key, value in (("callbacks", 3.5), ("lr_schedulers", 3.5), ("callbacks", {next(iter(good["callbacks"])): 7})):
+    for key, value in (
+        ("callbacks", 3.5),
+        ("lr_schedulers", 3.5),
+        ("callbacks", {next(iter(good["callbacks"])): 7}),
+    ):
         torch.save({**good, key: value}, bad)
         assert f"--ckpt_path {bad}" in error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
     torch.save({key: good[key] for key in ("state_dict", "pytorch-lightning_version")}, bad)

@@ -9,9 +9,9 @@ import pytest
 from harness import App, error_of, tiny
 from jsonargparse import Namespace
 
+from app.command import rules
+from app.command.configuration import resolve
 from app.errors import UserError
-from app.fit import rules
-from app.fit.configuration import resolve
 from app.launch.cluster_environment import Launched
 
 SMALL = ["fit", *tiny(accelerator="cpu")]
@@ -35,38 +35,106 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
 
 
 REFUSED = [
-    ({"trainer.devices": "0"}, None, "--trainer.devices 0: give a count from 1 on, a list such as 0,1, or auto"),
-    ({"trainer.devices": "-1"}, None, "--trainer.devices '-1': the cpu accelerator has no such devices: give a count"),
+    (
+        {"trainer.devices": "0"},
+        None,
+        "--trainer.devices 0: give a count from 1 on, a list such as 0,1, or auto",
+    ),
+    (
+        {"trainer.devices": "-1"},
+        None,
+        "--trainer.devices '-1': the cpu accelerator has no such devices: give a count",
+    ),
     ({"trainer.devices": [0, 1]}, None, "the cpu accelerator has no such devices"),
     ({"trainer.num_nodes": 0}, None, "--trainer.num_nodes 0: give 1 or more"),
-    ({"trainer.accelerator": "cudo"}, None, "--trainer.accelerator cudo: unknown: did you mean cuda?"),
-    ({"trainer.accelerator": "tpu"}, None, "--trainer.accelerator tpu: there is none on this machine"),
+    (
+        {"trainer.accelerator": "cudo"},
+        None,
+        "--trainer.accelerator cudo: unknown: did you mean cuda?",
+    ),
+    (
+        {"trainer.accelerator": "tpu"},
+        None,
+        "--trainer.accelerator tpu: there is none on this machine",
+    ),
     ({"cluster.timeout": math.inf}, None, "--cluster.timeout inf: give a finite number"),
-    ({"trainer.gradient_clip_val": math.inf}, None, "--trainer.gradient_clip_val inf: give a finite number"),
+    (
+        {"trainer.gradient_clip_val": math.inf},
+        None,
+        "--trainer.gradient_clip_val inf: give a finite number",
+    ),
     ({"seed_everything": 2**32}, None, "--seed_everything 4294967296: give 4294967295 or less"),
-    ({"cluster.max_restarts": 1}, None, "--cluster.max_restarts 1 has no effect: no agent starts the processes of"),
-    ({"cluster.log_dir": "x"}, TWO, "--cluster.log_dir x has no effect: torchrun starts the processes of this run"),
+    (
+        {"cluster.max_restarts": 1},
+        None,
+        "--cluster.max_restarts 1 has no effect: no agent starts the processes of",
+    ),
+    (
+        {"cluster.log_dir": "x"},
+        TWO,
+        "--cluster.log_dir x has no effect: torchrun starts the processes of this run",
+    ),
     ({"run.name": "../x"}, None, "--run.name ../x: give a relative path without .."),
     ({"run.name": "/x"}, None, "--run.name /x: give a relative path without .."),
     (DP | {"trainer.num_nodes": 2}, None, "dp works inside one node, not on 2: use ddp or ddp_"),
-    ({"trainer.strategy": "ddp_fork", "trainer.num_nodes": 2}, None, "ddp_fork works inside one node, not on 2"),
-    (DP | {"trainer.devices": 2}, TWO, "--trainer.strategy dp is one process, but torchrun started several"),
-    ({"trainer.strategy": "ddp_fork"}, TWO, "ddp_fork starts processes, which torchrun has done already"),
-    (DDP | {"trainer.devices": 3}, TWO, "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.nu"),
-    ({"trainer.devices": 1}, TWO, "of 1: leave --trainer.num_nodes and --trainer.devices out to follow torchrun"),
+    (
+        {"trainer.strategy": "ddp_fork", "trainer.num_nodes": 2},
+        None,
+        "ddp_fork works inside one node, not on 2",
+    ),
+    (
+        DP | {"trainer.devices": 2},
+        TWO,
+        "--trainer.strategy dp is one process, but torchrun started several",
+    ),
+    (
+        {"trainer.strategy": "ddp_fork"},
+        TWO,
+        "ddp_fork starts processes, which torchrun has done already",
+    ),
+    (
+        DDP | {"trainer.devices": 3},
+        TWO,
+        "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.nu",
+    ),
+    (
+        {"trainer.devices": 1},
+        TWO,
+        "of 1: leave --trainer.num_nodes and --trainer.devices out to follow torchrun",
+    ),
     ({}, Launched("srun", 2, None, 3), "not the same number on each node: give --ntasks-per-node"),
-    ({"data.init_args.batch_size": 15}, TWO, "a global batch of 15 cannot be shared equally by 2 ranks: use --dat"),
-    (DDP | {"trainer.devices": 3}, None, "use --data.batch_size 15 or 18, or another --trainer.devices"),
-    ({"cluster.init_method": "tcp://a:1"}, TWO, "--cluster.init_method: torchrun decides how the nodes meet"),
+    (
+        {"data.init_args.batch_size": 15},
+        TWO,
+        "a global batch of 15 cannot be shared equally by 2 ranks: use --dat",
+    ),
+    (
+        DDP | {"trainer.devices": 3},
+        None,
+        "use --data.batch_size 15 or 18, or another --trainer.devices",
+    ),
+    (
+        {"cluster.init_method": "tcp://a:1"},
+        TWO,
+        "--cluster.init_method: torchrun decides how the nodes meet",
+    ),
     (SYNC | DDP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm works on GPUs only"),
     (SYNC | DP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm has no effect under dp"),
-    ({"trainer.plugins": [SYNC_PLUGIN]}, None, "--trainer.sync_batchnorm has no effect in one process"),
+    (
+        {"trainer.plugins": [SYNC_PLUGIN]},
+        None,
+        "--trainer.sync_batchnorm has no effect in one process",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "launcher", "text"), REFUSED)
 def test_what_cannot_work(
-    settings: dict[str, Any], launcher: Launched | None, text: str, config: Namespace, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    launcher: Launched | None,
+    text: str,
+    config: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rules, "launched", lambda: launcher)
     with pytest.raises(UserError) as error:
@@ -90,16 +158,23 @@ WORKS = [
 
 @pytest.mark.parametrize(("settings", "launcher"), WORKS)
 def test_what_works(
-    settings: dict[str, Any], launcher: Launched | None, config: Namespace, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    launcher: Launched | None,
+    config: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rules, "launched", lambda: launcher)
     rules.check("fit", changed(config, settings))
 
 
 @pytest.mark.parametrize("value", ["nan", "1e400", ".inf"])
-def test_a_learning_rate_that_is_no_number(value: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learning_rate_that_is_no_number(
+    value: str, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rate is rejected before anything is built."""
-    monkeypatch.setattr("lightning.pytorch.trainer.trainer._AcceleratorConnector", lambda **_: pytest.fail("built"))
+    monkeypatch.setattr(
+        "lightning.pytorch.trainer.trainer._AcceleratorConnector", lambda **_: pytest.fail("built")
+    )
     message = error_of(*app(*SMALL, f"--model.optimizer.lr={value}"))
     assert message.startswith("error: --model.optimizer.lr ")
     assert message.endswith((": give a finite number", ": expected a number"))
@@ -109,12 +184,19 @@ def test_rules_of_flags_hold_on_any_machine() -> None:
     """`resolve`, which `compare` uses, rejects values that are wrong everywhere, but allows missing devices."""
     with pytest.raises(UserError, match="give 1 or more"):
         resolve([*SMALL, "--trainer.accumulate_grad_batches", "0"])
-    assert resolve([*SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64"]).trainer.devices == "64"
+    assert (
+        resolve(
+            [*SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64"]
+        ).trainer.devices
+        == "64"
+    )
 
 
 @pytest.mark.parametrize("hidden", ["hidden: [-1]", "hidden: [8, 0]", "repeats: 1000000000"])
 def test_sizes_of_the_network(hidden: str, app: App, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(f"model: {{class_path: FashionMLP, init_args: {{{hidden}}}}}\n")
+    (tmp_path / "c.yaml").write_text(
+        f"model: {{class_path: FashionMLP, init_args: {{{hidden}}}}}\n"
+    )
     message = error_of(*app(*SMALL, "--data.like", "FashionMNIST", "--config", tmp_path / "c.yaml"))
     assert f"--model.{hidden.partition(':')[0]} " in message
     assert "give" in message

@@ -6,13 +6,26 @@ from pathlib import Path
 
 import pytest
 
+from app.lab import runs
+from app.lab.runs import run_fit
 from app.record import Record
-from app.runs import run_fit, starter
 
-FLAGS = ["--data", "Synthetic", "--data.images", "200", "--data.batch_size", "20", "--run.wandb", "off"]
+FLAGS = [
+    "--data",
+    "Synthetic",
+    "--data.images",
+    "200",
+    "--data.batch_size",
+    "20",
+    "--run.wandb",
+    "off",
+]
 
 
-DAMAGED = [('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"), ("{", "line 1")]
+DAMAGED = [
+    ('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"),
+    ("{", "line 1"),
+]
 DAMAGED += [("", "line 1"), ("null", "")]
 
 
@@ -50,9 +63,11 @@ def test_a_run_that_completes_at_its_limit(tmp_path: Path, monkeypatch: pytest.M
 
     def complete(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         stop(processes)
-        Record(status="completed", run_dir=str(tmp_path)).save(tmp_path / "x" / "version_0" / "run.json")
+        Record(status="completed", run_dir=str(tmp_path)).save(
+            tmp_path / "x" / "version_0" / "run.json"
+        )
 
-    stop = starter._stop
-    monkeypatch.setattr(starter, "_stop", complete)
+    stop = runs._stop
+    monkeypatch.setattr(runs, "_stop", complete)
     record = run_fit(FLAGS, 0.1, tmp_path / "x")
     assert (record.status, record.time_limit) == ("completed", None)

@@ -33,9 +33,19 @@ def last(root: Path) -> Path:
     return last_of(root / "LeNet-Synthetic" / "version_0")
 
 
-def submit(slurm: Slurm, root: Path, *flags: str, shape: Sequence[str] = TWO, epochs: int = 24, **env: str) -> str:
+def submit(
+    slurm: Slurm, root: Path, *flags: str, shape: Sequence[str] = TWO, epochs: int = 24, **env: str
+) -> str:
     return slurm.submit(
-        *shape, SCRIPT, *STEPS, "--run.root", root, "--trainer.max_epochs", str(epochs), *flags, env={**PATH, **env}
+        *shape,
+        SCRIPT,
+        *STEPS,
+        "--run.root",
+        root,
+        "--trainer.max_epochs",
+        str(epochs),
+        *flags,
+        env={**PATH, **env},
     )
 
 
@@ -51,13 +61,14 @@ def trained(slurm: Slurm, job: str, root: Path, epochs: int) -> None:
 def test_it_goes_on_exactly(slurm: Slurm, app: App, tmp_path: Path) -> None:
     """A job of 2 nodes × 2 tasks that is requeued twice has the losses and final weights of a run on one device.
 
-    The requeued job needs no further flags. The runs use float64, because the four ranks add gradients in another order
-    after a restart: DDP rearranges its buckets after the first step.
+    The requeued job needs no further flags. The runs use float64, because the four ranks add
+    gradients in another order after a restart: DDP rearranges its buckets after the first step.
     """
     stopped = tmp_path / "stopped"
     job = submit(slurm, stopped, *EXACT, shape=SHAPE, WANDB_MODE="offline")
     trained(slurm, job, stopped, 3)
-    # send the signal that `--signal=SIGUSR1@90` sends before the time limit; it makes the run requeue the job
+    # send the signal that `--signal=SIGUSR1@90` sends before the time limit; it makes the run
+    # requeue the job
     slurm.run("scancel", "--signal=USR1", f"{job}.0")
     slurm.start_again(job)
     trained(slurm, job, stopped, 6)
@@ -67,7 +78,9 @@ def test_it_goes_on_exactly(slurm: Slurm, app: App, tmp_path: Path) -> None:
 
     final = record(stopped)
     runs = [*final["parts"], final]
-    assert [run["status"] for run in runs] == ["interrupted", "interrupted", "completed"], slurm.output(job)
+    assert [run["status"] for run in runs] == ["interrupted", "interrupted", "completed"], (
+        slurm.output(job)
+    )
     assert [run["resumed_from"] for run in runs] == [None, *[str(last(stopped))] * 2]
     assert len(list(stopped.glob("*/version_0/wandb/offline-run-*"))) == 3
     assert len(list(stopped.glob(f"*/version_0/wandb/offline-run-*-{final['tracker']}"))) == 3
@@ -84,7 +97,11 @@ def test_it_goes_on_exactly(slurm: Slurm, app: App, tmp_path: Path) -> None:
 def test_scancel_saves_and_leaves_no_process(slurm: Slurm, tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, epochs=100000)
     trained(slurm, job, tmp_path, 2)
-    ranks = [pid for pid, variables in slurm.processes(job).items() if "SLURM_STEP_TASKS_PER_NODE" in variables]
+    ranks = [
+        pid
+        for pid, variables in slurm.processes(job).items()
+        if "SLURM_STEP_TASKS_PER_NODE" in variables
+    ]
     addresses = listening(ranks)
     assert addresses
     assert not addresses & {"0.0.0.0", "::"}
@@ -114,9 +131,13 @@ def test_what_is_wrong_is_said_at_once(slurm: Slurm, tmp_path: Path) -> None:
     Two simultaneous steps of `srun` are two runs with separate directories.
     """
     fit = ["python", "-m", "app", "fit", *STEPS, "--run.root", str(tmp_path)]
-    alone = "error: this SLURM job has 4 tasks, but the command was started once: put srun before it"
+    alone = (
+        "error: this SLURM job has 4 tasks, but the command was started once: put srun before it"
+    )
     unequal = "error: srun started 2 node(s) of 2 process(es), but the run is --trainer.num_nodes 2 of 4: leave"
-    nodes = "error: this SLURM job has 2 nodes, but the command was started once: put srun before it"
+    nodes = (
+        "error: this SLURM job has 2 nodes, but the command was started once: put srun before it"
+    )
     for shape, command, message in (
         (SHAPE, fit, alone),
         (["--nodes=2"], fit, nodes),
@@ -167,7 +188,9 @@ def test_requeued_if_preempted(preempted: bool, slurm: Slurm, tmp_path: Path) ->
     job = slurm.submit(*SHAPE, "--nodelist=h1,h2", SCRIPT, env=path)
     awaited(lambda: slurm.output(job).count("up") == 4, 60, lambda: slurm.output(job))
     if preempted:
-        slurm.submit("--partition=high", "--nodelist=h1,h2", "--exclusive", "--nodes=2", "--wrap=true")
+        slurm.submit(
+            "--partition=high", "--nodelist=h1,h2", "--exclusive", "--nodes=2", "--wrap=true"
+        )
         slurm.start_again(job)
         assert slurm.job(job)["Restarts"] == "1"
         awaited(lambda: slurm.output(job).count("up") == 8, 60, lambda: slurm.output(job))

@@ -45,7 +45,10 @@ SLOW = pytest.mark.slow
 SIGNALS = [
     ("disk", "SIGTERM", "group"),  # the signal also reaches worker processes
     ("auto", "SIGHUP", "main"),
-    *(pytest.param("ddp", "SIGTERM", "all", marks=SLOW), pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW)),
+    *(
+        pytest.param("ddp", "SIGTERM", "all", marks=SLOW),
+        pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW),
+    ),
     pytest.param("ddp", "SIGINT", "group", marks=SLOW),
     pytest.param("ddp", "SIGHUP", "main", marks=SLOW),
     pytest.param("ddp_spawn", "SIGHUP", "group", marks=SLOW),
@@ -56,12 +59,19 @@ SIGNALS = [
 
 @pytest.mark.parametrize(("strategy", "name", "whom"), SIGNALS)
 def test_while_training(strategy: str, name: str, whom: str, tmp_path: Path) -> None:
-    way = options(placement="disk", num_workers=2) if strategy == "disk" else on_cpu(strategy, 1 + (strategy != "auto"))
+    way = (
+        options(placement="disk", num_workers=2)
+        if strategy == "disk"
+        else on_cpu(strategy, 1 + (strategy != "auto"))
+    )
     with started(tmp_path, *SMALL, *way, "--trainer.max_epochs", "100000") as run:
         out = run.trained(3).get(name, whom).end(60, code=128 + getattr(signal, name))
     assert "Traceback" not in out
     saved = run.record
-    assert (saved["status"], saved["error"]) == ("interrupted", "by Ctrl-C" if name == "SIGINT" else f"by {name}")
+    assert (saved["status"], saved["error"]) == (
+        "interrupted",
+        "by Ctrl-C" if name == "SIGINT" else f"by {name}",
+    )
     assert saved["throughput"]["n"] > 0
     assert saved["test"] is None
     assert Path(saved["checkpoint"]["last"]).exists()
@@ -78,7 +88,10 @@ def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
         run.trained(3).get("SIGINT", "main").end(code=130)
     last = run.record["checkpoint"]["last"]
     config = run.directory / "config.yaml"
-    for more in (["--config", config, "--ckpt_path", "last", "--run.name", "resumed"], ["--run.name", "whole"]):
+    for more in (
+        ["--config", config, "--ckpt_path", "last", "--run.name", "resumed"],
+        ["--run.name", "whole"],
+    ):
         output_of(*app("fit", *SMALL, *flags, *more, "--run.root", tmp_path))
     whole, resumed = (tmp_path / name / "version_0" for name in ("whole", "resumed"))
     assert record_of(resumed)["resumed_from"] == last
@@ -88,7 +101,11 @@ def test_it_goes_on_to_the_bit(app: App, tmp_path: Path) -> None:
 EARLY = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"]
 
 
-ENDS = [(EARLY, 0), (["--trainer.val_check_interval", "4"], 1), (["--trainer.accumulate_grad_batches", "2"], 0)]
+ENDS = [
+    (EARLY, 0),
+    (["--trainer.val_check_interval", "4"], 1),
+    (["--trainer.accumulate_grad_batches", "2"], 0),
+]
 
 
 @pytest.mark.parametrize(("flags", "validations"), ENDS)
@@ -145,9 +162,17 @@ def test_one_process_of_a_job_asks_for_its_requeue(tmp_path: Path) -> None:
     task = {**dict.fromkeys([*TASK, "SLURM_STEP_TASKS_PER_NODE"], "0"), "SLURM_JOB_ID": "7"}
     task["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     done = subprocess.run(
-        [sys.executable, "-c", ASKS], env={**os.environ, **task}, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", ASKS],
+        env={**os.environ, **task},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
-    assert done.stdout.splitlines() == ["then", "SLURM requeues job 7, which then resumes from its last checkpoint"]
+    assert done.stdout.splitlines() == [
+        "then",
+        "SLURM requeues job 7, which then resumes from its last checkpoint",
+    ]
     assert (tmp_path / "scontrol.said").read_text() == "requeue 7\n"
 
 
@@ -158,7 +183,10 @@ def test_while_starting(strategy: str, name: str, tmp_path: Path) -> None:
         awaited(lambda: any(map(is_started_rank, family(run.mark))), 60)
         out = run.get(name, "group").end(code={"SIGINT": 130, "SIGTERM": 143}[name])
     assert "Traceback" not in out
-    assert run.record.get("status") in (None, "interrupted")  # no record if the run had no directory yet
+    assert run.record.get("status") in (
+        None,
+        "interrupted",
+    )  # no record if the run had no directory yet
 
 
 def is_started_rank(process: int) -> bool:
@@ -194,7 +222,9 @@ def test_a_rank_that_hangs(strategy: str, rank: int, tmp_path: Path) -> None:
 
     All processes end, even the stopped one.
     """
-    with started(tmp_path, *SMALL, *SAYS, tmp_path, *on_cpu(strategy), *FOR_EVER, "--cluster.timeout", "15") as run:
+    with started(
+        tmp_path, *SMALL, *SAYS, tmp_path, *on_cpu(strategy), *FOR_EVER, "--cluster.timeout", "15"
+    ) as run:
         run.trained(2)
         os.kill(int((tmp_path / f"rank{rank}").read_text()), signal.SIGSTOP)
         out = run.end(seconds=15 + 20, code=1)
@@ -208,8 +238,12 @@ def test_a_rank_that_fails_while_rank_zero_is_stuck(tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, "--model", "stuck_code.FailsWhileRankZeroIsStuck", *DDP) as run:
         out = run.end(code=1)
     line = out.splitlines()[-1]
-    assert re.fullmatch(r"error: rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here", line)
-    assert re.search(r"^\[rank 1\] .*RuntimeError: only here$", out, flags=re.MULTILINE), "the end of its output"
+    assert re.fullmatch(
+        r"error: rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here", line
+    )
+    assert re.search(r"^\[rank 1\] .*RuntimeError: only here$", out, flags=re.MULTILINE), (
+        "the end of its output"
+    )
     assert (run.record["status"], f"error: {run.record['error']}") == ("failed", line)
 
 
@@ -227,7 +261,14 @@ HUNG_UP = (129, "interrupted", "by SIGHUP")
 @pytest.mark.parametrize(("strategy", "command"), [("auto", []), ("ddp", []), ("ddp", ["nohup"])])
 def test_closing_the_terminal(strategy: str, command: list[str], tmp_path: Path) -> None:
     """The run saves a checkpoint, as after SIGTERM, although it can write no longer. Under nohup, it completes."""
-    flags = [*SMALL, *on_cpu(strategy, 1 + (strategy == "ddp")), "--trainer.max_epochs", "30", "--run.root", tmp_path]
+    flags = [
+        *SMALL,
+        *on_cpu(strategy, 1 + (strategy == "ddp")),
+        "--trainer.max_epochs",
+        "30",
+        "--run.root",
+        tmp_path,
+    ]
     process, terminal = pty.fork()
     if process == 0:
         os.execvp("env", ["env", *command, sys.executable, "-m", "app", "fit", *map(str, flags)])
@@ -235,7 +276,9 @@ def test_closing_the_terminal(strategy: str, command: list[str], tmp_path: Path)
     os.close(terminal)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     saved = record(tmp_path)
-    assert (code, saved["status"], saved["error"]) == ((0, "completed", None) if command else HUNG_UP)
+    assert (code, saved["status"], saved["error"]) == (
+        (0, "completed", None) if command else HUNG_UP
+    )
     assert Path(saved["checkpoint"]["last"]).exists()
 
 
@@ -254,8 +297,12 @@ def block(root: Path, saves: bool) -> None:
         Trainer.save_checkpoint(trainer, "last.ckpt") if saves else wait()
 
 
-@pytest.mark.parametrize(("saves", "code", "status"), [(False, 143, "interrupted"), (True, 0, "running")])
-def test_a_rank_without_progress_ends_after_a_signal(saves: bool, code: int, status: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saves", "code", "status"), [(False, 143, "interrupted"), (True, 0, "running")]
+)
+def test_a_rank_without_progress_ends_after_a_signal(
+    saves: bool, code: int, status: str, tmp_path: Path
+) -> None:
     """A rank that blocks in C code, where Python runs no handler, ends in time. A rank that saves does not."""
     process = multiprocessing.get_context("fork").Process(target=block, args=(tmp_path, saves))
     process.start()
@@ -267,7 +314,9 @@ def test_a_rank_without_progress_ends_after_a_signal(saves: bool, code: int, sta
 @SLOW
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_one_signal_ends_ranks_that_wait_for_each_other(strategy: str, tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL, *on_cpu(strategy), "--model", "stuck_code.WaitsElsewhere", *FOR_EVER) as run:
+    with started(
+        tmp_path, *SMALL, *on_cpu(strategy), "--model", "stuck_code.WaitsElsewhere", *FOR_EVER
+    ) as run:
         awaited(lambda: len(list(tmp_path.rglob("stuck_*"))) == 2, 60)
         out = run.get("SIGTERM", "main").end(signals.GRACE + 30, code=143)
     assert "by SIGTERM: no progress for 21 s, so this rank ends without saving" in out
@@ -281,9 +330,16 @@ MANY = [("auto", "test"), *(pytest.param(*case, marks=SLOW) for case in STAGES)]
 @pytest.mark.parametrize(("strategy", "stage"), MANY)
 def test_many_signals(strategy: str, stage: str, tmp_path: Path) -> None:
     """Of 300 SIGTERMs to the command, the first one ends the run in order, and the others do not disturb the end."""
-    flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy, 1 + (strategy == "ddp")), "--run.root", tmp_path]
+    flags = [
+        *tiny(64, 16, max_epochs=2),
+        *on_cpu(strategy, 1 + (strategy == "ddp")),
+        "--run.root",
+        tmp_path,
+    ]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
-    code, out = fork_app("fit", *flags, "--trainer.callbacks.way=many SIGTERM", "--trainer.callbacks.rank=0")
+    code, out = fork_app(
+        "fit", *flags, "--trainer.callbacks.way=many SIGTERM", "--trainer.callbacks.rank=0"
+    )
     assert code == 143, out
     assert "Traceback" not in out
     assert (record(tmp_path)["status"], record(tmp_path)["error"]) == ("interrupted", "by SIGTERM")

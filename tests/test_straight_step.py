@@ -10,8 +10,24 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from harness import RECIPE, ROOT, App, difference, fork_app, losses, on_cpu, options, output_of, record_of, tiny
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
+from harness import (
+    RECIPE,
+    ROOT,
+    App,
+    difference,
+    fork_app,
+    losses,
+    on_cpu,
+    options,
+    output_of,
+    record_of,
+    tiny,
+)
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -19,14 +35,25 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from user_code import TheirData, TwoOptimizers
 
-from app.loop.straight_step import StraightLoop
+from app.training.step import StraightLoop
 
 CALLBACK_HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 BATCH_HOOKS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
 MODULE_HOOKS = [
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "on_train_batch_end", "optimizer_zero_grad", "optimizer_step", "backward"),
-    *("configure_gradient_clipping", "clip_gradients", "lr_scheduler_step", "on_validation_model_zero_grad"),
+    *(
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+        "optimizer_zero_grad",
+        "optimizer_step",
+        "backward",
+    ),
+    *(
+        "configure_gradient_clipping",
+        "clip_gradients",
+        "lr_scheduler_step",
+        "on_validation_model_zero_grad",
+    ),
     *("on_train_epoch_start", "on_train_epoch_end", "training_step", *BATCH_HOOKS),
 ]
 
@@ -36,7 +63,14 @@ class Calls(list[tuple[Any, ...]]):
 
     def note(self, hook: str, module: Any, *args: Any) -> None:
         fx = module._current_fx_name if module is not None else None
-        self.append((hook, fx, module.trainer.global_step if module is not None else None, *map(_told, args)))
+        self.append(
+            (
+                hook,
+                fx,
+                module.trainer.global_step if module is not None else None,
+                *map(_told, args),
+            )
+        )
 
 
 def _told(value: Any) -> Any:
@@ -55,7 +89,9 @@ def recorder(calls: Calls, hooks: list[str]) -> Callback:
     """Return a callback that overrides these hooks, and records their calls."""
 
     def overriding(name: str) -> Callable[..., None]:
-        return lambda self, trainer, module, *args, **kwargs: calls.note(f"callback.{name}", module, *args, kwargs)
+        return lambda self, trainer, module, *args, **kwargs: calls.note(
+            f"callback.{name}", module, *args, kwargs
+        )
 
     return type("Recorder", (Callback,), {name: overriding(name) for name in hooks})()
 
@@ -80,7 +116,9 @@ class Plain(pl.LightningModule):
 
     scheduler: Callable[[Any], Any] | None = None
     monitor: str | None = None
-    optimizer: Any = staticmethod(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    optimizer: Any = staticmethod(
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,13 +134,20 @@ class Plain(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0].to(self.net[1].weight.dtype)), batch[1]))
+        self.log(
+            "val_loss",
+            nn.functional.cross_entropy(self.net(batch[0].to(self.net[1].weight.dtype)), batch[1]),
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = type(self).optimizer(self.parameters())
         if self.scheduler is None:
             return optimizer
-        settings = {"scheduler": type(self).scheduler(optimizer), "interval": "step", "monitor": self.monitor}
+        settings = {
+            "scheduler": type(self).scheduler(optimizer),
+            "interval": "step",
+            "monitor": self.monitor,
+        }
         return {"optimizer": optimizer, "lr_scheduler": settings}
 
 
@@ -151,7 +196,9 @@ class ByStep(Plain):
 
 
 class Plateau(Plain):
-    scheduler = staticmethod(lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+    scheduler = staticmethod(
+        lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    )
     monitor = "loss"
 
 
@@ -176,7 +223,12 @@ CALLS = Calls()
 
 
 def trained(
-    straight: bool, folder: Path, model: type = Plain, data: type = TheirData, hooks: Any = CALLBACK_HOOKS, **flags: Any
+    straight: bool,
+    folder: Path,
+    model: type = Plain,
+    data: type = TheirData,
+    hooks: Any = CALLBACK_HOOKS,
+    **flags: Any,
 ) -> tuple[Calls, dict[str, Any], str | None]:
     """Train, by default for two epochs of five batches; return the calls, the checkpoint, and the loop's reason.
 
@@ -185,7 +237,12 @@ def trained(
     CALLS.clear()
     shutil.rmtree(folder, ignore_errors=True)
     callbacks, plugins = flags.pop("callbacks", []), flags.pop("plugins", [])
-    flags = {"max_epochs": 2, "log_every_n_steps": 2, "accelerator": "cpu", "num_sanity_val_steps": 0} | flags
+    flags = {
+        "max_epochs": 2,
+        "log_every_n_steps": 2,
+        "accelerator": "cpu",
+        "num_sanity_val_steps": 0,
+    } | flags
     torch.manual_seed(1)
     trainer = pl.Trainer(
         **flags, callbacks=[recorder(CALLS, hooks), *(make() for make in callbacks)],
@@ -197,7 +254,9 @@ def trained(
     trainer.fit(model(), data())
     trainer.save_checkpoint(folder / "end.ckpt")
     calls = Calls(CALLS)
-    calls.append(("metrics", sorted((name, float(value)) for name, value in trainer.logged_metrics.items())))
+    calls.append(
+        ("metrics", sorted((name, float(value)) for name, value in trainer.logged_metrics.items()))
+    )
     calls.append(("csv", Path(trainer.log_dir, "metrics.csv").read_text()))
     reason = getattr(trainer.fit_loop.epoch_loop, "reason", None)
     return calls, torch.load(folder / "end.ckpt", weights_only=False), reason
@@ -228,7 +287,9 @@ def assert_alike(tmp_path: Path, reason: str | None = None, **settings: Any) -> 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"accumulate_grad_batches": 3},
-    "accumulation that changes": {"callbacks": [lambda: GradientAccumulationScheduler({0: 1, 1: 2})]},
+    "accumulation that changes": {
+        "callbacks": [lambda: GradientAccumulationScheduler({0: 1, 1: 2})]
+    },
     "clipping by norm": {"gradient_clip_val": 0.01},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "clipping by a plugin": {"plugins": [lambda: ClipsEach()]},
@@ -236,7 +297,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16-true": {"precision": "bf16-true"},
     "64-true": {"precision": "64-true"},
     "float16 with a scaler": {
-        "plugins": [lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**60))],
+        "plugins": [
+            lambda: MixedPrecision(
+                "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**60)
+            )
+        ],
         "accumulate_grad_batches": 2,
         "gradient_clip_val": 0.1,
     },
@@ -255,7 +320,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stopped": {"callbacks": [Stops], "max_epochs": 5},
     "a stream": {"data": StreamedData},
     "no window": {"log_every_n_steps": 0},
-    "an epoch without gradients": {"callbacks": [lambda: StochasticWeightAveraging(0.01, 1)], "max_epochs": 3},
+    "an epoch without gradients": {
+        "callbacks": [lambda: StochasticWeightAveraging(0.01, 1)],
+        "max_epochs": 3,
+    },
 }
 
 
@@ -264,11 +332,15 @@ def test_settings(name: str, tmp_path: Path) -> None:
     assert_alike(tmp_path, **SETTINGS[name])
 
 
-@pytest.mark.parametrize("hooks", [*([hook] for hook in MODULE_HOOKS), MODULE_HOOKS], ids=lambda hooks: hooks[-1])
+@pytest.mark.parametrize(
+    "hooks", [*([hook] for hook in MODULE_HOOKS), MODULE_HOOKS], ids=lambda hooks: hooks[-1]
+)
 def test_hooks_of_a_module(hooks: list[str], tmp_path: Path) -> None:
     model = recording(CALLS, ByStep, hooks, "module")
     others = CALLBACK_HOOKS if len(hooks) > 1 else []
-    assert_alike(tmp_path, model=model, hooks=others, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    assert_alike(
+        tmp_path, model=model, hooks=others, accumulate_grad_batches=2, gradient_clip_val=0.1
+    )
 
 
 @pytest.mark.parametrize("hook", BATCH_HOOKS)
@@ -284,12 +356,15 @@ def test_a_hook_of_a_callback(hook: str, tmp_path: Path) -> None:
 
 
 def test_a_hook_that_is_set_on_an_object(tmp_path: Path) -> None:
-    calls = [lambda: pl.callbacks.LambdaCallback(on_after_backward=lambda *_: CALLS.append(("lambda",)))]
+    calls = [
+        lambda: pl.callbacks.LambdaCallback(on_after_backward=lambda *_: CALLS.append(("lambda",)))
+    ]
     assert_alike(tmp_path, hooks=[], callbacks=calls)
     assert len(trained(True, tmp_path, hooks=[], callbacks=calls)[0]) == 10 + 2
 
 
-# -- changes in mid-epoch ---------------------------------------------------------------------------------------
+# -- changes in mid-epoch
+# ---------------------------------------------------------------------------------------
 
 
 def wrap(owner: Any, name: str) -> None:
@@ -356,7 +431,9 @@ def add_parameter(trainer: Any) -> None:
 
 
 def late() -> Callback:
-    return recorder(CALLS, [name for name in CALLBACK_HOOKS if "batch" in name or "backward" in name])
+    return recorder(
+        CALLS, [name for name in CALLBACK_HOOKS if "batch" in name or "backward" in name]
+    )
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -366,20 +443,30 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an optimizer's step": lambda trainer: wrap(trainer.optimizers[0], "step"),
     "an optimizer's zero_grad": lambda trainer: wrap(trainer.optimizers[0], "zero_grad"),
     "a parameter group": add_parameter,
-    "schedulers": lambda trainer: setattr(trainer.strategy, "lr_scheduler_configs", [halving(trainer)]),
+    "schedulers": lambda trainer: setattr(
+        trainer.strategy, "lr_scheduler_configs", [halving(trainer)]
+    ),
     "a scheduler more": lambda trainer: trainer.lr_scheduler_configs.append(halving(trainer)),
     "no scheduler": lambda trainer: trainer.lr_scheduler_configs.clear(),
-    "a scheduler's interval": lambda trainer: setattr(trainer.lr_scheduler_configs[0], "interval", "epoch"),
-    "the training step": lambda trainer: setattr(
-        trainer.lightning_module, "training_step", lambda batch: second_step(trainer.lightning_module, batch, 0)
+    "a scheduler's interval": lambda trainer: setattr(
+        trainer.lr_scheduler_configs[0], "interval", "epoch"
     ),
-    "the class's training step": lambda trainer: setattr(type(trainer.lightning_module), "training_step", second_step),
+    "the training step": lambda trainer: setattr(
+        trainer.lightning_module,
+        "training_step",
+        lambda batch: second_step(trainer.lightning_module, batch, 0),
+    ),
+    "the class's training step": lambda trainer: setattr(
+        type(trainer.lightning_module), "training_step", second_step
+    ),
     "manual optimization": train_manually,
     "a callback more": lambda trainer: trainer.callbacks.append(late()),
     "a callback before": lambda trainer: trainer.callbacks.insert(0, late()),
     "other callbacks": lambda trainer: setattr(trainer, "callbacks", [late(), *trainer.callbacks]),
     "a callback less": lambda trainer: trainer.callbacks.pop(0),
-    "a callback's method": lambda trainer: setattr(trainer.callbacks[0], "on_train_batch_end", None),
+    "a callback's method": lambda trainer: setattr(
+        trainer.callbacks[0], "on_train_batch_end", None
+    ),
     "a callback's class": lambda trainer: wrap(type(trainer.callbacks[0]), "on_train_batch_end"),
     "clipping": lambda trainer: vars(trainer).update(gradient_clip_val=0.01),
     "accumulation": lambda trainer: vars(trainer).update(accumulate_grad_batches=2),
@@ -390,8 +477,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "the epoch's length": lambda trainer: vars(trainer.fit_loop).update(max_batches=4),
     "max_steps": lambda trainer: vars(trainer.fit_loop.epoch_loop).update(max_steps=4),
     "precision": lambda trainer: setattr(trainer.strategy, "precision_plugin", ClipsEach()),
-    "16 bits": lambda trainer: setattr(trainer.strategy, "precision_plugin", MixedPrecision("bf16-mixed", "cpu")),
-    "the model": lambda trainer: setattr(trainer.strategy, "model", Halved(trainer.lightning_module)),
+    "16 bits": lambda trainer: setattr(
+        trainer.strategy, "precision_plugin", MixedPrecision("bf16-mixed", "cpu")
+    ),
+    "the model": lambda trainer: setattr(
+        trainer.strategy, "model", Halved(trainer.lightning_module)
+    ),
     "frozen": lambda trainer: trainer.lightning_module.net[1].requires_grad_(False),
     "64 bits": lambda trainer: trainer.lightning_module.double(),
 }
@@ -399,12 +490,23 @@ BACKWARD = ["pre_backward", "backward", "post_backward"]
 METHODS = {
     "lightning_module": [name for name in MODULE_HOOKS if "epoch" not in name],
     "datamodule": BATCH_HOOKS,
-    "strategy": [*BACKWARD, "training_step", "batch_to_device", "optimizer_step", "on_train_batch_start"],
-    "precision_plugin": [*BACKWARD, *("forward_context", "convert_input", "optimizer_step", "clip_gradients")],
+    "strategy": [
+        *BACKWARD,
+        "training_step",
+        "batch_to_device",
+        "optimizer_step",
+        "on_train_batch_start",
+    ],
+    "precision_plugin": [
+        *BACKWARD,
+        *("forward_context", "convert_input", "optimizer_step", "clip_gradients"),
+    ],
 }
 for owner, names in METHODS.items():
     for name in names:
-        CHANGES[f"{owner}.{name}"] = lambda trainer, owner=owner, name=name: wrap(getattr(trainer, owner), name)
+        CHANGES[f"{owner}.{name}"] = lambda trainer, owner=owner, name=name: wrap(
+            getattr(trainer, owner), name
+        )
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -422,7 +524,9 @@ def test_a_change_in_mid_epoch(change: str, tmp_path: Path) -> None:
         return type("Changes", (Callback,), {hook: call})()
 
     model = lambda: type("Fresh", (ByStep,), {})()  # noqa: E731  # because a change may patch the class
-    assert_alike(tmp_path, reason, model=model, callbacks=[changes], max_epochs=1, limit_val_batches=0)
+    assert_alike(
+        tmp_path, reason, model=model, callbacks=[changes], max_epochs=1, limit_val_batches=0
+    )
 
 
 class TakesIterator(Plain):
@@ -443,17 +547,24 @@ def test_what_is_left_to_lightning(reason: str, settings: dict[str, Any], tmp_pa
     assert_alike(tmp_path, reason, **settings)
 
 
-# -- through the command ----------------------------------------------------------------------------------------
+# -- through the command
+# ----------------------------------------------------------------------------------------
 
-# without on_save_checkpoint, because a checkpoint contains measured times, which differ between runs
-RecordsAll = type(recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"]))
+# without on_save_checkpoint, because a checkpoint contains measured times, which differ between
+# runs
+RecordsAll = type(
+    recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"])
+)
 RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", "false"]
 
 
 LARGE = ("cifar_resnet18", "imagenet", "finetune", "cifar10_94")
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "sweep"]
 CONFIGS += sorted((ROOT / "configs" / "speed").glob("*.yaml"))
-CONFIGS = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LARGE)) for path in CONFIGS]
+CONFIGS = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LARGE))
+    for path in CONFIGS
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -461,7 +572,9 @@ def test_every_config(
     config: Path, app: App, tmp_path: Path, cifar_root: Path, fashion_root: Path, image_root: Path
 ) -> None:
     data = yaml.safe_load(config.read_text()).get("data", {}).get("class_path")
-    root = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}.get(data)
+    root = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}.get(
+        data
+    )
     flags = ["--data.root", str(root)] if root else ["--data.images", "80"] if data else tiny(80)
     if "batch_size: 0.25" not in config.read_text():
         flags += ["--data.batch_size", "8"]
@@ -471,7 +584,9 @@ def test_every_config(
         flags += ["--model.network", "resnet18", *options(size=32, resize=36)]
     flags += ["--model.warmup", "1ep"] if "warmup: 2ep" in config.read_text() else []
     flags += ["--model.repeats", "1"] if "FashionMLP" in config.read_text() else []
-    flags += options(max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, name="x")
+    flags += options(
+        max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, name="x"
+    )
     flags += ["--run.virtual_devices", "null"]  # because Lightning's step has no virtual devices
     assert_alike_by_command(app, tmp_path / "runs" / "x", "--config", str(config), *flags)
 
@@ -482,7 +597,9 @@ def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
     output_of(*app("fit", *flags, *RECORDED))
     calls = Calls(CALLS)
     CALLS.clear()
-    output_of(*app("fit", "--config", runs / "version_0" / "config.yaml", "--run.loop", "lightning"))
+    output_of(
+        *app("fit", "--config", runs / "version_0" / "config.yaml", "--run.loop", "lightning")
+    )
     for call, expected in zip(calls, CALLS, strict=True):
         assert call == expected
     runs = [runs / name for name in ("version_0", "version_1")]
@@ -501,7 +618,9 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("more", WAYS, ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"])
+@pytest.mark.parametrize(
+    "more", WAYS, ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"]
+)
 def test_ways_of_running(more: list[str], app: App, tmp_path: Path) -> None:
     flags = tiny(103, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3, name="x")
     assert_alike_by_command(app, tmp_path / "runs" / "x", *flags, *more)
@@ -535,7 +654,9 @@ PICKLED = {
 def test_the_trainer_can_be_pickled(name: str, app: App) -> None:
     flags = [] if name == "a user's loaders" else tiny(64, 16)
     flags += options(accelerator="cpu", max_epochs=2, limit_train_batches=3, test=False)
-    output_of(*app("fit", *flags, *PICKLED[name], "--trainer.callbacks+=test_straight_step.Pickles"))
+    output_of(
+        *app("fit", *flags, *PICKLED[name], "--trainer.callbacks+=test_straight_step.Pickles")
+    )
 
 
 @pytest.mark.slow

@@ -21,34 +21,49 @@ FLAGS = [*options(max_epochs=1, batch_size=8, num_workers=0, log_every_n_steps=1
 @pytest.fixture
 def table(image_root: Path) -> pd.DataFrame:
     """Write `all.csv` into the image folder: a row for each image, sorted by class within each split."""
-    files = [file for split in ("train", "test") for file in sorted((image_root / split).rglob("*.*"))]
-    names = {"file": [str(file.relative_to(image_root)) for file in files], "label": [f.parent.name for f in files]}
+    files = [
+        file for split in ("train", "test") for file in sorted((image_root / split).rglob("*.*"))
+    ]
+    names = {
+        "file": [str(file.relative_to(image_root)) for file in files],
+        "label": [f.parent.name for f in files],
+    }
     made = pd.DataFrame({**names, "split": [file.parts[-3] for file in files]})
     made.to_csv(image_root / "all.csv", index=False)
     return made
 
 
-def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, app: App, tmp_path: Path) -> None:
+def test_a_table_is_a_folder(
+    image_root: Path, table: pd.DataFrame, app: App, tmp_path: Path
+) -> None:
     """Training on a table has the same splits and losses as on the folder. Splits and columns may have other names."""
     output_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *FLAGS))
     output_of(*app("fit", "--data", "ImageTable", "--data.csv", image_root / "all.csv", *FLAGS))
-    folder, ours = (tmp_path / "runs" / f"LeNet-{name}" / "version_0" for name in ("ImageFolder", "ImageTable"))
+    folder, ours = (
+        tmp_path / "runs" / f"LeNet-{name}" / "version_0" for name in ("ImageFolder", "ImageTable")
+    )
     assert losses(ours).tolist() == losses(folder).tolist()
     assert record_of(ours)["data"]["images"] == {"train": 33, "val": 3, "test": 12}
-    renamed = table.rename(columns={"file": "photo", "label": "kind"}).replace({"split": {"test": "validation"}})
+    renamed = table.rename(columns={"file": "photo", "label": "kind"}).replace(
+        {"split": {"test": "validation"}}
+    )
     renamed.to_csv(image_root / "named.csv", index=False)
     data = attach(ImageTable(str(image_root / "named.csv"), "photo", "kind"))
     assert data.counts == {"train": 36, "val": 12}
     assert list(data.class_names) == ["cat", "dog", "eel"]
 
 
-def test_labels_are_read_again(image_root: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_are_read_again(
+    image_root: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Labels are not cached: a changed label and another label column take effect. Classes are in numeric order.
 
     The table has absolute paths.
     """
     monkeypatch.chdir(image_root)
-    numbered = table.drop(columns="split").assign(label=[str(8 + row % 4) for row in range(len(table))])
+    numbered = table.drop(columns="split").assign(
+        label=[str(8 + row % 4) for row in range(len(table))]
+    )
     numbered["file"] = [str(image_root / file) for file in table["file"]]
     for first in ("8", "11"):
         numbered.loc[0, "label"] = first
@@ -68,9 +83,13 @@ def test_tables_that_cannot_be(image_root: Path, table: pd.DataFrame, app: App) 
         return str(error.value)
 
     columns = "but file, label, split: give one to --data."
-    assert f"{csv} has no column species, {columns}label_column" in message_of(label_column="species")
+    assert f"{csv} has no column species, {columns}label_column" in message_of(
+        label_column="species"
+    )
     fold = ["--data", "ImageTable", "--data.csv", csv, "--data.split_column", "fold"]
-    assert f"{csv} has no column fold, {columns}split_column" in error_of(*app("fit", *fold, *FLAGS))
+    assert f"{csv} has no column fold, {columns}split_column" in error_of(
+        *app("fit", *fold, *FLAGS)
+    )
     for row, column, value, problem in (
         (2, "file", "", "line 4 has no file"),
         (3, "label", "", "line 5 has no label"),
@@ -109,27 +128,51 @@ def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(text.replace("{folder}", str(tmp_path)).encode(encoding))
     source = ImageTable(str(tmp_path / "t.csv")).source
     assert list(source.class_names) == ["cat", "dog"]
-    assert [[(Path(file).name, label) for file, label in source._files(split)] for split in source.splits] == [
-        [("a.png", 0), ("b.png", 1)],
-        [("c.png", 0)],
-    ]
+    assert [
+        [(Path(file).name, label) for file, label in source._files(split)]
+        for split in source.splits
+    ] == [[("a.png", 0), ("b.png", 1)], [("c.png", 0)]]
     assert all(Path(file).exists() for split in source.splits for file, _ in source._files(split))
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("file,label\na.png,cat, small\n", 'line 2 has 3 cells, not 2 as the header: write a cell that contains ","'),
+        (
+            "file,label\na.png,cat, small\n",
+            'line 2 has 3 cells, not 2 as the header: write a cell that contains ","',
+        ),
         ("file,label\na.png,cat\nb.png\n", "line 3 has 1 cells, not 2 as the header"),
-        ("file,label,split\na.png,cat,train\n\n./a.png,cat,val\n", "lines 2 and 4 have the same file ./a.png"),
-        ("./a.png,cat\nb.png,dog\n", "begins with an image: insert a first line, such as file,label"),
+        (
+            "file,label,split\na.png,cat,train\n\n./a.png,cat,val\n",
+            "lines 2 and 4 have the same file ./a.png",
+        ),
+        (
+            "./a.png,cat\nb.png,dog\n",
+            "begins with an image: insert a first line, such as file,label",
+        ),
         ("file,label,label\na.png,cat,dog\n", "has 2 columns label: rename all but one"),
-        ("file,label\na.png,cat\nb.png,Cat\n", "line 3 has label 'Cat', others have 'cat': spell one class alike"),
-        ("file,label\na.png,caf\u00e9\nb.png,cafe\u0301\n", "line 3 has label 'cafe\u0301', others have 'caf\u00e9'"),
-        ("file,label\na.png,cat\nb.png,c\u200bat\n", r"line 3 has label 'c\u200bat', others have 'cat'"),
+        (
+            "file,label\na.png,cat\nb.png,Cat\n",
+            "line 3 has label 'Cat', others have 'cat': spell one class alike",
+        ),
+        (
+            "file,label\na.png,caf\u00e9\nb.png,cafe\u0301\n",
+            "line 3 has label 'cafe\u0301', others have 'caf\u00e9'",
+        ),
+        (
+            "file,label\na.png,cat\nb.png,c\u200bat\n",
+            r"line 3 has label 'c\u200bat', others have 'cat'",
+        ),
         ("file,label\na.png,1\nb.png,1.0\n", "line 3 has label '1.0', others have '1'"),
-        ('file,label\na.png,"cat\nb.png,dog\n', "cannot be read (unexpected end of data): correct its quotes"),
-        ("file,label\na.png,c\0at\n", "cannot be read (it has null characters): give a CSV file in UTF-8"),
+        (
+            'file,label\na.png,"cat\nb.png,dog\n',
+            "cannot be read (unexpected end of data): correct its quotes",
+        ),
+        (
+            "file,label\na.png,c\0at\n",
+            "cannot be read (it has null characters): give a CSV file in UTF-8",
+        ),
         ("file,label\na.png,c\udce4t\n", "invalid continuation byte): give a CSV file in UTF-8"),
     ],
 )
@@ -151,19 +194,25 @@ def test_odd_names_of_classes(tmp_path: Path) -> None:
 
 
 def test_a_table_with_a_test_split_without_labels(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("file,label,split\n1,cat,train\n2,dog,train\n3,,test\n4,,test\n")
+    (tmp_path / "t.csv").write_text(
+        "file,label,split\n1,cat,train\n2,dog,train\n3,,test\n4,,test\n"
+    )
     assert list(ImageTable(str(tmp_path / "t.csv")).source.splits) == ["train", "predict"]
 
 
 @pytest.fixture
 def saved(image_root: Path) -> Path:
     """Save the image folder as a data set of Hugging Face, and return its directory."""
-    made = datasets.load_dataset("imagefolder", data_dir=str(image_root), cache_dir=str(image_root / "arrow"))
+    made = datasets.load_dataset(
+        "imagefolder", data_dir=str(image_root), cache_dir=str(image_root / "arrow")
+    )
     made.save_to_disk(str(image_root / "saved"))
     return image_root / "saved"
 
 
-def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp_path: Path) -> None:
+def test_a_data_set_of_hugging_face(
+    image_root: Path, saved: Path, app: App, tmp_path: Path
+) -> None:
     """A data set of Hugging Face has the image folder's pixels and labels, whether it is saved on disk or in Parquet.
 
     Only its first run decodes the images.
@@ -179,26 +228,44 @@ def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp
     datasets.load_from_disk(str(saved))["test"].to_parquet(parquet)
     for path, stage in ((saved, "test"), (parquet, "fit")):
         data = attach(HuggingFace(str(path), cache="off", val_size=0), stage)
-        split, expected = data._splits["test" if stage == "test" else "train"][0], folder._splits["test"][0]
+        split, expected = (
+            data._splits["test" if stage == "test" else "train"][0],
+            folder._splits["test"][0],
+        )
         assert sorted(data.class_names) == list(data.class_names) == list(folder.class_names)
         assert sorted(split.labels.tolist()) == expected.labels.tolist()
-        pixels = [sorted(bytes(image.flatten().tolist()) for image in made.tensor()) for made in (split, expected)]
+        pixels = [
+            sorted(bytes(image.flatten().tolist()) for image in made.tensor())
+            for made in (split, expected)
+        ]
         assert pixels[0] == pixels[1]
 
 
 def test_columns_of_hugging_face(saved: Path, image_root: Path) -> None:
     made = datasets.load_from_disk(str(saved))
-    renamed = made["train"].add_column("kind", [str(2 * label + 8) for label in made["train"]["label"]])
+    renamed = made["train"].add_column(
+        "kind", [str(2 * label + 8) for label in made["train"]["label"]]
+    )
     renamed.remove_columns("label").save_to_disk(str(image_root / "named"))
-    with pytest.raises(UserError, match=r"has the columns image \(Image\), kind \(Value\): give one to --data.label_c"):
+    with pytest.raises(
+        UserError,
+        match=r"has the columns image \(Image\), kind \(Value\): give one to --data.label_c",
+    ):
         HuggingFace(str(image_root / "named"))
-    data = attach(HuggingFace(str(image_root / "named"), label_column="kind", crop="random_resized", num_workers=0))
+    data = attach(
+        HuggingFace(
+            str(image_root / "named"), label_column="kind", crop="random_resized", num_workers=0
+        )
+    )
     assert list(data.class_names) == ["8", "10", "12"]
     assert next(iter(data.train_dataloader())).images.shape == (33, 3, 32, 32)
     made["test"] = made["test"].remove_columns("label")
     made.save_to_disk(str(image_root / "unlabelled"))
     assert list(HuggingFace(str(image_root / "unlabelled")).source.splits) == ["train", "predict"]
-    for path, problem in ((image_root / "gone", "cannot be read"), (image_root / "train.csv", "cannot be read")):
+    for path, problem in (
+        (image_root / "gone", "cannot be read"),
+        (image_root / "train.csv", "cannot be read"),
+    ):
         with pytest.raises(UserError, match=problem):
             HuggingFace(str(path))
 
@@ -206,8 +273,12 @@ def test_columns_of_hugging_face(saved: Path, image_root: Path) -> None:
 def test_rows_of_paths(image_root: Path) -> None:
     """A row's image may be a path, too. Only image formats are opened, whatever the path's suffix is."""
     paths = [str(image_root / "train" / name / "01.png") for name in ("cat", "dog")]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    datasets.Dataset.from_dict({"image": paths, "label": [0, 1]}, features).save_to_disk(str(image_root / "paths"))
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    )
+    datasets.Dataset.from_dict({"image": paths, "label": [0, 1]}, features).save_to_disk(
+        str(image_root / "paths")
+    )
     split = HuggingFace(str(image_root / "paths"), size=16).source.load("train")
     expected = ImageFolder(str(image_root), size=16).source.load("train")
     assert torch.equal(split[1], expected[expected.names.index(paths[1])])
@@ -227,7 +298,9 @@ def save(folder: Path, **splits: tuple[Any, list[Any]]) -> str:
     tables = {}
     for name, (feature, labels) in splits.items():
         features = datasets.Features({"image": Image(), "label": feature})
-        tables[name] = datasets.Dataset.from_dict({"image": [None] * len(labels), "label": labels}, features=features)
+        tables[name] = datasets.Dataset.from_dict(
+            {"image": [None] * len(labels), "label": labels}, features=features
+        )
     datasets.DatasetDict(tables).save_to_disk(str(folder))
     return str(folder)
 
@@ -248,7 +321,9 @@ TEXT = Value("string")
     ],
     ids=["classes", "spaces", "strings", "signs", "truths"],
 )  # fmt: skip
-def test_labels_go_by_name(train: Any, test: Any, names: str, numbers: list[list[int]], tmp_path: Path) -> None:
+def test_labels_go_by_name(
+    train: Any, test: Any, names: str, numbers: list[list[int]], tmp_path: Path
+) -> None:
     """Each split of a data set of Hugging Face may number its classes differently."""
     source = HuggingFace(save(tmp_path, test=test, train=train), label_column="label").source
     assert list(source.class_names) == names.split()
@@ -283,7 +358,10 @@ def test_several_images_in_a_row(tmp_path: Path) -> None:
     features = datasets.Features({"image": List(Image()), "label": BOTH})
     made = datasets.Dataset.from_dict({"image": [[None, None]], "label": [0]}, features=features)
     made.save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match="column image has several images per sample: give a column with one to --data"):
+    with pytest.raises(
+        UserError,
+        match="column image has several images per sample: give a column with one to --data",
+    ):
         HuggingFace(str(tmp_path / "saved"), image_column="image")
 
 

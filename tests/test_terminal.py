@@ -24,7 +24,10 @@ def test_the_summary_shows_the_layers(app: App, monkeypatch: pytest.MonkeyPatch)
     assert "network" not in app(*flags, "--trainer.enable_model_summary", "false")[1]
     out = output_of(*app(*flags))
     assert "network    LeNet, 62,006 parameters, 3 × 32 × 32 → 10 classes\n" in out
-    assert "classes    circle, square, triangle, star, cross, ring, stripes, checker, letter, wave\n" in out
+    assert (
+        "classes    circle, square, triangle, star, cross, ring, stripes, checker, letter, wave\n"
+        in out
+    )
     assert "optimizer  SGD, lr 0.001, momentum 0.9\n" in out
     assert "warning: other processes keep this machine busy: a load of 10000.0 on " in out
     assert "features.0" not in out
@@ -37,7 +40,10 @@ def test_a_line_for_each_epoch(app: App) -> None:
     lines = [line for line in out.splitlines() if line.startswith("epoch ")]
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
     for line in lines:
-        assert re.search(r"train \d\.\d{3}  val \d\.\d{3}  acc +\d+\.\d % [* ]  lr 0\.001  [\d,]+/s  \d\.\d GiB", line)
+        assert re.search(
+            r"train \d\.\d{3}  val \d\.\d{3}  acc +\d+\.\d % [* ]  lr 0\.001  [\d,]+/s  \d\.\d GiB",
+            line,
+        )
         assert len(line) < 100
     assert re.search(r"\d m?s left$", lines[0])
     assert "left" not in lines[1]
@@ -49,7 +55,9 @@ def test_the_bar_takes_note_a_few_times_a_second(app: App, monkeypatch: pytest.M
     metrics: list[dict[str, Any]] = []
     then = RichProgressBar.on_train_batch_end
 
-    def note(self: RichProgressBar, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+    def note(
+        self: RichProgressBar, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
         noted.append((type(self), index))
         metrics.append(self.get_metrics(trainer, module))
         then(self, trainer, module, outputs, batch, index)
@@ -59,7 +67,9 @@ def test_the_bar_takes_note_a_few_times_a_second(app: App, monkeypatch: pytest.M
     monkeypatch.setenv("FORCE_COLOR", "1")  # so that rich treats a pipe as a terminal
     flags = ["fit", *SMALL[:-4], "--trainer.max_epochs", "2", "--run.test", "false"]
     out = output_of(*app(*flags))
-    assert noted == [(ProgressBar, index) for index in (0, 8, 8)], "the first step, and the last of each epoch"
+    assert noted == [(ProgressBar, index) for index in (0, 8, 8)], (
+        "the first step, and the last of each epoch"
+    )
     assert re.search(r"epoch 1/2.*9/9.*left:", out)
     assert re.fullmatch(r"[\d.]+ m?s", metrics[1]["left"])
     noted.clear()
@@ -78,7 +88,9 @@ def test_a_printed_command_can_be_pasted(app: App, tmp_path: Path) -> None:
 @pytest.mark.parametrize("output", [">/dev/full", ">&-", "2>&-", "<&- >&- 2>&-", "| head -1"])
 def test_output_that_cannot_be_written(output: str) -> None:
     command = f"set -o pipefail; {sys.executable} -m app --help {output}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
 
 
@@ -86,7 +98,14 @@ def test_output_that_cannot_be_written(output: str) -> None:
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 @pytest.mark.parametrize("output", [">/dev/full", "2>&1 | head -1", ">&- 2>&-"])
 def test_training_goes_on_without_its_output(strategy: str, output: str, tmp_path: Path) -> None:
-    flags = [*SMALL, *on_cpu(strategy, 1 + (strategy == "ddp")), "--trainer.max_epochs", "2", "--run.root", tmp_path]
+    flags = [
+        *SMALL,
+        *on_cpu(strategy, 1 + (strategy == "ddp")),
+        "--trainer.max_epochs",
+        "2",
+        "--run.root",
+        tmp_path,
+    ]
     command = f"set -o pipefail; {sys.executable} -m app fit {shlex.join(map(str, flags))} {output}"
     subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=200, check=True)
     assert record(tmp_path)["status"] == "completed"

@@ -10,7 +10,12 @@ import pytest
 from harness import options, started, tiny
 
 pytestmark = pytest.mark.slow
-TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [
+    str(Path(sys.executable).with_name("torchrun")),
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+]
 SMALL = tiny(203, 20, flip=True)
 STEPS = options(accelerator="cpu", log_every_n_steps=1, test=False)
 
@@ -20,7 +25,9 @@ STARTED = "torchrun started 1 node(s) of 2 process(es), but the run is --trainer
 MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # rank zero checks it for all ranks
 
 
-@pytest.mark.parametrize(("flags", "text"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)])
+@pytest.mark.parametrize(
+    ("flags", "text"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)]
+)
 def test_what_is_wrong_is_said_at_once(flags: str, text: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *STEPS, flags, launcher=TORCHRUN) as run:
         out = run.end(120, code=1)  # torchrun's exit code
@@ -36,17 +43,25 @@ def test_a_new_run_of_the_same_name_begins_anew(tmp_path: Path) -> None:
         with started(tmp_path, *flags, epochs, *more, launcher=TORCHRUN) as run:
             run.end(120, code=0)
         assert len(run.record["parts"]) == (resumed is not None)
-        assert (run.record["resumed_from"] is None) if resumed is None else (resumed in run.record["resumed_from"])
+        assert (
+            (run.record["resumed_from"] is None)
+            if resumed is None
+            else (resumed in run.record["resumed_from"])
+        )
 
 
 def test_no_worker_outlives_the_agent(tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN) as run:
+    with started(
+        tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN
+    ) as run:
         run.trained(2).get("SIGKILL", "main").end()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_to_the_agent_stops_all_with_a_checkpoint(name: str, tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN) as run:
+    with started(
+        tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN
+    ) as run:
         out = run.trained(2).get(name, "group").end(29)  # before 30 s, when torchrun kills ranks
     assert run.process.returncode != 0, out
     error = {"SIGTERM": "by SIGTERM", "SIGINT": "by Ctrl-C"}[name]

@@ -20,20 +20,44 @@ CALL, SET = "--trainer.callbacks+=", "--trainer.callbacks."
 OBJECTS = [
     (CROP, TOO_LARGE[7:]),
     (f"{CROP} --data.num_workers 0", TOO_LARGE[7:]),
-    (f"{V2}RandomApply {INNER} --data.augment.p 1", "--data.augment.transforms RandomCrop: Required crop size"),
-    (f"{V2}ToPILImage", "--data.augment ToPILImage turns torch.uint8 (3, 32, 32) into Image: it must"),
+    (
+        f"{V2}RandomApply {INNER} --data.augment.p 1",
+        "--data.augment.transforms RandomCrop: Required crop size",
+    ),
+    (
+        f"{V2}ToPILImage",
+        "--data.augment ToPILImage turns torch.uint8 (3, 32, 32) into Image: it must",
+    ),
     (f"{V2}MixUp {MIX}", "--data.augment MixUp: labels should be index based"),
     (LINEAR, "--data.augment Linear: mat1 and mat2 must have the same dtype"),
-    (f"{CALL}LearningRateFinder {SET}num_training_steps 0", "LearningRateFinder: When using the learning rate"),
-    (f"{CALL}ModelSummary {SET}max_depth=-5", "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0"),
-    (f"{CALL}ModelCheckpoint {SET}save_top_k=-5", "callbacks ModelCheckpoint: Invalid value for save_top_k"),
+    (
+        f"{CALL}LearningRateFinder {SET}num_training_steps 0",
+        "LearningRateFinder: When using the learning rate",
+    ),
+    (
+        f"{CALL}ModelSummary {SET}max_depth=-5",
+        "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0",
+    ),
+    (
+        f"{CALL}ModelCheckpoint {SET}save_top_k=-5",
+        "callbacks ModelCheckpoint: Invalid value for save_top_k",
+    ),
     (f"{CALL}ModelCheckpoint {SET}dirpath /proc/x", "the checkpoint cannot be written"),
-    (f"{CALL}BackboneFinetuning", "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute"),
-    (f"{CALL}BackboneFinetuning --model user_code.TheirModel", "Finetuning: 'TheirModel' object has no attribute"),
+    (
+        f"{CALL}BackboneFinetuning",
+        "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute",
+    ),
+    (
+        f"{CALL}BackboneFinetuning --model user_code.TheirModel",
+        "Finetuning: 'TheirModel' object has no attribute",
+    ),
     ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
     (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
     ("--trainer.profiler xla", "Requirement 'torch_xla>=1.13' not met"),
-    ("--trainer.profiler lightning.pytorch.profilers.XLAProfiler", "--trainer.profiler XLAProfiler: Requirement"),
+    (
+        "--trainer.profiler lightning.pytorch.profilers.XLAProfiler",
+        "--trainer.profiler XLAProfiler: Requirement",
+    ),
 ]
 
 
@@ -52,7 +76,9 @@ def test_in_each_rank(strategy: str, tmp_path: Path) -> None:
 
 def test_verbose_shows_what_the_library_did(app: App) -> None:
     for workers in ("0", "1"):
-        out = output_of(*app("fit", *SMALL, *CROP.split(), "--data.num_workers", workers, "--verbose"), 2)
+        out = output_of(
+            *app("fit", *SMALL, *CROP.split(), "--data.num_workers", workers, "--verbose"), 2
+        )
         assert "make_params" in out
         assert out.splitlines()[-1] == TOO_LARGE
 
@@ -64,7 +90,10 @@ CODE = [
     "--trainer.callbacks+=raising_code.Calls",
     "--model raising_code.Model",
     "--model raising_code.Model --trainer.strategy ddp_fork --trainer.devices 2",
-    pytest.param("--model raising_code.Model --trainer.strategy ddp --trainer.devices 2", marks=pytest.mark.slow),
+    pytest.param(
+        "--model raising_code.Model --trainer.strategy ddp --trainer.devices 2",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -75,5 +104,9 @@ def test_code_of_the_user(flags: str, tmp_path: Path) -> None:
     assert out.count("Traceback") == 1, out
     _, *frames = out.partition("Traceback")[2].split("  File ")
     assert len(frames) == 3, out
-    assert [frame.startswith(f'"{ROOT}/tests/raising_code.py", line ') for frame in frames] == [False, True, True]
+    assert [frame.startswith(f'"{ROOT}/tests/raising_code.py", line ') for frame in frames] == [
+        False,
+        True,
+        True,
+    ]
     assert "self.fail(" in frames[1]

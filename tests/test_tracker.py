@@ -15,9 +15,20 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from harness import QUIET, App, fork_app, free_port, on_cpu, options, output_of, record_of, start_app, tiny
+from harness import (
+    QUIET,
+    App,
+    fork_app,
+    free_port,
+    on_cpu,
+    options,
+    output_of,
+    record_of,
+    start_app,
+    tiny,
+)
 
-from app.fit.configuration import resolve
+from app.command.configuration import resolve
 from app.monitor.loggers import tracking_mode
 
 KEY = "5ec2e7" * 6 + "5ec2"
@@ -28,8 +39,17 @@ SLOW = pytest.mark.slow
 def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
     """Read an offline run with wandb's own tool; return its file and its summary."""
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
-    command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(file)]
-    return file, json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    command = [
+        str(Path(sys.executable).parent / "wandb"),
+        "leet",
+        "inspect",
+        "--summary",
+        "--json",
+        str(file),
+    ]
+    return file, json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    )
 
 
 MODES = [
@@ -40,16 +60,29 @@ MODES = [
 
 
 @pytest.mark.parametrize(("flag", "variable", "mode"), MODES)
-def test_the_more_private_wish_holds(flag: str, variable: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_more_private_wish_holds(
+    flag: str, variable: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
-    assert tracking_mode(resolve(["fit", *SMALL, *["--run.wandb", flag][: 2 * bool(flag)]]).run.wandb) == mode
+    assert (
+        tracking_mode(resolve(["fit", *SMALL, *["--run.wandb", flag][: 2 * bool(flag)]]).run.wandb)
+        == mode
+    )
 
 
 def test_what_is_private_stays(image_root: Path, tmp_path: Path) -> None:
     """Even with a key, the run does not connect; the tracker's files hold no test image, image name or git remote."""
     for image in image_root.rglob("*.*"):
         image.rename(image.with_stem(f"patient-{image.stem}"))
-    flags = ["--data", "ImageFolder", "--data.root", image_root, "--trainer.max_epochs", "1", *QUIET]
+    flags = [
+        "--data",
+        "ImageFolder",
+        "--data.root",
+        image_root,
+        "--trainer.max_epochs",
+        "1",
+        *QUIET,
+    ]
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
@@ -62,15 +95,23 @@ def test_what_is_private_stays(image_root: Path, tmp_path: Path) -> None:
     (picture,) = (file.parent / "files").rglob("*.png")
     assert picture.name.startswith("confusion_matrix_picture")
     kept = [path.read_bytes() for path in (run / "wandb").rglob("*") if path.is_file()]
-    assert not [content for content in kept if any(word in content for word in (b"patient-", b"most_wrong", b"remote"))]
+    assert not [
+        content
+        for content in kept
+        if any(word in content for word in (b"patient-", b"most_wrong", b"remote"))
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["auto", pytest.param("ddp_fork", marks=SLOW)])
 def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None:
     """One offline run has all results of any number of processes, and a read-only home causes no message."""
     env = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": "/proc/home", "XDG_CACHE_HOME": None}
-    flags = on_cpu(strategy, 1 if strategy == "auto" else 2, max_epochs=2, root=tmp_path, track_images=True)
-    out = output_of(*(start_app if strategy == "auto" else fork_app)("fit", *SMALL, *flags, env=env))
+    flags = on_cpu(
+        strategy, 1 if strategy == "auto" else 2, max_epochs=2, root=tmp_path, track_images=True
+    )
+    out = output_of(
+        *(start_app if strategy == "auto" else fork_app)("fit", *SMALL, *flags, env=env)
+    )
     assert not re.search("INFO|ERROR|/proc/home|fail", out), out
     run = tmp_path / "LeNet-Synthetic" / "version_0"
     file, summary = inspect(run)
@@ -80,7 +121,15 @@ def test_one_offline_run_holds_everything(strategy: str, tmp_path: Path) -> None
     assert media, text
     assert all((file.parent / "files" / path).exists() for path in media)
     assert not list((run.parent).glob("version_[1-9]*")), "only rank zero makes directories"
-    words = ("train_loss", "val_acc", "test_acc", "confusion_matrix", "most_wrong", "throughput", "peak_memory")
+    words = (
+        "train_loss",
+        "val_acc",
+        "test_acc",
+        "confusion_matrix",
+        "most_wrong",
+        "throughput",
+        "peak_memory",
+    )
     assert not [word for word in (*words, "CIFARCNN", "batch_size") if word not in text]
 
 
@@ -140,7 +189,10 @@ def tracker(server: str) -> Iterator[str]:
             yield f"http://127.0.0.1:{silent.getsockname()[1]}"
 
 
-DOWN = ["drips", *(pytest.param(how, marks=SLOW) for how in ("refuses", "never answers", "is out of quota"))]
+DOWN = [
+    "drips",
+    *(pytest.param(how, marks=SLOW) for how in ("refuses", "never answers", "is out of quota")),
+]
 
 
 @pytest.mark.parametrize("server", DOWN)
@@ -163,14 +215,18 @@ def test_a_tracker_that_is_down(server: str, tmp_path: Path) -> None:
     assert not [path for path in kept if KEY.encode() in path.read_bytes()], "no file holds the key"
 
 
-def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_tracker_does_not_stop_training(
+    app: App, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     broken, init = Mock(side_effect=wandb.errors.CommError("the tracker is down")), wandb.init
     monkeypatch.setattr(wandb, "init", broken)
     out = output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1"))
-    assert out.count("Weights & Biases does not start (the tracker is down)") == broken.call_count == 2
+    assert (
+        out.count("Weights & Biases does not start (the tracker is down)") == broken.call_count == 2
+    )
     run = tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     assert record_of(run)["status"] == "completed"
     assert (run / "metrics.csv").exists()
@@ -178,4 +234,6 @@ def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch: pytest.
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb.Run, "log", broken)
     with pytest.warns(UserWarning, match="continues without it"):
-        output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.root", tmp_path / "again"))
+        output_of(
+            *app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.root", tmp_path / "again")
+        )

@@ -11,7 +11,7 @@ import yaml
 from harness import App, error_of, output_of, tiny
 
 from app.errors import UserError
-from app.networks import make_network
+from app.modules.networks import make_network
 from app.system.trust import trusted_modules
 
 TINY = tiny(64, 64, max_epochs=1, test=False, accelerator="cpu")
@@ -47,8 +47,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_flag_accepts_functions_or_foreign_classes_of_the_libraries() -> None:
     script = Path(__file__).with_name("library_code.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, check=True)
-    *accepted, count = [line for line in done.stdout.splitlines() if line[0].isdigit() or " accepts " in line]
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=200, check=True
+    )
+    *accepted, count = [
+        line for line in done.stdout.splitlines() if line[0].isdigit() or " accepts " in line
+    ]
     assert int(count) > 5_000
     assert not accepted
 
@@ -69,18 +73,38 @@ FUNCTIONS = {
 def test_a_function_in_place_of_a_class(path: str, app: App) -> None:
     settings = {"class_path": path, "init_args": FUNCTIONS[path]}
     for flag in ("--trainer.callbacks", "--data.augment", "--model"):
-        assert path.rpartition(".")[2] in error_of(*app("fit", *TINY, flag, yaml.safe_dump(settings)))
+        assert path.rpartition(".")[2] in error_of(
+            *app("fit", *TINY, flag, yaml.safe_dump(settings))
+        )
     assert not Path("ran").exists()
 
 
 PLACES = [
-    ({"model": RUNS}, "--model torch.utils.collect_env.run: expected a subclass of LightningModule"),
-    ({"data": RUNS}, "--data torch.utils.collect_env.run: expected a subclass of LightningDataModule"),
-    ({"model": {"class_path": "CIFARCNN", "init_args": {"optimizer": RUNS}}}, "expected a subclass of Optimizer"),
-    ({"model": {"class_path": "CIFARCNN", "init_args": {"scheduler": RUNS}}}, "expected a subclass of LRScheduler"),
-    ({"trainer": {"logger": [RUNS]}}, "--trainer.logger torch.utils.collect_env.run: expected a subclass of Logger"),
+    (
+        {"model": RUNS},
+        "--model torch.utils.collect_env.run: expected a subclass of LightningModule",
+    ),
+    (
+        {"data": RUNS},
+        "--data torch.utils.collect_env.run: expected a subclass of LightningDataModule",
+    ),
+    (
+        {"model": {"class_path": "CIFARCNN", "init_args": {"optimizer": RUNS}}},
+        "expected a subclass of Optimizer",
+    ),
+    (
+        {"model": {"class_path": "CIFARCNN", "init_args": {"scheduler": RUNS}}},
+        "expected a subclass of LRScheduler",
+    ),
+    (
+        {"trainer": {"logger": [RUNS]}},
+        "--trainer.logger torch.utils.collect_env.run: expected a subclass of Logger",
+    ),
     ({"trainer": {"plugins": RUNS}}, "expected a subclass of Precision"),
-    ({"trainer": {"strategy": RUNS}}, "--trainer.strategy torch.utils.collect_env.run: expected a subclass of Strateg"),
+    (
+        {"trainer": {"strategy": RUNS}},
+        "--trainer.strategy torch.utils.collect_env.run: expected a subclass of Strateg",
+    ),
     ({"trainer": {"profiler": RUNS}}, "--trainer.profiler"),
 ]
 
@@ -95,18 +119,28 @@ def test_a_function_in_a_config(config: dict[str, object], message: str, app: Ap
 OPEN = [
     ("anything", RUNS, "torch.utils.collect_env.run: a library's code runs only"),
     ("anything", [{"a": RUNS}], "torch.utils.collect_env.run: a library's code runs only"),
-    ("anything", {"class_path": "torch.nn.Sequential", "init_args": {"args": RUNS}}, "--model.anything"),
+    (
+        "anything",
+        {"class_path": "torch.nn.Sequential", "init_args": {"args": RUNS}},
+        "--model.anything",
+    ),
     ("untyped", RUNS, "torch.utils.collect_env.run: a library's code runs only"),
     ("call", RUNS, "torch.utils.collect_env.run: a library's code runs only"),
     ("call", "torch.hub.load", "--model.call torch.hub.load: a library's code runs only"),
     ("call", "mine.load", "--model.call mine.load: a library's code runs only"),
     ("call", "torch.os._exit", "--model.call"),
-    ("call", "torch.nn.functional.gelu", "--model.call torch.nn.functional.gelu: a library's code runs only"),
+    (
+        "call",
+        "torch.nn.functional.gelu",
+        "--model.call torch.nn.functional.gelu: a library's code runs only",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "message"), OPEN)
-def test_code_of_a_library_for_a_parameter_without_a_class(name: str, value: object, message: str, app: App) -> None:
+def test_code_of_a_library_for_a_parameter_without_a_class(
+    name: str, value: object, message: str, app: App
+) -> None:
     given = value if isinstance(value, str) else json.dumps(value)
     assert message in error_of(*app("fit", *TINY, "--model", "mine.Mine", f"--model.{name}", given))
     assert not Path("ran").exists()
@@ -114,11 +148,15 @@ def test_code_of_a_library_for_a_parameter_without_a_class(name: str, value: obj
 
 def test_own_functions_and_networks_of_libraries_may_run(app: App) -> None:
     """The default value of the user's class may be a function of a library, in the run's own config, too."""
-    layer = yaml.safe_dump({"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}})
+    layer = yaml.safe_dump(
+        {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}
+    )
     flags = ["--model", "mine.Mine", "--model.anything", layer]
     out = output_of(*app("fit", *TINY, "--run.name", "x", "--run.root", ".", *flags))
     assert "made of Linear(in_features=1, out_features=1, bias=True) <function relu" in out
-    out = output_of(*app("fit", *TINY, "--config", "x/version_0/config.yaml", "--model.call", "mine.act"))
+    out = output_of(
+        *app("fit", *TINY, "--config", "x/version_0/config.yaml", "--model.call", "mine.act")
+    )
     assert "bias=True) <function act" in out
 
 
@@ -129,16 +167,29 @@ def test_a_config_that_other_commands_read(app: App) -> None:
     (run / "checkpoints" / "best.ckpt").touch()
     model = {"class_path": "CIFARCNN", "init_args": {"optimizer": RUNS}}
     (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
-    Path("experiment.yaml").write_text(yaml.safe_dump({"variants": {"a": {"model.optimizer": RUNS}}}))
+    Path("experiment.yaml").write_text(
+        yaml.safe_dump({"variants": {"a": {"model.optimizer": RUNS}}})
+    )
     checkpoint = str(run / "checkpoints" / "best.ckpt")
     commands = [[name, "--ckpt_path", checkpoint] for name in ("predict", "test", "validate")]
-    commands += [["compare", "--experiment", "experiment.yaml"], ["verify", "--config", str(run / "config.yaml")]]
+    commands += [
+        ["compare", "--experiment", "experiment.yaml"],
+        ["verify", "--config", str(run / "config.yaml")],
+    ]
     for command in [*commands, ["plan", "--config", str(run / "config.yaml")]]:
-        assert "torch.utils.collect_env.run: expected a subclass of Optimizer" in error_of(*app(*command))
+        assert "torch.utils.collect_env.run: expected a subclass of Optimizer" in error_of(
+            *app(*command)
+        )
     assert not Path("ran").exists()
 
 
-NETWORKS = ["torchvision.models.resnet18", "app.networks.resnet18_cifar", "mine.network", "LeNet", "whitenedcnn"]
+NETWORKS = [
+    "torchvision.models.resnet18",
+    "app.modules.networks.resnet18_cifar",
+    "mine.network",
+    "LeNet",
+    "whitenedcnn",
+]
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -153,9 +204,18 @@ FOREIGN = [
     ("mine", "there is no such network"),
     ("evil.net.Net", "is not trusted: give --trust evil to run it"),
     ("yaml.unsafe_load", "is not trusted: give --trust yaml to run it"),
-    *((name, "give a subclass of torch.nn.Module") for name in ("torch.os._exit", "torch.hub.load", "mine.load")),
-    *((name, "give a subclass of torch.nn.Module") for name in ("torch.nn", "app.networks.pkgutil.resolve_name")),
-    *((name, "give a subclass of torch.nn.Module") for name in ("torch.sys.exit", "torch.ops.aten.add")),
+    *(
+        (name, "give a subclass of torch.nn.Module")
+        for name in ("torch.os._exit", "torch.hub.load", "mine.load")
+    ),
+    *(
+        (name, "give a subclass of torch.nn.Module")
+        for name in ("torch.nn", "app.modules.networks.pkgutil.resolve_name")
+    ),
+    *(
+        (name, "give a subclass of torch.nn.Module")
+        for name in ("torch.sys.exit", "torch.ops.aten.add")
+    ),
     ("torchvision.models.detection.fasterrcnn_resnet50_fpn", "give a subclass of torch.nn.Module"),
 ]
 

@@ -14,15 +14,15 @@ from harness import QUIET, App, error_of, fork_app, output_of
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
-from app.verify import same_training
-from app.verify.causes import Case, Cause, causes
-from app.verify.differences import Difference, Recorded, Step, _gradients, differences
-from app.verify.proof import Prover, Settings
-from app.verify.recording import contents, singles, tensors
-from app.verify.verdict import Result, Verdict
+from app.lab.verify import same_training
+from app.lab.verify.causes import Case, Cause, causes
+from app.lab.verify.differences import Difference, Recorded, Step, _gradients, differences
+from app.lab.verify.proof import Prover, Settings
+from app.lab.verify.recording import contents, singles, tensors
+from app.lab.verify.verdict import Result, Verdict
 
 CPU = ["--trainer.accelerator", "cpu"]
-RECORDING = ["--trainer.callbacks+=app.verify.recording.Recording"]
+RECORDING = ["--trainer.callbacks+=app.lab.verify.recording.Recording"]
 WAYS = {
     "ddp": ["--trainer.strategy", "ddp_fork", "--trainer.devices", "2"],
     "dp": ["--trainer.strategy", "dp", "--trainer.devices", "2"],
@@ -38,12 +38,31 @@ class Runs:
 
     def __init__(self, root: Path, model: str, data: str, *flags: str) -> None:
         self.root, self.key = root, (model, data, *flags)
-        self.flags = ["--model", f"faulty_code.{model}", "--data", f"faulty_code.{data}", *CPU, *QUIET, *flags]
+        self.flags = [
+            "--model",
+            f"faulty_code.{model}",
+            "--data",
+            f"faulty_code.{data}",
+            *CPU,
+            *QUIET,
+            *flags,
+        ]
         sampled = data in ("Stock", "Halved", "OwnBatches", "Repeated")
-        self.flags += ["--trainer.use_distributed_sampler", str(sampled).lower(), "--run.test", "false"]
+        self.flags += [
+            "--trainer.use_distributed_sampler",
+            str(sampled).lower(),
+            "--run.test",
+            "false",
+        ]
 
-    def record(self, name: str, *flags: str, steps: int = 16, earlier: Recorded | None = None) -> Recorded:
-        recording = [*RECORDING, f"--trainer.callbacks.steps={steps}", "--trainer.callbacks.epoch_steps=8"]
+    def record(
+        self, name: str, *flags: str, steps: int = 16, earlier: Recorded | None = None
+    ) -> Recorded:
+        recording = [
+            *RECORDING,
+            f"--trainer.callbacks.steps={steps}",
+            "--trainer.callbacks.epoch_steps=8",
+        ]
         way = [*self.flags, *flags, *recording, "--run.root", str(self.root), "--run.name", name]
         output_of(*fork_app("fit", *way))
         return Recorded(self.root / name / "version_0", earlier)
@@ -56,11 +75,17 @@ class Runs:
     def case(self, way: str, *flags: str) -> tuple[dict[str, Difference], list[Cause]]:
         key = (*self.key, *flags, *REFERENCES.get(way, []))
         if key not in RECORDED:
-            RECORDED[key] = self.record("reference", "--trainer.devices", "1", *REFERENCES.get(way, []), *flags)
+            RECORDED[key] = self.record(
+                "reference", "--trainer.devices", "1", *REFERENCES.get(way, []), *flags
+            )
         reference = RECORDED[key]
-        recorded = self.resumed(*flags) if way == "resume" else self.record("way", *WAYS[way], *flags)
+        recorded = (
+            self.resumed(*flags) if way == "resume" else self.record("way", *WAYS[way], *flags)
+        )
         differing = differences(reference, recorded)
-        return differing, causes(Case(reference, recorded, differing, 2 if way in ("ddp", "dp") else 1))
+        return differing, causes(
+            Case(reference, recorded, differing, 2 if way in ("ddp", "dp") else 1)
+        )
 
 
 @pytest.mark.parametrize("way", ["ddp", "dp"])
@@ -107,8 +132,12 @@ FAULTS: list[tuple[str, str, str, Sequence[str], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "data", "way", "columns", "text"), FAULTS, ids=lambda value: str(value)[:40])
-def test_a_mistake_is_named(model: str, data: str, way: str, columns: Sequence[str], text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "data", "way", "columns", "text"), FAULTS, ids=lambda value: str(value)[:40]
+)
+def test_a_mistake_is_named(
+    model: str, data: str, way: str, columns: Sequence[str], text: str, tmp_path: Path
+) -> None:
     differing, reasons = Runs(tmp_path, model, data).case(way)
     assert differing.keys() >= set(columns), differing
     for line in text.split("|"):
@@ -118,29 +147,49 @@ def test_a_mistake_is_named(model: str, data: str, way: str, columns: Sequence[s
 
 def test_what_a_callback_loses(tmp_path: Path) -> None:
     """A resumed run lacks a callback's average of the weights, which no checkpoint holds: `verify` names it."""
-    differing, reasons = Runs(tmp_path, "Model", "Data").case("resume", "--trainer.callbacks+=faulty_code.Average")
+    differing, reasons = Runs(tmp_path, "Model", "Data").case(
+        "resume", "--trainer.callbacks+=faulty_code.Average"
+    )
     assert "evaluation" in differing
-    assert any(cause.text == "state that is in no checkpoint: Average.average" for cause in reasons), reasons
+    assert any(
+        cause.text == "state that is in no checkpoint: Average.average" for cause in reasons
+    ), reasons
 
 
 def test_the_same_fault_of_several_ways_is_reported_once() -> None:
-    causes = [Cause(f"the batch size is that of each rank: {n} samples", "divide it") for n in (16, 32)]
+    causes = [
+        Cause(f"the batch size is that of each rank: {n} samples", "divide it") for n in (16, 32)
+    ]
     loss = {"loss": Difference("step 1", "")}
-    ways = [Result(f"ddp × {2 * n}", [], differences=loss, causes=[cause]) for n, cause in enumerate(causes, 1)]
+    ways = [
+        Result(f"ddp × {2 * n}", [], differences=loss, causes=[cause])
+        for n, cause in enumerate(causes, 1)
+    ]
     lines = [*Verdict(SimpleNamespace(), [*ways, Result("dp × 2", [], failed="why")]).explained()]  # type: ignore[arg-type]
     assert [line.split(":")[0] for line in lines] == [
-        *("ddp × 2", "  loss, step 1", "  because the batch size is that of each rank", "  do      divide it"),
+        *(
+            "ddp × 2",
+            "  loss, step 1",
+            "  because the batch size is that of each rank",
+            "  do      divide it",
+        ),
         *("  also    ddp × 4", "dp × 2", "  does not run"),
     ]
 
 
 def test_samples_and_losses_that_are_not_seen() -> None:
     recorded: Any = SimpleNamespace(steps=[SimpleNamespace(samples=[], loss=math.nan)])
-    assert [Result("ddp", [], recorded).cell(column) for column in ("samples", "rate", "loss")] == ["—", "✓", "—"]
+    assert [Result("ddp", [], recorded).cell(column) for column in ("samples", "rate", "loss")] == [
+        "—",
+        "✓",
+        "—",
+    ]
 
 
 def test_a_cause_of_the_evaluation_does_not_explain_the_loss() -> None:
-    causes = [Cause("each rank has its own val_loss", "self.log(…, sync_dist=True)", changes_loss=False)]
+    causes = [
+        Cause("each rank has its own val_loss", "self.log(…, sync_dist=True)", changes_loss=False)
+    ]
     result = Result("ddp", [], differences={"loss": Difference("step 1", "")}, causes=causes)
     assert "  the cause of the loss is not known" in result.explained()
 
@@ -151,16 +200,24 @@ def test_a_variant_with_a_rank_s_batch_size() -> None:
     """Such a variant is not repeated with --run.global_order, because this flag would divide the size again."""
     flags, half = {"trainer.accelerator": "cpu"}, {"trainer.devices": 2, "data.batch_size": 4}
     ways = {"half": {"trainer.strategy": "ddp", **half}}
-    outcome = same_training("faulty_code.Model", "faulty_code.Stock", quick=True, steps=4, flags=flags, ways=ways)
-    assert [result.remedied is None for result in outcome.results] == [False, True, False], repr(outcome)
+    outcome = same_training(
+        "faulty_code.Model", "faulty_code.Stock", quick=True, steps=4, flags=flags, ways=ways
+    )
+    assert [result.remedied is None for result in outcome.results] == [False, True, False], repr(
+        outcome
+    )
 
 
-def test_a_run_on_one_device_that_failed_stays_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_one_device_that_failed_stays_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each variant reports the failure of the run on one device, because it would be compared with that run."""
     prover = Prover(Settings(), [], {"data": "Synthetic"}, tmp_path)
     failed = SimpleNamespace(status="failed", error="why", time_limit=None)
-    monkeypatch.setattr("app.verify.proof.run_fit", lambda *_: failed)
-    assert [prover._again(name, {}, {"run.threads": 1})[1].failed for name in ("ddp × 2", "dp × 2")] == ["why", "why"]
+    monkeypatch.setattr("app.lab.verify.proof.run_fit", lambda *_: failed)
+    assert [
+        prover._again(name, {}, {"run.threads": 1})[1].failed for name in ("ddp × 2", "dp × 2")
+    ] == ["why", "why"]
 
 
 RATE_AND_NORM = ["the learning rate is 2 times", "BatchNorm normalises each"]
@@ -180,7 +237,9 @@ def test_causes_behind_other_samples(model: str, data: str, named: list[str], re
     `verify` finds these mistakes, because it repeats both runs with the same order of samples.
     """
     flags = {"trainer.accelerator": "cpu", "data.batch_size": 8}
-    outcome = same_training(f"faulty_code.{model}", f"faulty_code.{data}", quick=True, steps=8, flags=flags)
+    outcome = same_training(
+        f"faulty_code.{model}", f"faulty_code.{data}", quick=True, steps=8, flags=flags
+    )
     causes = outcome.results[0].by_effect
     for text in ("the batch size is that of each rank", *named):
         assert any(cause.text.startswith(text) and cause.remedy for cause in causes), repr(outcome)
@@ -194,16 +253,40 @@ def test_causes_behind_other_samples(model: str, data: str, named: list[str], re
 @pytest.mark.slow
 def test_bits(app: App, tmp_path: Path) -> None:
     """If an operation differs on rank 1 only, `--bits` names it and its module. If none differs, it names none."""
-    flags = [*OURS, "--quick", "--steps", "4", "--bits", "true", "--run.virtual_devices", "4", "--run.threads", "1"]
+    flags = [
+        *OURS,
+        "--quick",
+        "--steps",
+        "4",
+        "--bits",
+        "true",
+        "--run.virtual_devices",
+        "4",
+        "--run.threads",
+        "1",
+    ]
     report, out = verdict(app, tmp_path, *flags, "--model", "faulty_code.Jitters", code=1)
-    assert [way["first_operation"] for way in report["ways"]] == ["step 1, shard 3: mul in Jitters.network.noise", None]
+    assert [way["first_operation"] for way in report["ways"]] == [
+        "step 1, shard 3: mul in Jitters.network.noise",
+        None,
+    ]
     report, out = verdict(app, tmp_path, *flags)
     assert "The same bits in all 3 ways of running" in out
 
 
-# -- the command ----------------------------------------------------------------------------------------------------
+# -- the command
+# ----------------------------------------------------------------------------------------------------
 
-OURS = ["--data", "Synthetic", "--data.images", "203", "--data.batch_size", "20", "--data.flip", "true"]
+OURS = [
+    "--data",
+    "Synthetic",
+    "--data.images",
+    "203",
+    "--data.batch_size",
+    "20",
+    "--data.flip",
+    "true",
+]
 
 
 def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[str, Any], str]:
@@ -219,7 +302,9 @@ def test_a_wrong_gradient_beside_much_larger_ones() -> None:
     there = Step(0, [{**recorded, "gradients": norms}])
     for name, value, differs in (("small.weight", 1.01, True), ("none.bias", 3e-9, False)):
         here = Step(0, [{**recorded, "gradients": {**norms, name: value}}])
-        assert [place.figures.split()[2] for place in _gradients(here, there, 1e-5)] == [name] * differs
+        assert [place.figures.split()[2] for place in _gradients(here, there, 1e-5)] == [
+            name
+        ] * differs
 
 
 @pytest.mark.parametrize("padding", [0, 9])
@@ -231,7 +316,9 @@ def test_a_padded_sample_is_the_same_in_any_batch(padding: int) -> None:
 
     def batch(*samples: list[int]) -> dict[str, Tensor]:
         filled = list(map(torch.tensor, samples))
-        tokens, labels = (pad_sequence(filled, batch_first=True, padding_value=value) for value in (padding, -100))
+        tokens, labels = (
+            pad_sequence(filled, batch_first=True, padding_value=value) for value in (padding, -100)
+        )
         return {"tokens": tokens, "mask": (labels != -100).long(), "labels": labels}
 
     (first, _), _ = contents(None, batch([5, 6], [7, 8, 9]), 0)
@@ -244,18 +331,37 @@ def test_samples_of_a_batch_that_is_not_stacked() -> None:
     targets = [{"boxes": torch.rand(1 + i, 4), "label": torch.tensor(i)} for i in range(4)]
     samples = [(torch.rand(3, 8 + i, 8), target) for i, target in enumerate(targets)]
     dicts = [{"image": image, **target} for image, target in samples]
-    for batch in (tuple(zip(*samples, strict=True)), samples, dicts, {"pixels": torch.rand(4, 3, 9, 9), "of": targets}):
+    for batch in (
+        tuple(zip(*samples, strict=True)),
+        samples,
+        dicts,
+        {"pixels": torch.rand(4, 3, 9, 9), "of": targets},
+    ):
         assert [len(set(ids)) for ids in contents(None, batch, 0)] == [4, 4]
         assert [len(singles(single)) for single in singles(batch)] == [1] * 4
-    assert len(tensors([pack_sequence(targets[0]["boxes"]), make_dataclass("Rows", ["x"], frozen=True)(samples)])) == 14
+    assert (
+        len(
+            tensors(
+                [
+                    pack_sequence(targets[0]["boxes"]),
+                    make_dataclass("Rows", ["x"], frozen=True)(samples),
+                ]
+            )
+        )
+        == 14
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("drawn")
 def test_every_way(app: App, tmp_path: Path) -> None:
     """Every variant passes, except an added one whose global batch is half of the reference's."""
-    (tmp_path / "ways.yaml").write_text("half the batch: {data.batch_size: 10, trainer.devices: 1}\n")
-    report, out = verdict(app, tmp_path, *OURS, "--ways", str(tmp_path / "ways.yaml"), "--steps", "20", code=1)
+    (tmp_path / "ways.yaml").write_text(
+        "half the batch: {data.batch_size: 10, trainer.devices: 1}\n"
+    )
+    report, out = verdict(
+        app, tmp_path, *OURS, "--ways", str(tmp_path / "ways.yaml"), "--steps", "20", code=1
+    )
     same = {way["name"]: way["same"] for way in report["ways"]}
     assert same.pop("half the batch") is False, out
     assert len(same) == 7, out
@@ -270,8 +376,24 @@ def test_every_way(app: App, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_mlp(app: App, tmp_path: Path) -> None:
     """The MLP passes with Adam, a schedule, augmentation, and unequal shares in evaluation."""
-    flags = ["--model", "FashionMLP", "--model.repeats", "1", "--model.scheduler", "StepLR", "--data", "Synthetic"]
-    flags += ["--model.scheduler.step_size", "1", "--data.like", "FashionMNIST", "--data.crop_padding", "2"]
+    flags = [
+        "--model",
+        "FashionMLP",
+        "--model.repeats",
+        "1",
+        "--model.scheduler",
+        "StepLR",
+        "--data",
+        "Synthetic",
+    ]
+    flags += [
+        "--model.scheduler.step_size",
+        "1",
+        "--data.like",
+        "FashionMNIST",
+        "--data.crop_padding",
+        "2",
+    ]
     report, out = verdict(app, tmp_path, *flags, *OURS[2:], "--quick", "true", "--steps", "20")
     assert [way["same"] for way in report["ways"]] == [True, True], out
     assert not any(way["rounding"] for way in report["ways"])
@@ -295,7 +417,10 @@ REFUSED = [
     (["--trainer.devices", "2"], "--trainer.devices is a flag of the variants: leave it out"),
     (["--run.root", "x"], "run.root is set by verify itself"),
     (["--ways", "none.yaml"], "--ways none.yaml: there is no such file"),
-    (["--trainer.callbacks+=X", "--trainer.callbacks+=Y"], "--trainer.callbacks+= is given twice: put the list into"),
+    (
+        ["--trainer.callbacks+=X", "--trainer.callbacks+=Y"],
+        "--trainer.callbacks+= is given twice: put the list into",
+    ),
     (["--nonsense", "1"], "--nonsense: there is no such flag"),
     (["--model", "no.Such"], "--model no.Such: No module named 'no'"),
 ]
@@ -312,7 +437,12 @@ def test_what_cannot_be(flags: list[str], message: str, app: App, tmp_path: Path
 def test_in_a_test_of_ones_own() -> None:
     """`same_training` works in a user's own test, and shows Lightning's message about a variant that does not run."""
     flags = {"trainer.use_distributed_sampler": "false", "trainer.accelerator": "cpu"}
-    outcome = same_training("faulty_code.PartlyUsed", "faulty_code.Data", quick=True, steps=8, flags=flags)
+    outcome = same_training(
+        "faulty_code.PartlyUsed", "faulty_code.Data", quick=True, steps=8, flags=flags
+    )
     assert not outcome
     assert "ddp_find_unused_parameters_true" in repr(outcome)
-    assert "Not the same training as on one device: ddp × 2, in the first 4 of 8 batches of an epoch." in repr(outcome)
+    assert (
+        "Not the same training as on one device: ddp × 2, in the first 4 of 8 batches of an epoch."
+        in repr(outcome)
+    )

@@ -11,14 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, ROOT, App, difference, error_of, fork_app, free_port, options, output_of, started, tiny
+from harness import (
+    QUIET,
+    ROOT,
+    App,
+    difference,
+    error_of,
+    fork_app,
+    free_port,
+    options,
+    output_of,
+    started,
+    tiny,
+)
 from pandas import read_csv
 from plain_code import PlainModel
 from torch import Tensor
 
 from app.monitor.balance import balanced
-from app.parallel.tree import Tree
 from app.record import Record
+from app.training.tree import Tree
 
 SHARDED = tiny(90, 20, "CIFARCNN", virtual_devices=5, threads=1, flip=True)
 SHARDED += options(max_epochs=3, test=False, log_every_n_steps=1)
@@ -27,12 +39,19 @@ SHARDED += options(max_epochs=3, test=False, log_every_n_steps=1)
 def digest(checkpoint: Path) -> str:
     """Return the SHA-256 of the weights and buffers in a checkpoint."""
     weights = torch.load(checkpoint, weights_only=True)["state_dict"]
-    return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
+    return hashlib.sha256(
+        b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
+    ).hexdigest()
 
 
 def train(folder: Path, flags: Sequence[str], ranks: int, *more: str | Path) -> Path:
     """Run `fit` on `ranks` processes, and return the run's directory."""
-    devices = ("--trainer.strategy", "ddp_fork" if ranks > 1 else "auto", "--trainer.devices", ranks)
+    devices = (
+        "--trainer.strategy",
+        "ddp_fork" if ranks > 1 else "auto",
+        "--trainer.devices",
+        ranks,
+    )
     output_of(*fork_app("fit", "--run.root", folder, *flags, *map(str, devices), *more))
     return max(folder.glob("*/version_*"), key=lambda run: run.stat().st_mtime)
 
@@ -43,7 +62,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("alone"), SHARDED, 1)
 
 
-WAYS = [("ddp", 1), ("ddp", 2), ("ddp_fork", 3), pytest.param("ddp_spawn", 2, marks=pytest.mark.slow)]
+WAYS = [
+    ("ddp", 1),
+    ("ddp", 2),
+    ("ddp_fork", 3),
+    pytest.param("ddp_spawn", 2, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS)
@@ -58,10 +82,22 @@ def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_the_fast_recipe(tmp_path: Path) -> None:
     """A run that stops on one process and resumes on two has the bits of an uninterrupted run on one process."""
-    flags = ["--config", str(ROOT / "configs/speed/cifar10_cpu.yaml"), *tiny(90, 20, val_size=10, virtual_devices=4)]
-    flags += ["--run.name", "x", *options(max_epochs=3, test=False, threads=1), "--model.warmup", "1ep"]
+    flags = [
+        "--config",
+        str(ROOT / "configs/speed/cifar10_cpu.yaml"),
+        *tiny(90, 20, val_size=10, virtual_devices=4),
+    ]
+    flags += [
+        "--run.name",
+        "x",
+        *options(max_epochs=3, test=False, threads=1),
+        "--model.warmup",
+        "1ep",
+    ]
     whole = train(tmp_path / "whole", flags, 1) / "checkpoints/last.ckpt"
-    first = train(tmp_path / "parts", flags, 1, "--trainer.max_steps", "5") / "checkpoints/last.ckpt"
+    first = (
+        train(tmp_path / "parts", flags, 1, "--trainer.max_steps", "5") / "checkpoints/last.ckpt"
+    )
     rest = train(tmp_path / "parts", flags, 2, "--ckpt_path", first)
     assert digest(rest / "checkpoints/last.ckpt") == digest(whole)
 
@@ -69,8 +105,19 @@ def test_the_fast_recipe(tmp_path: Path) -> None:
 def test_elastic(alone: Path, tmp_path: Path) -> None:
     """A run has the same bits if it stops in mid-epoch on three processes, resumes on two, and ends on one."""
     for ranks, steps in ((3, 3), (2, 8), (1, -1)):
-        more = ["--ckpt_path", tmp_path / "CIFARCNN/version_0/checkpoints/last.ckpt"] if ranks < 3 else []
-        run = train(tmp_path, [*SHARDED, "--run.name", "CIFARCNN"], ranks, "--trainer.max_steps", str(steps), *more)
+        more = (
+            ["--ckpt_path", tmp_path / "CIFARCNN/version_0/checkpoints/last.ckpt"]
+            if ranks < 3
+            else []
+        )
+        run = train(
+            tmp_path,
+            [*SHARDED, "--run.name", "CIFARCNN"],
+            ranks,
+            "--trainer.max_steps",
+            str(steps),
+            *more,
+        )
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
 
 
@@ -78,9 +125,30 @@ def test_elastic(alone: Path, tmp_path: Path) -> None:
 def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
     """After torchrun loses one of two nodes, the other one ends with the same bits as an uninterrupted run."""
     flags = [*SHARDED, "--trainer.max_epochs", "20", "--last_checkpoint.every_n_train_steps", "3"]
-    at = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "x", "--rdzv-backend", "c10d"]
-    at += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1", "--rdzv-conf"]
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), *at, "last_call_timeout=2,is_host="]
+    at = [
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "3",
+        "--rdzv-id",
+        "x",
+        "--rdzv-backend",
+        "c10d",
+    ]
+    at += [
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--local-addr",
+        "127.0.0.1",
+        "--rdzv-conf",
+    ]
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        *at,
+        "last_call_timeout=2,is_host=",
+    ]
     agents = [[*torchrun[:-1], torchrun[-1] + str(host)] for host in (1, 0)]
     env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (
@@ -92,7 +160,9 @@ def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
         out = kept.end(180, code=0)
     assert (kept.record["shards"], len(kept.record["parts"])) == ([5], 1), out
     whole = train(tmp_path / "whole", flags, 1)
-    assert digest(kept.directory / "checkpoints/last.ckpt") == digest(whole / "checkpoints/last.ckpt")
+    assert digest(kept.directory / "checkpoints/last.ckpt") == digest(
+        whole / "checkpoints/last.ckpt"
+    )
 
 
 def test_balance(alone: Path, tmp_path: Path) -> None:
@@ -102,7 +172,12 @@ def test_balance(alone: Path, tmp_path: Path) -> None:
     assert Record.load(run / "run.json").shards[-1] == 1, "it began with 2 of 5"
 
 
-SHARES = [([1.0, 1.0], 8, [4, 4]), ([1.0, 3.0], 8, [6, 2]), ([1.0, 100.0], 8, [7, 1]), ([2.0, 1.0, 1.0], 5, [1, 2, 2])]
+SHARES = [
+    ([1.0, 1.0], 8, [4, 4]),
+    ([1.0, 3.0], 8, [6, 2]),
+    ([1.0, 100.0], 8, [7, 1]),
+    ([2.0, 1.0, 1.0], 5, [1, 2, 2]),
+]
 
 
 @pytest.mark.parametrize(("seconds", "count", "shares"), SHARES)
@@ -112,7 +187,14 @@ def test_balanced(seconds: list[float], count: int, shares: list[int]) -> None:
 
 @pytest.mark.parametrize("flag", ["virtual_devices", "threads"])
 def test_a_checkpoint_of_other_shards_or_threads(flag: str, alone: Path, app: App) -> None:
-    flags = ["--ckpt_path", alone / "checkpoints/last.ckpt", f"--run.{flag}", "4", "--trainer.max_epochs", "4"]
+    flags = [
+        "--ckpt_path",
+        alone / "checkpoints/last.ckpt",
+        f"--run.{flag}",
+        "4",
+        "--trainer.max_epochs",
+        "4",
+    ]
     message = error_of(*app("fit", *SHARDED, *flags))
     assert f"give --run.{flag} {({'virtual_devices': 5, 'threads': 1})[flag]}" in message
 
@@ -132,12 +214,22 @@ def test_one_order_of_additions(count: int) -> None:
     assert total == pytest.approx(values.sum().item(), abs=1e-5)
 
 
-PLAIN = ["--model", "plain_code.PlainModel", "--data", "plain_code.PlainData", "--run.name", "plain", *QUIET]
+PLAIN = [
+    "--model",
+    "plain_code.PlainModel",
+    "--data",
+    "plain_code.PlainData",
+    "--run.name",
+    "plain",
+    *QUIET,
+]
 PLAIN += options(global_order=True, test=False, threads=1, max_epochs=2, log_every_n_steps=1)
 
 
 @pytest.fixture(scope="module", params=["shuffled", "weighted"])
-def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+def plain(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], Path]:
     """Flags for a module and a loader of plain Lightning, and the directory of their run on one process."""
     flags = [*PLAIN, "--run.virtual_devices", "4", "--data.kind", request.param]
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
@@ -151,7 +243,10 @@ def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path) -> None:
     flags, alone = plain
     run = train(tmp_path, flags, 3, "--data.num_workers", "1")
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
-    logged = [read_csv(folder / "metrics.csv")[["loss_step", "loss_epoch"]].to_csv() for folder in (run, alone)]
+    logged = [
+        read_csv(folder / "metrics.csv")[["loss_step", "loss_epoch"]].to_csv()
+        for folder in (run, alone)
+    ]
     assert logged[0] == logged[1]
 
 
@@ -172,7 +267,9 @@ def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) 
     """A run that stops in mid-epoch on two processes and ends on one has the weights of a run on one process."""
     flags, alone = plain
     train(tmp_path, flags, 2, "--trainer.max_steps", "4")
-    run = train(tmp_path, flags, 1, "--ckpt_path", tmp_path / "plain/version_0/checkpoints/last.ckpt")
+    run = train(
+        tmp_path, flags, 1, "--ckpt_path", tmp_path / "plain/version_0/checkpoints/last.ckpt"
+    )
     assert digest(run / "checkpoints/last.ckpt") == digest(alone / "checkpoints/last.ckpt")
 
 
@@ -183,8 +280,15 @@ def test_shares_without_virtual_devices(accumulated: str, tmp_path: Path) -> Non
     Each rank's mean loss is weighted by its share, and a rank without a sample takes part.
     """
     flags = [*PLAIN, "--data.size", "10", "--model.normalized", "false", "--data.batch_size", "9"]
-    flags += ["--trainer.enable_model_summary", "true", "--trainer.accumulate_grad_batches", accumulated]
-    assert difference(*(train(tmp_path / str(devices), flags, devices) for devices in (1, 2))) <= 1e-6
+    flags += [
+        "--trainer.enable_model_summary",
+        "true",
+        "--trainer.accumulate_grad_batches",
+        accumulated,
+    ]
+    assert (
+        difference(*(train(tmp_path / str(devices), flags, devices) for devices in (1, 2))) <= 1e-6
+    )
 
 
 REFUSED = {
@@ -211,14 +315,21 @@ OWN_LOADERS = {
     "iterable": "reads an iterable data set, which has no order: use a data set with __getitem__ and __len__",
     "several": "returns CombinedLoader: return one DataLoader",
 }
-THEIRS = "--model plain_code.PlainModel --data plain_code.PlainData --run.global_order true --data.kind"
-REFUSED |= {f"{THEIRS} {kind}": f"PlainData.train_dataloader {reason}" for kind, reason in OWN_LOADERS.items()}
+THEIRS = (
+    "--model plain_code.PlainModel --data plain_code.PlainData --run.global_order true --data.kind"
+)
+REFUSED |= {
+    f"{THEIRS} {kind}": f"PlainData.train_dataloader {reason}"
+    for kind, reason in OWN_LOADERS.items()
+}
 
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_cannot_be_sharded(flags: str, app: App) -> None:
     base = [] if "Data" in flags else SHARDED
-    assert REFUSED[flags] in error_of(*app("fit", *base, "--run.virtual_devices", "5", *flags.split()))
+    assert REFUSED[flags] in error_of(
+        *app("fit", *base, "--run.virtual_devices", "5", *flags.split())
+    )
 
 
 class LogsItsOwn(PlainModel):
@@ -228,19 +339,42 @@ class LogsItsOwn(PlainModel):
 
 def test_a_value_of_a_rank(tmp_path: Path) -> None:
     """Lightning advises sync_dist for the value that validation_step logs, but for none that training_step logs."""
-    flags = ["--model", "test_virtual_devices.LogsItsOwn", *THEIRS.split()[2:-1], *QUIET, "--run.root", tmp_path]
-    flags += options(accelerator="cpu", strategy="ddp_fork", devices=2, max_epochs=1, virtual_devices=2, test=False)
-    assert set(re.findall(r"self.log\('(\w+)'", output_of(*fork_app("fit", *flags)))) == {"val_loss"}
+    flags = [
+        "--model",
+        "test_virtual_devices.LogsItsOwn",
+        *THEIRS.split()[2:-1],
+        *QUIET,
+        "--run.root",
+        tmp_path,
+    ]
+    flags += options(
+        accelerator="cpu",
+        strategy="ddp_fork",
+        devices=2,
+        max_epochs=1,
+        virtual_devices=2,
+        test=False,
+    )
+    assert set(re.findall(r"self.log\('(\w+)'", output_of(*fork_app("fit", *flags)))) == {
+        "val_loss"
+    }
 
 
 def test_an_integer_that_differs_between_shards(app: App) -> None:
-    flags = [*tiny(40, 8, model="user_code.CountsLabels"), *options(max_epochs=1, test=False, virtual_devices=2)]
-    message = "training_step sets the buffer seen, of torch.int64, to different values on the shards"
+    flags = [
+        *tiny(40, 8, model="user_code.CountsLabels"),
+        *options(max_epochs=1, test=False, virtual_devices=2),
+    ]
+    message = (
+        "training_step sets the buffer seen, of torch.int64, to different values on the shards"
+    )
     assert message in error_of(*app("fit", *flags))
 
 
 def test_shards_that_log_in_another_order(app: App, tmp_path: Path) -> None:
     settings = options(max_epochs=1, test=False, virtual_devices=2, log_every_n_steps=1, name="x")
     output_of(*app("fit", *tiny(40, 8, model="user_code.LogsInAnyOrder"), *settings))
-    logged = read_csv(tmp_path / "runs" / "x" / "version_0" / "metrics.csv")[["first", "second"]].dropna()
+    logged = read_csv(tmp_path / "runs" / "x" / "version_0" / "metrics.csv")[
+        ["first", "second"]
+    ].dropna()
     assert logged.to_numpy().tolist() == [[5, 6]] * 5

@@ -15,10 +15,22 @@ def test_an_installed_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     source, installed, empty = (tmp_path / name for name in ("source", "installed", "empty"))
     empty.mkdir()
     for name in ("app", "configs"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", installed, source]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        installed,
+        source,
+    ]
     subprocess.run(pip, check=True, capture_output=True, timeout=200)
 
     def run(*words: str) -> str:
@@ -29,9 +41,21 @@ def test_an_installed_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
         return done.stdout
 
-    assert run("-c", "import app; print(app.__file__)").strip() == str(installed / "app" / "__init__.py")
+    assert run("-c", "import app; print(app.__file__)").strip() == str(
+        installed / "app" / "__init__.py"
+    )
     run("-m", "app", "fit", "--config=configs/quickstart.yaml", "--trainer.max_steps", "4", *QUIET)
     assert (empty / "runs" / "quickstart" / "version_0" / "report.html").exists()
-    out = run("-m", "app", "compare", "--experiment", "configs/compare/fashion_scale.yaml", "--dry_run", "true")
+    out = run(
+        "-m",
+        "app",
+        "compare",
+        "--experiment",
+        "configs/compare/fashion_scale.yaml",
+        "--dry_run",
+        "true",
+    )
     assert "configs/fashion_mlp.yaml" in out
-    assert "python -m app fit" in run("-m", "app", "compare", "--quick", "true", "--dry_run", "true")
+    assert "python -m app fit" in run(
+        "-m", "app", "compare", "--quick", "true", "--dry_run", "true"
+    )

@@ -54,7 +54,11 @@ class Poisoned(CIFARCNN):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        bad = (self.trainer.current_epoch, batch_idx, self.trainer.global_rank) == (0, 6, self.trainer.world_size - 1)
+        bad = (self.trainer.current_epoch, batch_idx, self.trainer.global_rank) == (
+            0,
+            6,
+            self.trainer.world_size - 1,
+        )
         return loss * float("nan") if bad else loss
 
 
@@ -186,7 +190,10 @@ class OneCycle(CIFARCNN):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class StopsItself(CIFARCNN):
@@ -242,7 +249,9 @@ class Normalises(TheirModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0), self.net)  # statistics of the last batch only
+        self.net = nn.Sequential(
+            nn.BatchNorm2d(3, momentum=1.0), self.net
+        )  # statistics of the last batch only
         self.forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -291,7 +300,9 @@ class LogsOtherNames(LogsNothing):
         self.log("val/their acc", torch.tensor(float("nan")), prog_bar=True, sync_dist=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test/their acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+        self.log(
+            "test/their acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True
+        )
         self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
 

@@ -3,4 +3,12 @@
 from app.data.datasets import CIFAR10, FashionMNIST, HuggingFace, ImageFolder, ImageTable, Synthetic
 from app.data.module import ImageData
 
-__all__ = ["CIFAR10", "FashionMNIST", "HuggingFace", "ImageData", "ImageFolder", "ImageTable", "Synthetic"]
+__all__ = [
+    "CIFAR10",
+    "FashionMNIST",
+    "HuggingFace",
+    "ImageData",
+    "ImageFolder",
+    "ImageTable",
+    "Synthetic",
+]

@@ -1,8 +1,9 @@
 """Loader of each rank's samples: one global permutation per epoch, cut into global batches that the ranks share.
 
-Every strategy draws from the same seeded permutation. A rank takes its part of each global batch. Therefore, a step
-trains on the same samples for any world size. The loader uses no global random state. The trainer holds the position in
-an epoch, so that a resumed run continues with the next sample.
+Every strategy draws from the same seeded permutation. A rank takes its part of each global batch.
+Therefore, a step trains on the same samples for any world size. The loader uses no global random
+state. The trainer holds the position in an epoch, so that a resumed run continues with the next
+sample.
 """
 
 import math
@@ -45,8 +46,8 @@ class RawBatch(NamedTuple):
         images: uint8 (n, C, H, W).
         labels: int64 (n,).
         draws: Random integers below DRAW_RANGE for each sample's augmentation, (n, draws), or None.
-        mix: Mixing of each sample with the next one, or None. With a mixing, the batch has an additional
-            sample at its end. This sample is only mixed into the one before it.
+        mix: Mixing of each sample with the next one, or None. With a mixing, the batch has an
+            additional sample at its end. This sample is only mixed into the one before it.
     """
 
     images: Tensor
@@ -68,12 +69,14 @@ class Reader:
 
     Args:
         split: The images.
-        crop: Function that crops an image from uint8 (C, h, w) to (C, H, W), or None. `crop` and `augment` may use the
-            global random states, which are seeded for each sample.
+        crop: Function that crops an image from uint8 (C, h, w) to (C, H, W), or None. `crop` and
+            `augment` may use the global random states, which are seeded for each sample.
         augment: Modules that augment an image, uint8 (C, H, W), and keep its shape.
     """
 
-    def __init__(self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]
+    ) -> None:
         self.split = split
         self.crop = crop
         self.augment = augment
@@ -88,12 +91,18 @@ class Reader:
             restart(seed)
             if self.crop is not None:
                 image = self.crop(image)
-            if self.augment:  # augmentations may write to the image, but a mapped split is read-only
+            if (
+                self.augment
+            ):  # augmentations may write to the image, but a mapped split is read-only
                 image = image.clone(memory_format=torch.contiguous_format)
             for augment in self.augment:
                 kept = f"{image.dtype} {tuple(image.shape)}"
                 image = augment(image)
-                made = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+                made = (
+                    f"{image.dtype} {tuple(image.shape)}"
+                    if isinstance(image, Tensor)
+                    else type(image).__name__
+                )
                 if made != kept:
                     raise UserError(
                         f"--data.augment {type(augment).__name__} turns {kept} into {made}: it must keep shape and type"
@@ -125,8 +134,8 @@ class Batches(chain[Any]):
 class GlobalBatches(GlobalOrder):
     """Loader that yields this rank's share of each global batch.
 
-    The last, smaller batch is divided as evenly as possible. By default, a rank without a sample gets an empty batch,
-    so that all ranks take the same number of steps.
+    The last, smaller batch is divided as evenly as possible. By default, a rank without a sample
+    gets an empty batch, so that all ranks take the same number of steps.
 
     Args:
         split: Images and labels.
@@ -134,29 +143,34 @@ class GlobalBatches(GlobalOrder):
         batch_size: Size of the global batch.
         rank: Rank of this process.
         world_size: Number of processes.
-        placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds all images.
-            `device`: one tensor on `device` holds all images.
+        placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds
+            all images. `device`: one tensor on `device` holds all images.
         device: Device that trains or evaluates on the batches.
         num_workers: Number of worker processes for `disk`.
         seed: Seed of the permutation and the draws.
         shuffle: Whether each epoch has its own permutation.
         drop_last: Whether to drop the last, smaller batch.
         virtual_devices: Number of shards of a global batch; batches are then `Shards`.
-        one_by_one: Whether each shard is a separate batch, so that evaluation results are bit-identical on any number
-            of ranks.
+        one_by_one: Whether each shard is a separate batch, so that evaluation results are
+            bit-identical on any number of ranks.
         draws: Number of random numbers per sample.
-        alternate: Whether a sample is flipped in every other epoch, beginning with the first or the second at random.
-        mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global batch, the last
-            with the first.
-        weights: Relative probability of each sample, (n,), for drawing with replacement; None for a permutation.
+        alternate: Whether a sample is flipped in every other epoch, beginning with the first or the
+            second at random.
+        mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global
+            batch, the last with the first.
+        weights: Relative probability of each sample, (n,), for drawing with replacement; None for a
+            permutation.
         crop: As for `Reader`, for images of different sizes; for `disk` only.
         augment: As for `Reader`; for `disk` only.
-        empty: A rank without a sample of the last batch gets an empty batch (`keep`), the global batch's first sample
-            (`stand_in`), or no batch (`skip`).
-        position: Function that returns the first step to yield: 0, or a later step if a run resumes within the epoch.
+        empty: A rank without a sample of the last batch gets an empty batch (`keep`), the global
+            batch's first sample (`stand_in`), or no batch (`skip`).
+        position: Function that returns the first step to yield: 0, or a later step if a run resumes
+            within the epoch.
     """
 
-    batch_sampler = None  # must exist, because Lightning reads it from every loader that has a `sampler`
+    batch_sampler = (
+        None  # must exist, because Lightning reads it from every loader that has a `sampler`
+    )
 
     def __init__(
         self,
@@ -183,7 +197,9 @@ class GlobalBatches(GlobalOrder):
         empty: Literal["keep", "stand_in", "skip"] = "keep",
         position: Callable[[], int] = int,  # evaluation begins at int(), which is 0
     ) -> None:
-        super().__init__(len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position)
+        super().__init__(
+            len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position
+        )
         self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
         self.split = split
         self.rows = rows
@@ -203,12 +219,16 @@ class GlobalBatches(GlobalOrder):
         if placement == "disk":
             self._items_of_steps: list[list[tuple[int, int]]] = []
             reader = Reader(split, crop, augment)
-            self._workers = Workers(reader, self._items_of_steps, split.image_shape, num_workers, self._pin)
+            self._workers = Workers(
+                reader, self._items_of_steps, split.image_shape, num_workers, self._pin
+            )
             return
         self.images = split.tensor()
         self._where = rows
         if placement == "device":
-            images = torch.empty((len(rows), *self.images.shape[1:]), dtype=torch.uint8, device=device)
+            images = torch.empty(
+                (len(rows), *self.images.shape[1:]), dtype=torch.uint8, device=device
+            )
             # in blocks, because a copy of all images would double the use of host memory
             for block, numbers in zip(images.split(4096), rows.split(4096), strict=True):
                 block.copy_(self.images[numbers])
@@ -238,7 +258,9 @@ class GlobalBatches(GlobalOrder):
             return torch.arange(len(self.rows))
         generator = stream(self.seed, 1, epoch)
         if self.weights is not None:
-            return torch.multinomial(self.weights, len(self.rows), replacement=True, generator=generator)
+            return torch.multinomial(
+                self.weights, len(self.rows), replacement=True, generator=generator
+            )
         return torch.randperm(len(self.rows), generator=generator)
 
     def __iter__(self) -> Iterator[RawBatch | Shards]:
@@ -254,7 +276,9 @@ class GlobalBatches(GlobalOrder):
             shards = self._cut(batch, step)
             if self._turns:
                 yield from shards
-                yield from [RawBatch(batch.images[:0], batch.labels[:0], None)] * (self._turns - len(shards))
+                yield from [RawBatch(batch.images[:0], batch.labels[:0], None)] * (
+                    self._turns - len(shards)
+                )
             else:
                 yield shards
 
@@ -266,16 +290,21 @@ class GlobalBatches(GlobalOrder):
     def _cut(self, batch: RawBatch, step: int) -> Shards:
         bounds = self.bounds(step)
         more = batch.mix is not None  # a mixed shard includes the first sample of the next shard
-        places = [slice(a - bounds[0], b - bounds[0] + (more and b > a)) for a, b in pairwise(bounds)]
+        places = [
+            slice(a - bounds[0], b - bounds[0] + (more and b > a)) for a, b in pairwise(bounds)
+        ]
         images, labels, draws, mix = batch
-        shards = (RawBatch(images[at], labels[at], None if draws is None else draws[at], mix) for at in places)
+        shards = (
+            RawBatch(images[at], labels[at], None if draws is None else draws[at], mix)
+            for at in places
+        )
         return self.shards(shards, step)
 
     def _place(self, step: int) -> tuple[slice, slice | None]:
         """Return the slice of the epoch's order that holds this rank's samples of a step.
 
-        For mixup and cutmix, also return a slice with one more sample, which is mixed with this rank's last sample.
-        Otherwise, return None instead.
+        For mixup and cutmix, also return a slice with one more sample, which is mixed with this
+        rank's last sample. Otherwise, return None instead.
         """
         span = self.span(step)
         first = step * self.batch_size
@@ -298,12 +327,16 @@ class GlobalBatches(GlobalOrder):
         order = self._order(epoch)
         drawn = self._draw(epoch, order)
         if self._device is not None:
-            table = torch.stack((self._where[order], self._labels[order], *([] if drawn is None else drawn)))
+            table = torch.stack(
+                (self._where[order], self._labels[order], *([] if drawn is None else drawn))
+            )
             if self._device.type == "cuda":  # a GPU copies pinned memory while the host continues
                 table = table.pin_memory()
             table = table.to(self._device, non_blocking=True)
             for step in steps:
-                share = self._share(table, self._place(step))  # (2 + draws, n): index in `images`, label, draws
+                share = self._share(
+                    table, self._place(step)
+                )  # (2 + draws, n): index in `images`, label, draws
                 images = self.images.index_select(0, share[0])
                 draws = share[2:].T if self.draws else None
                 yield RawBatch(images, share[1], draws, self._mix(epoch, step, images.shape[0]))
@@ -312,7 +345,9 @@ class GlobalBatches(GlobalOrder):
         read: Iterator[Tensor] | None = None
         if self._workers is not None:
             seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, epoch))
-            self._items_of_steps[:] = [self._items(order, seeds, self._place(step)) for step in steps]
+            self._items_of_steps[:] = [
+                self._items(order, seeds, self._place(step)) for step in steps
+            ]
             read = iter(self._workers)
         else:
             where = self._where[order]
@@ -323,12 +358,21 @@ class GlobalBatches(GlobalOrder):
                 place = self._place(step)
                 images = next(read) if read else self._take(self.images, self._share(where, place))
                 draws = None if drawn is None else self._share(drawn, place).T
-                yield RawBatch(images, self._share(labels, place), draws, self._mix(epoch, step, images.shape[0]))
+                yield RawBatch(
+                    images,
+                    self._share(labels, place),
+                    draws,
+                    self._mix(epoch, step, images.shape[0]),
+                )
 
         yield from one_ahead(batches()) if self._pin and read is None else batches()
 
     def _mix(self, epoch: int, step: int, size: int) -> Mix | None:
-        return draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step)) if self.mixing and size else None
+        return (
+            draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step))
+            if self.mixing and size
+            else None
+        )
 
     def _take(self, values: Tensor, rows: Tensor) -> Tensor:
         """Copy some rows. For a GPU, copy into pinned memory, so that the transfer overlaps with computation."""
@@ -337,7 +381,9 @@ class GlobalBatches(GlobalOrder):
         out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
         return torch.index_select(values, 0, rows, out=out)
 
-    def _items(self, order: Tensor, seeds: Tensor, place: tuple[slice, slice | None]) -> list[tuple[int, int]]:
+    def _items(
+        self, order: Tensor, seeds: Tensor, place: tuple[slice, slice | None]
+    ) -> list[tuple[int, int]]:
         """Return the row and the augmentation seed of each of this rank's samples at a step."""
         rows = self.rows[self._share(order, place)].tolist()
         numbers = self._share(seeds, place).tolist() if self._augmented else [0] * len(rows)
@@ -349,8 +395,12 @@ class GlobalBatches(GlobalOrder):
             return None
         shape = (len(self.rows), self.draws)
         generator = stream(self.seed, 2, epoch)
-        drawn = torch.randint(DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin).T
+        drawn = torch.randint(
+            DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin
+        ).T
         if self.alternate:
-            first = torch.randint(2, (len(self.rows),), generator=stream(self.seed, 5), dtype=torch.int32)
+            first = torch.randint(
+                2, (len(self.rows),), generator=stream(self.seed, 5), dtype=torch.int32
+            )
             drawn[FLIP] = (first[order] + epoch) % 2 * (DRAW_RANGE // 2)
         return drawn

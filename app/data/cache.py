@@ -1,13 +1,15 @@
 """Cache of decoded images: one file per split, memory-mapped by every rank.
 
-A file holds a header (one page: a checksum, and JSON), pixels, and a table: labels, then checksums of blocks of pixels
-and file names (JSON). Images of different sizes are stored as (h, w, C), in any order; their heights, widths and end
-offsets precede the labels. The header's key describes the source. A file with another key, or damaged, is rebuilt.
+A file holds a header (one page: a checksum, and JSON), pixels, and a table: labels, then checksums
+of blocks of pixels and file names (JSON). Images of different sizes are stored as (h, w, C), in any
+order; their heights, widths and end offsets precede the labels. The header's key describes the
+source. A file with another key, or damaged, is rebuilt.
 
-Each rank checks header and table. One process per node checks the pixels: all of them, if the file has been modified
-since it was written; else at most 160 MiB, of random blocks. For 5 GiB, a start of 5 s takes 0.05 s more (0.03 to 0.05,
-n = 10), or 0.24 s (0.20 to 0.28, n = 5) if the blocks have to come from disk; for CIFAR-10, 0.04 s (0.03 to 0.05,
-n = 10). (2026-11-27, 2 cores of an AMD EPYC.)
+Each rank checks header and table. One process per node checks the pixels: all of them, if the file
+has been modified since it was written; else at most 160 MiB, of random blocks. For 5 GiB, a start
+of 5 s takes 0.05 s more (0.03 to 0.05, n = 10), or 0.24 s (0.20 to 0.28, n = 5) if the blocks have
+to come from disk; for CIFAR-10, 0.04 s (0.03 to 0.05, n = 10). (2026-11-27, 2 cores of an AMD
+EPYC.)
 """
 
 import errno
@@ -36,7 +38,8 @@ DECODING = 2  # raise this number when images are decoded to other pixels
 HEADER = 4096  # bytes; a page on most machines, so that the memory-mapped pixels begin at a page
 SEAL = 8  # bytes of the header's checksum, in hexadecimal
 BLOCK = 2**20  # bytes; pixels with one checksum
-SAMPLE = 160  # number of blocks that a start checks in an unmodified file; CIFAR-10's training images have 147
+# number of blocks that a start checks in an unmodified file; CIFAR-10's training images have 147
+SAMPLE = 160
 
 
 class ImageCache:
@@ -75,14 +78,22 @@ class ImageCache:
                 table = file.read()
                 _compare(table, header["table"])
                 images = mapped(file, HEADER, shape)
-                # numbers per image: the label if all images have one size, else height, width, end and label
+                # numbers per image: the label if all images have one size, else height, width, end
+                # and label
                 columns = 1 if len(shape) == 4 else 4
-                values = np.frombuffer(table, np.int64, columns * count).reshape(columns, count).copy()
+                values = (
+                    np.frombuffer(table, np.int64, columns * count).reshape(columns, count).copy()
+                )
                 sums, names = json.loads(table[values.nbytes :])
                 blocks = [*enumerate(sums)] if check_pixels else []
                 if len(blocks) > SAMPLE and os.fstat(file.fileno()).st_mtime == header["written"]:
-                    blocks = random.Random().sample(blocks, SAMPLE)  # the global random state belongs to the training
-                for block, checksum in blocks:  # reading takes a quarter of mapping's time if a file is not in memory
+                    blocks = random.Random().sample(
+                        blocks, SAMPLE
+                    )  # the global random state belongs to the training
+                for (
+                    block,
+                    checksum,
+                ) in blocks:  # reading takes a quarter of mapping's time if a file is not in memory
                     file.seek(HEADER + block * BLOCK)
                     _compare(file.read(min(BLOCK, pixels - block * BLOCK)), checksum)
         except OSError:
@@ -91,7 +102,11 @@ class ImageCache:
             rank_zero_info(f"{path} is damaged, or of another version")
             return None
         labels = torch.from_numpy(values)
-        split = RaggedSplit(images, labels, names) if columns == 4 else Split(images, labels[0], names, mapped=True)
+        split = (
+            RaggedSplit(images, labels, names)
+            if columns == 4
+            else Split(images, labels[0], names, mapped=True)
+        )
         split.left_out = header["left_out"]
         return split
 
@@ -105,7 +120,8 @@ class ImageCache:
 
         Raises:
             OSError: When the file cannot be written.
-            UserError: When an image is unreadable; if the source skips unreadable images, only when all are unreadable.
+            UserError: When an image is unreadable; if the source skips unreadable images, only when
+                all are unreadable.
         """
         files = source.encoded(split)
         if not files:
@@ -117,11 +133,17 @@ class ImageCache:
             remove_parts(self.folder)
             images = source.load(split)
             ragged = source.ragged(split)
-            sides = (ragged.kept[0], 1.5 * ragged.kept[1]) if ragged else source.image_shape[1:]  # assume 3:2 images
+            sides = (
+                (ragged.kept[0], 1.5 * ragged.kept[1]) if ragged else source.image_shape[1:]
+            )  # assume 3:2 images
             needed = len(images) * source.image_shape[0] * math.prod(sides)
             if needed > shutil.disk_usage(self.folder).free // 2:
-                raise OSError(errno.ENOSPC, f"{needed / 2**30:.1f} GiB are over half of the free space")
-            rank_zero_info(f"Decoding {len(images):,} image{'s' * (len(images) != 1)}, once, into {path}")
+                raise OSError(
+                    errno.ENOSPC, f"{needed / 2**30:.1f} GiB are over half of the free space"
+                )
+            rank_zero_info(
+                f"Decoding {len(images):,} image{'s' * (len(images) != 1)}, once, into {path}"
+            )
             file.write(b"".ljust(HEADER))
             file.flush()  # write the header before workers append to the file
             wrong: Errors = {}
@@ -134,9 +156,13 @@ class ImageCache:
             pixels = file.seek(0, os.SEEK_END) - HEADER
             right = [place for place in range(len(images)) if place not in wrong]
             if not right:
-                raise UserError(f"none of {len(images):,} images can be read: {listed(problems(wrong))}")
+                raise UserError(
+                    f"none of {len(images):,} images can be read: {listed(problems(wrong))}"
+                )
             if wrong:
-                rank_zero_info(f"{len(wrong):,} of {len(images):,} images are skipped: {listed(problems(wrong))}")
+                rank_zero_info(
+                    f"{len(wrong):,} of {len(images):,} images are skipped: {listed(problems(wrong))}"
+                )
             names = [images.names[place] for place in right] if images.names else None
             shape = [pixels] if ragged else [len(right), *source.image_shape]
             blocks = mapped(Path(file.name), HEADER, [pixels]).split(BLOCK)
@@ -146,7 +172,13 @@ class ImageCache:
             table += json.dumps([sums, names]).encode()
             file.write(table)
             now = int(time.time())
-            header = {"key": key, "shape": shape, "count": len(right), "left_out": len(wrong), "written": now}
+            header = {
+                "key": key,
+                "shape": shape,
+                "count": len(right),
+                "left_out": len(wrong),
+                "written": now,
+            }
             header["table"] = crc32(table)
             text = json.dumps(header).encode().ljust(HEADER - SEAL)
             file.seek(0)

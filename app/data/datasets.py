@@ -48,19 +48,20 @@ class EncodedImages(ImageData):
         channels: 3 for colour, 1 for grey.
         mean: Mean of each channel, for pixels scaled to 0…1; by default 0.5.
         std: Standard deviation of each channel, for pixels scaled to 0…1; by default 0.5.
-        resize: Shorter side of an image before the centre crop to `size`, by default `size`; `squash` resizes to `size`
-            without a crop, which changes the ratio of width to height.
+        resize: Shorter side of an image before the centre crop to `size`, by default `size`;
+            `squash` resizes to `size` without a crop, which changes the ratio of width to height.
         interpolation: Interpolation of all resizing, with antialiasing.
-        crop: Crop of training images, by the worker processes. `random`: resize to `resize`, then crop to `size` at a
-            random place. `random_resized`: crop a random area, then resize it to `size`. `none`: crop the centre, as in
-            evaluation.
+        crop: Crop of training images, by the worker processes. `random`: resize to `resize`, then
+            crop to `size` at a random place. `random_resized`: crop a random area, then resize it
+            to `size`. `none`: crop the centre, as in evaluation.
         scale: Range of the area of a `random_resized` crop, relative to the image's area.
         ratio: Range of width / height of a `random_resized` crop.
-        cache_size: Shorter side to which larger images are reduced before `random_resized` crops; by default 1.15 times
-            `resize`.
-        predict_dir: Images and folders of images for `predict`, which needs no labels; by default the test split.
-        on_bad_image: Reaction to an unreadable image. `error`: stop. `skip`: skip it on all ranks, and count it in the
-            run's record.
+        cache_size: Shorter side to which larger images are reduced before `random_resized` crops;
+            by default 1.15 times `resize`.
+        predict_dir: Images and folders of images for `predict`, which needs no labels; by default
+            the test split.
+        on_bad_image: Reaction to an unreadable image. `error`: stop. `skip`: skip it on all ranks,
+            and count it in the run's record.
         **kwargs: As for `ImageData`.
     """
 
@@ -82,13 +83,17 @@ class EncodedImages(ImageData):
         **kwargs: Any,
     ) -> None:
         sides = (size, size) if isinstance(size, int) else size
-        resize = int(resize) if isinstance(resize, int) else resize  # a checkpoint with a PositiveInt would not load
+        resize = (
+            int(resize) if isinstance(resize, int) else resize
+        )  # a checkpoint with a PositiveInt would not load
         source.geometry = Geometry(sides, resize, interpolation, crop, scale, ratio, cache_size)
         source.image_shape = (channels, *sides)
         source.other_files = {}
         for flag, values in (("mean", mean), ("std", std)):
             if values is not None and len(values) != channels:
-                raise UserError(f"--data.{flag} {values}: give one value for each of {channels} channels")
+                raise UserError(
+                    f"--data.{flag} {values}: give one value for each of {channels} channels"
+                )
         half = [0.5] * channels
         source.mean = mean or half
         source.std = std or half
@@ -98,7 +103,9 @@ class EncodedImages(ImageData):
             source.splits = [*dict.fromkeys([*source.splits, "predict"])]
         super().__init__(source, **kwargs)
         if source.skips and self.cache is None:
-            raise UserError("--data.on_bad_image skip needs the cache of decoded images: remove --data.cache off")
+            raise UserError(
+                "--data.on_bad_image skip needs the cache of decoded images: remove --data.cache off"
+            )
 
 
 class ImageFolder(EncodedImages):
@@ -120,7 +127,8 @@ class ImageTable(EncodedImages):
         csv: Path of the CSV file, separated by commas, semicolons, bars or tabs.
         file_column: Column of the images' paths, relative to the CSV file's folder.
         label_column: Column of the labels.
-        split_column: Column of the splits: `train`, `val` or `test`. Without this column, all images are for training.
+        split_column: Column of the splits: `train`, `val` or `test`. Without this column, all
+            images are for training.
         **kwargs: As for `EncodedImages`.
     """
 
@@ -139,15 +147,19 @@ class HuggingFace(EncodedImages):
     """Data module for a data set of Hugging Face, read by `datasets`.
 
     Args:
-        path: Folder with a saved data set, or with Parquet or Arrow files; a Parquet file; the URL of a saved data set
-            or of a Parquet file, such as `s3://…`; or a name on the Hub.
+        path: Folder with a saved data set, or with Parquet or Arrow files; a Parquet file; the URL
+            of a saved data set or of a Parquet file, such as `s3://…`; or a name on the Hub.
         image_column: Column of the images; by default the only column of type Image.
         label_column: Column of the labels; by default the only column of type ClassLabel.
         **kwargs: As for `EncodedImages`.
     """
 
     def __init__(
-        self, path: str = "data", image_column: str | None = None, label_column: str | None = None, **kwargs: Any
+        self,
+        path: str = "data",
+        image_column: str | None = None,
+        label_column: str | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(HuggingFaceSource(path, image_column, label_column), **kwargs)
 
@@ -157,7 +169,8 @@ class Synthetic(ImageData):
 
     Args:
         like: Data set that defines the image shape and the normalisation.
-        images: Number of training images; FashionMNIST has 60,000. The test split has a fifth as many.
+        images: Number of training images; FashionMNIST has 60,000. The test split has a fifth as
+            many.
         data_seed: Seed of the images, independent of the seed of split and order.
         **kwargs: As for `ImageData`.
     """

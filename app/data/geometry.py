@@ -18,8 +18,8 @@ class Geometry:
 
     Args:
         size: Height and width of the images that the network gets.
-        resize: Shorter side before the centre crop. None: the smallest side that covers `size`. `squash`: resize to
-            `size` without a crop.
+        resize: Shorter side before the centre crop. None: the smallest side that covers `size`.
+            `squash`: resize to `size` without a crop.
         interpolation: Interpolation of all resizing.
         crop: Training crop.
         scale: Range of the area of `random_resized`, relative to the image's area.
@@ -42,15 +42,21 @@ class Geometry:
         if min(self.size) < 1:
             raise UserError(f"--data.size {self.size}: give at least 1 pixel")
         if isinstance(self.resize, int) and self.resize < max(self.size):
-            raise UserError(f"--data.resize {self.resize} is smaller than --data.size {max(self.size)}")
+            raise UserError(
+                f"--data.resize {self.resize} is smaller than --data.size {max(self.size)}"
+            )
         if self.crop == "random" and self.resize == "squash":
-            raise UserError("--data.crop random needs images larger than --data.size: give --data.resize a number")
+            raise UserError(
+                "--data.crop random needs images larger than --data.size: give --data.resize a number"
+            )
         for name, default in (("scale", SCALE), ("ratio", RATIO), ("cache_size", None)):
             if getattr(self, name) != default and self.crop != "random_resized":
                 raise UserError(f"--data.{name} works with --data.crop random_resized only")
         for name, (low, high), most in (("scale", self.scale, 1), ("ratio", self.ratio, math.inf)):
             if not 0 < low <= high <= most:
-                raise UserError(f"--data.{name} {(low, high)}: give two numbers above 0 up to {most}, in order")
+                raise UserError(
+                    f"--data.{name} {(low, high)}: give two numbers above 0 up to {most}, in order"
+                )
 
     @property
     def _cover(self) -> tuple[int, int]:
@@ -68,7 +74,11 @@ class Geometry:
         Before a `random_resized` crop, images are reduced but never enlarged.
         """
         size = _covering(height, width, self.kept)
-        return (height, width) if self.crop == "random_resized" and size[0] * size[1] > height * width else size
+        return (
+            (height, width)
+            if self.crop == "random_resized" and size[0] * size[1] > height * width
+            else size
+        )
 
     def keep(self, image: Tensor) -> Tensor:
         """Resize a training image, uint8 (C, h, w), to `kept_size`."""
@@ -86,7 +96,9 @@ class Geometry:
         """Return a module that takes a random crop, uint8 (C, H, W), of a resized training image, uint8 (C, h, w)."""
         if self.crop == "random":
             return v2.RandomCrop(self.size)
-        return v2.RandomResizedCrop(self.size, self.scale, self.ratio, v2.InterpolationMode(self.interpolation))
+        return v2.RandomResizedCrop(
+            self.size, self.scale, self.ratio, v2.InterpolationMode(self.interpolation)
+        )
 
     def _resize(self, image: Tensor, size: tuple[int, int]) -> Tensor:
         return v2.functional.resize(image, list(size), v2.InterpolationMode(self.interpolation))

@@ -1,7 +1,7 @@
 """Global order for a user's DataLoader (`--run.global_order`), the same on any number of processes.
 
-The loader is rebuilt around one seeded order per epoch. Each rank reads its share of each global batch. Each item has
-its own random streams, also in worker processes.
+The loader is rebuilt around one seeded order per epoch. Each rank reads its share of each global
+batch. Each item has its own random streams, also in worker processes.
 """
 
 import copy
@@ -14,7 +14,12 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
-from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.sampler import (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from app.data.shares import GlobalOrder, Shards, next_step, shards_beyond, stream
 from app.errors import UserError
@@ -37,7 +42,9 @@ class SeededItems(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":  # pickle looks these up before `dataset` is set
+        if (
+            name.startswith("__") or name == "dataset"
+        ):  # pickle looks these up before `dataset` is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -58,7 +65,8 @@ def collate_parts(collate: Callable[[list[Any]], Any], sharded: bool, shards: An
     Args:
         collate: The loader's collate function.
         sharded: Whether to return `Shards`; if false, return the only batch.
-        shards: List of each shard's items, or of one element: the items of the rank's share. Changed in place.
+        shards: List of each shard's items, or of one element: the items of the rank's share.
+            Changed in place.
     """
     for place, items in enumerate(shards):
         shards[place] = collate(items)
@@ -70,8 +78,8 @@ class GlobalSampler(GlobalOrder):
 
     Args:
         sampler: The loader's sampler; it draws from the epoch's random stream.
-        train: Whether the loader is for training. If a part is empty, it gets a stand-in in training: the global
-            batch's first sample. In evaluation, the rank skips the batch.
+        train: Whether the loader is for training. If a part is empty, it gets a stand-in in
+            training: the global batch's first sample. In evaluation, the rank skips the batch.
         **order: As for `GlobalOrder`.
     """
 
@@ -101,11 +109,15 @@ class GlobalSampler(GlobalOrder):
 
     def __iter__(self) -> Iterator[Shards]:
         order = self._order()
-        seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, self.epoch)).tolist()
+        seeds = torch.randint(
+            2**62, (len(order),), generator=stream(self.seed, 3, self.epoch)
+        ).tolist()
         items = list(zip(order, seeds, strict=True))
         for step in range(self.position(), len(self)):
             stand_in = [items[step * self.batch_size]]
-            yield self.shards((items[start:end] or stand_in for start, end in pairwise(self.bounds(step))), step)
+            yield self.shards(
+                (items[start:end] or stand_in for start, end in pairwise(self.bounds(step))), step
+            )
 
 
 class GlobalLoader(DataLoader[Any]):
@@ -128,7 +140,9 @@ def order_of(loader: Any) -> GlobalOrder | None:
     return order if isinstance(order, GlobalOrder) else None
 
 
-def put_in_order(owner: LightningDataModule | LightningModule, virtual_devices: int | None, seed: int) -> None:
+def put_in_order(
+    owner: LightningDataModule | LightningModule, virtual_devices: int | None, seed: int
+) -> None:
     """Make a data module or module rebuild its loaders in the global order.
 
     Args:
@@ -138,7 +152,9 @@ def put_in_order(owner: LightningDataModule | LightningModule, virtual_devices: 
     """
     for name in ("train", "val", "test", "predict"):
         if is_overridden(f"{name}_dataloader", owner):
-            setattr(owner, f"{name}_dataloader", partial(_loaders, owner, name, virtual_devices, seed))
+            setattr(
+                owner, f"{name}_dataloader", partial(_loaders, owner, name, virtual_devices, seed)
+            )
 
 
 def _loaders(owner: Any, name: str, virtual_devices: int | None, seed: int) -> Any:
@@ -150,11 +166,14 @@ def _loaders(owner: Any, name: str, virtual_devices: int | None, seed: int) -> A
     return _rebuilt(made, where, owner.trainer, train, virtual_devices if train else None, seed)
 
 
-def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices: int | None, seed: int) -> Any:
+def _rebuilt(
+    loader: Any, where: str, trainer: Any, train: bool, virtual_devices: int | None, seed: int
+) -> Any:
     """Return the loader rebuilt in the global order.
 
     Raises:
-        UserError: When the loader cannot be rebuilt, such as with a custom sampler or an iterable data set.
+        UserError: When the loader cannot be rebuilt, such as with a custom sampler or an iterable
+            data set.
     """
     if isinstance(loader, GlobalLoader):
         return loader
@@ -183,12 +202,20 @@ def _rebuilt(loader: Any, where: str, trainer: Any, train: bool, virtual_devices
         seed=seed,
         position=next_step(trainer) if train else int,
     )
-    kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers")
+    kept = (
+        "num_workers",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "prefetch_factor",
+        "persistent_workers",
+    )
     return GlobalLoader(
         SeededItems(loader.dataset),
         batch_sampler=sampler,
         collate_fn=partial(collate_parts, loader.collate_fn, virtual_devices is not None),
         multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),  # otherwise, the loader would draw from the global random state
+        # otherwise, the loader would draw from the global random state
+        generator=torch.Generator(),
         **{name: getattr(loader, name) for name in kept},
     )

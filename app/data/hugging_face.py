@@ -29,7 +29,12 @@ class RowSplit(FileSplit):
     """
 
     def __init__(
-        self, rows: Any, labels: Sequence[int], place: str, source: EncodedSource, ragged: Geometry | None
+        self,
+        rows: Any,
+        labels: Sequence[int],
+        place: str,
+        source: EncodedSource,
+        ragged: Geometry | None,
     ) -> None:
         super().__init__(None, labels, source.image_shape, source.geometry, ragged)
         self._rows = rows
@@ -65,7 +70,9 @@ class HuggingFaceSource(EncodedSource):
         try:
             import datasets
         except ImportError:
-            raise UserError("--data HuggingFace: datasets is not installed: pip install datasets") from None
+            raise UserError(
+                "--data HuggingFace: datasets is not installed: pip install datasets"
+            ) from None
         self.root = path
         is_saved = any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
         try:
@@ -75,11 +82,17 @@ class HuggingFaceSource(EncodedSource):
             if path.endswith(".parquet"):
                 made = datasets.load_dataset("parquet", data_files=path)
             else:
-                made = (datasets.load_from_disk if is_saved or "://" in path else datasets.load_dataset)(path)
+                made = (
+                    datasets.load_from_disk if is_saved or "://" in path else datasets.load_dataset
+                )(path)
         except Exception as error:  # `datasets` raises many types of exceptions
-            raise UserError(f"--data.path {path} cannot be read ({one_line(str(error))[:200]})") from error
+            raise UserError(
+                f"--data.path {path} cannot be read ({one_line(str(error))[:200]})"
+            ) from error
         made = made if isinstance(made, dict) else {"train": made}
-        tables = {split: made[name] for split, name in splits_in(f"--data.path {path}", made).items()}
+        tables = {
+            split: made[name] for split, name in splits_in(f"--data.path {path}", made).items()
+        }
         if "train" not in tables:
             raise UserError(f"--data.path {path} has no split train, but {', '.join(made)}")
         features = tables["train"].features
@@ -91,7 +104,9 @@ class HuggingFaceSource(EncodedSource):
         self.class_names, self._labels = number_classes(names, self._place, declared)
         self.splits = splits_of(self._labels)
         self._tables = {
-            split: table.select_columns([self._image]).cast_column(self._image, datasets.Image(decode=False))
+            split: table.select_columns([self._image]).cast_column(
+                self._image, datasets.Image(decode=False)
+            )
             for split, table in tables.items()
         }
 
@@ -109,16 +124,26 @@ class HuggingFaceSource(EncodedSource):
                 "give a column with one name or whole number per image to --data.label_column"
             )
         names = dict(enumerate(getattr(feature, "names", None) or ()))
-        return ["" if value is None else names.get(value, str(value)) for value in table[self._label]]
+        return [
+            "" if value is None else names.get(value, str(value)) for value in table[self._label]
+        ]
 
     def _place(self, split: SplitName, row: int) -> str:
         return f"--data.path {self.root}: row {row} of {split}"
 
     def _column(self, features: Any, kind: type, name: str, choice: str | None) -> str:
-        columns = [choice] if choice else [column for column, feature in features.items() if isinstance(feature, kind)]
+        columns = (
+            [choice]
+            if choice
+            else [column for column, feature in features.items() if isinstance(feature, kind)]
+        )
         if len(columns) != 1 or columns[0] not in features:
-            listed = ", ".join(f"{column} ({type(feature).__name__})" for column, feature in features.items())
-            raise UserError(f"--data.path {self.root} has the columns {listed}: give one to --data.{name}_column")
+            listed = ", ".join(
+                f"{column} ({type(feature).__name__})" for column, feature in features.items()
+            )
+            raise UserError(
+                f"--data.path {self.root} has the columns {listed}: give one to --data.{name}_column"
+            )
         column = columns[0]
         if type(features[column]).__name__ in ("List", "LargeList"):
             raise UserError(
@@ -134,7 +159,13 @@ class HuggingFaceSource(EncodedSource):
         if split == "predict" and self.predict_dir is not None:
             return super().load(split)
         name = "test" if split == "predict" else split
-        return RowSplit(self._tables[name], self._labels[name], f"{split} in {self.root}", self, self.ragged(split))
+        return RowSplit(
+            self._tables[name],
+            self._labels[name],
+            f"{split} in {self.root}",
+            self,
+            self.ragged(split),
+        )
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         """Return the Arrow files that hold a split's images."""

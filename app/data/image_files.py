@@ -42,8 +42,14 @@ from app.record.words import listed
 REPLACE = "replace unreadable images, or --data.on_bad_image skip"
 # the only formats to open: PIL has riskier ones, such as EPS, for which it starts Ghostscript
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000")
-SUFFIXES = (*IMG_EXTENSIONS, ".avif", ".gif", ".jfif")  # other files are opened to see if they are images
-# dimensions of (C, h, w) to flip for each EXIF orientation; from 5 on, height and width are exchanged first
+SUFFIXES = (
+    *IMG_EXTENSIONS,
+    ".avif",
+    ".gif",
+    ".jfif",
+)  # other files are opened to see if they are images
+# dimensions of (C, h, w) to flip for each EXIF orientation; from 5 on, height and width are
+# exchanged first
 FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 
 
@@ -82,17 +88,24 @@ def reduce(picture: JpegImageFile, channels: int, geometry: Geometry) -> None:
     is_exchanged = orientation(picture) >= 5
     height, width = picture.size if is_exchanged else reversed(picture.size)
     height, width = geometry.kept_size(height, width)
-    picture.draft("L" if channels == 1 else None, (height, width) if is_exchanged else (width, height))
+    picture.draft(
+        "L" if channels == 1 else None, (height, width) if is_exchanged else (width, height)
+    )
 
 
 def _stored(picture: Image.Image, channels: int) -> Tensor:
     """Return a picture's pixels as they are stored, without its EXIF orientation: uint8 (C, h, w)."""
     match picture:
-        case JpegImageFile(format="JPEG", mode="RGB", decoderconfig=() | (1, 0), fp=file) if file and channels == 3:
-            # at full size, torchvision decodes the same pixels as PIL, but faster; if it fails, PIL reports the error
+        case JpegImageFile(format="JPEG", mode="RGB", decoderconfig=() | (1, 0), fp=file) if (
+            file and channels == 3
+        ):
+            # at full size, torchvision decodes the same pixels as PIL, but faster; if it fails, PIL
+            # reports the error
             with suppress(RuntimeError):
                 file.seek(0)
-                return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8), ImageReadMode.RGB)
+                return decode_jpeg(
+                    torch.frombuffer(bytearray(file.read()), dtype=torch.uint8), ImageReadMode.RGB
+                )
     if picture.mode.startswith("I;16"):  # convert() would clip 16 bits at 255
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.mode in ("I", "F"):
@@ -108,7 +121,8 @@ class FileSplit(Split):
         labels: Label of each image.
         image_shape: Shape of an image, (C, H, W); C is 1 (grey) or 3 (RGB).
         geometry: Resizing and cropping of the images.
-        ragged: Geometry of the training crop if the images keep different sizes; None if all are resized to one size.
+        ragged: Geometry of the training crop if the images keep different sizes; None if all are
+            resized to one size.
     """
 
     def __init__(
@@ -150,15 +164,24 @@ class FileSplit(Split):
 
     def tensor(self, num_workers: int = 0) -> Tensor:  # noqa: D102
         if self._images is None:
-            check_memory(len(self), self.image_shape, "give --data.placement disk, or a smaller --data.size")
+            check_memory(
+                len(self), self.image_shape, "give --data.placement disk, or a smaller --data.size"
+            )
             images = torch.empty((len(self), *self.image_shape), dtype=torch.uint8)
-            for view, block in zip(images.split(self._block), self.blocks(num_workers), strict=True):
+            for view, block in zip(
+                images.split(self._block), self.blocks(num_workers), strict=True
+            ):
                 view.copy_(block)
             self._images = images
         return self._images
 
-    def blocks(self, num_workers: int, wrong: Errors | None = None, file: str = "") -> Iterator[Images]:  # noqa: D102
-        batches = [range(len(self))[start : start + self._block] for start in range(0, len(self), self._block)]
+    def blocks(  # noqa: D102
+        self, num_workers: int, wrong: Errors | None = None, file: str = ""
+    ) -> Iterator[Images]:
+        batches = [
+            range(len(self))[start : start + self._block]
+            for start in range(0, len(self), self._block)
+        ]
         target = file if self.ragged else self.image_shape
         workers = Workers(self.__getitem__, batches, target, min(num_workers, len(batches)))
         console = get_console()
@@ -172,7 +195,8 @@ class FileSplit(Split):
                     yield images
                 progress.advance(task)
         if wrong is None and found:
-            # a new error, because this frame refers to the others: a cycle would keep the frame and its workers alive
+            # a new error, because this frame refers to the others: a cycle would keep the frame and
+            # its workers alive
             raise UserError(f"{listed(problems(found))}: {REPLACE}")
 
 
@@ -224,9 +248,10 @@ class EncodedSource(Source):
 class FolderSource(EncodedSource):
     """Source of a user's images in class folders.
 
-    Two layouts are possible: `root/train/<class>/*.jpg`, with optional validation and test folders beside `train`,
-    named as in `SPLIT_NAMES`; or `root/<class>/*.jpg`. If a folder holds only one folder, which holds folders, as in
-    `root/data/train`, the inner folder is read. A test folder without class folders is for `predict`.
+    Two layouts are possible: `root/train/<class>/*.jpg`, with optional validation and test folders
+    beside `train`, named as in `SPLIT_NAMES`; or `root/<class>/*.jpg`. If a folder holds only one
+    folder, which holds folders, as in `root/data/train`, the inner folder is read. A test folder
+    without class folders is for `predict`.
     """
 
     def __init__(self, root: str) -> None:
@@ -261,11 +286,15 @@ class FolderSource(EncodedSource):
         for split, folder in [*self._places.items()]:
             labelled = {*_folders(folder)}
             if len(labelled) < 2 and not labelled & {*self._classes}:
-                rank_zero_info(f"{folder} has no class folders, so that only `predict` reads its images")
+                rank_zero_info(
+                    f"{folder} has no class folders, so that only `predict` reads its images"
+                )
                 self.predict_dir = [*(self.predict_dir or []), str(self._places.pop(split))]
         self.splits = [*self._places]
         # replace bytes that are not UTF-8, because they cannot be printed
-        self.class_names = [name.encode(errors="surrogateescape").decode(errors="replace") for name in self._classes]
+        self.class_names = [
+            name.encode(errors="surrogateescape").decode(errors="replace") for name in self._classes
+        ]
 
     def prepare(self) -> None:
         """Check that each training class has images, and that other splits have images of these classes only."""
@@ -277,7 +306,9 @@ class FolderSource(EncodedSource):
             empty = [name for label, name in enumerate(self._classes) if label not in labels]
             if empty and (split == "train" or not labels):
                 where = place / empty[0]
-                raise UserError(f"{where} holds no images: put some there, or hide it as .{where.name}")
+                raise UserError(
+                    f"{where} holds no images: put some there, or hide it as .{where.name}"
+                )
         super().prepare()
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
@@ -285,7 +316,12 @@ class FolderSource(EncodedSource):
         strays = [entry.name for entry in _entries(place) if entry.is_file()]
         others = self.other_files[split] = Counter(map(_suffix, strays))
         classes = [(label, place / name) for label, name in enumerate(self._classes)]
-        return [(file, label) for label, folder in classes if folder.is_dir() for file in _images(folder, others)]
+        return [
+            (file, label)
+            for label, folder in classes
+            if folder.is_dir()
+            for file in _images(folder, others)
+        ]
 
 
 def files_in(places: Iterable[str], others: Counter[str]) -> list[str]:
@@ -307,7 +343,9 @@ def files_in(places: Iterable[str], others: Counter[str]) -> list[str]:
     return files
 
 
-def _images(folder: str | Path, others: Counter[str], above: Mapping[tuple[int, int], str] = {}) -> list[str]:
+def _images(
+    folder: str | Path, others: Counter[str], above: Mapping[tuple[int, int], str] = {}
+) -> list[str]:
     """Return the image files below a folder, folder by folder.
 
     Args:
@@ -321,11 +359,15 @@ def _images(folder: str | Path, others: Counter[str], above: Mapping[tuple[int, 
     folders = []
     here = (state.st_dev, state.st_ino)
     if here in above:
-        raise UserError(f"{folder} links back to its parent folder {above[here]}: correct this link")
+        raise UserError(
+            f"{folder} links back to its parent folder {above[here]}: correct this link"
+        )
     for entry in entries:
         if entry.is_dir():
             folders += _images(entry.path, others, {**above, here: str(folder)})
-        elif entry.name.lower().endswith(SUFFIXES) or _is_image(entry.path, entry.stat().st_mtime_ns):
+        elif entry.name.lower().endswith(SUFFIXES) or _is_image(
+            entry.path, entry.stat().st_mtime_ns
+        ):
             files.append(entry.path)
         else:
             others[_suffix(entry.name)] += 1
@@ -368,7 +410,10 @@ def _existing(root: str) -> Path:
     missing = place.absolute()
     while not missing.parent.is_dir():
         missing = missing.parent
-    near = nearest(missing.name, os.listdir(missing.parent)) or f": give the folder of your images, {EMBEDDED}"
+    near = (
+        nearest(missing.name, os.listdir(missing.parent))
+        or f": give the folder of your images, {EMBEDDED}"
+    )
     raise UserError(f"--data.root {root}: {missing.parent} has no folder {missing.name}{near}")
 
 
@@ -389,7 +434,8 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
     """Return the sorted, visible entries of a folder.
 
     Raises:
-        UserError: When the folder is unreadable, or contains a broken link or a special file, such as a pipe.
+        UserError: When the folder is unreadable, or contains a broken link or a special file, such
+            as a pipe.
     """
     try:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
@@ -400,6 +446,10 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
             if entry.is_dir() or entry.is_file():
                 continue
         if entry.is_symlink():
-            raise UserError(f"{entry.path} is a link to {os.readlink(entry.path)}, which is missing: correct this link")
-        raise UserError(f"{entry.path} is a pipe, a socket or a device, not a file: move it elsewhere")
+            raise UserError(
+                f"{entry.path} is a link to {os.readlink(entry.path)}, which is missing: correct this link"
+            )
+        raise UserError(
+            f"{entry.path} is a pipe, a socket or a device, not a file: move it elsewhere"
+        )
     return sorted(entries, key=lambda entry: entry.name)

@@ -39,30 +39,38 @@ class ImageData(LightningDataModule):
 
     Args:
         source: The source of the images.
-        batch_size: Size of the global batch, over all ranks: a count, or a fraction of the training set.
-        val_size: Training images held out for validation, a count or a fraction, if the source has no validation set.
-        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host. `device`: the
-            same tensor on the accelerator. `auto`: `disk` if `augment` or a random crop is given, or if the images take
-            more than half of the free host memory; else `device` if the images take less than a tenth of a GPU's free
-            memory; else `memory`.
-        cache: Folder for decoded images, shared by a node's ranks. `auto`: in the user's cache directory. `off`: each
-            rank decodes at every start.
-        num_workers: Worker processes of each rank for reading and decoding; `auto`: the rank's number of cores.
+        batch_size: Size of the global batch, over all ranks: a count, or a fraction of the training
+            set.
+        val_size: Training images held out for validation, a count or a fraction, if the source has
+            no validation set.
+        placement: `disk`: read through worker processes. `memory`: one uint8 tensor on the host.
+            `device`: the same tensor on the accelerator. `auto`: `disk` if `augment` or a random
+            crop is given, or if the images take more than half of the free host memory; else
+            `device` if the images take less than a tenth of a GPU's free memory; else `memory`.
+        cache: Folder for decoded images, shared by a node's ranks. `auto`: in the user's cache
+            directory. `off`: each rank decodes at every start.
+        num_workers: Worker processes of each rank for reading and decoding; `auto`: the rank's
+            number of cores.
         crop_padding: Augmentation: width in pixels of a border that is added before a random crop.
-        flip: Augmentation: mirror half of the images; `alternate` mirrors each image in every other epoch.
+        flip: Augmentation: mirror half of the images; `alternate` mirrors each image in every other
+            epoch.
         cutout: Augmentation: side in pixels of a random square that is set to the mean.
-        augment: Augmentation by the worker processes, image by image, on the CPU: a v2 transform of torchvision such as
-            `RandAugment`, the import path of your own module, or a list of these. Needs the placement `disk`.
-        mixup: Augmentation: blend each image with another. The weight is drawn from a beta distribution with this
-            parameter, such as 0.2.
-        cutmix: Augmentation: paste a box of another image into each image. The box's area is drawn from a beta
-            distribution with this parameter, such as 1.0. If both are given, each batch uses one of them at random.
-        balance: Whether an epoch draws images with replacement, so that all classes are equally frequent.
+        augment: Augmentation by the worker processes, image by image, on the CPU: a v2 transform of
+            torchvision such as `RandAugment`, the import path of your own module, or a list of
+            these. Needs the placement `disk`.
+        mixup: Augmentation: blend each image with another. The weight is drawn from a beta
+            distribution with this parameter, such as 0.2.
+        cutmix: Augmentation: paste a box of another image into each image. The box's area is drawn
+            from a beta distribution with this parameter, such as 1.0. If both are given, each batch
+            uses one of them at random.
+        balance: Whether an epoch draws images with replacement, so that all classes are equally
+            frequent.
         drop_last: Whether to drop the last, smaller batch of a training epoch.
         seed: Seed of the split, the order and the augmentation; by default `--seed_everything`.
 
     Raises:
-        UserError: When a size does not fit the data set, or the world size does not divide the global batch.
+        UserError: When a size does not fit the data set, or the world size does not divide the
+            global batch.
     """
 
     trainer: Trainer  # set by Lightning
@@ -89,16 +97,26 @@ class ImageData(LightningDataModule):
     ) -> None:
         super().__init__()
         if batch_size <= 0 or (isinstance(batch_size, float) and batch_size > 1):
-            raise UserError(f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0")
+            raise UserError(
+                f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0"
+            )
         if val_size < 0 or (isinstance(val_size, float) and val_size >= 1):
-            raise UserError(f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0")
+            raise UserError(
+                f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0"
+            )
         self.source = source
         self.augment = augment if isinstance(augment, list) else [augment] if augment else []
-        self._worked = "--data.augment" if self.augment else "--data.crop" if source.ragged("train") else ""
+        self._worked = (
+            "--data.augment" if self.augment else "--data.crop" if source.ragged("train") else ""
+        )
         if self._worked and placement not in ("auto", "disk"):
-            raise UserError(f"{self._worked} runs in worker processes: give --data.placement disk, not {placement}")
+            raise UserError(
+                f"{self._worked} runs in worker processes: give --data.placement disk, not {placement}"
+            )
         if batch_size == 1 and (mixup or cutmix):
-            raise UserError("--data.mixup and --data.cutmix mix images of a batch: give a larger --data.batch_size")
+            raise UserError(
+                "--data.mixup and --data.cutmix mix images of a batch: give a larger --data.batch_size"
+            )
         self.mixing = (mixup, cutmix)
         self.balance = balance
         self.batch_size = batch_size
@@ -111,7 +129,11 @@ class ImageData(LightningDataModule):
         self.transform = Transform(source.mean, source.std, crop_padding, bool(flip), cutout)
         self.alternate = flip == "alternate"
         # YAML reads an unquoted `off` as false
-        self.cache = None if cache in ("off", False) else ImageCache(None if cache in ("auto", True) else str(cache))
+        self.cache = (
+            None
+            if cache in ("off", False)
+            else ImageCache(None if cache in ("auto", True) else str(cache))
+        )
         self._adopted: Sequence[str] = ()  # classes of a trained model
         self._prepared: set[SplitName] = set()
         self._splits: dict[str, tuple[Split, Tensor]] = {}
@@ -153,17 +175,23 @@ class ImageData(LightningDataModule):
             self.source.prepare()
         self._prepared |= wanted
         if missing and self.files_left_out:
-            rank_zero_info(f"Left out, as no images or in no class folder: {counted(self.files_left_out)}")
+            rank_zero_info(
+                f"Left out, as no images or in no class folder: {counted(self.files_left_out)}"
+            )
         if self.cache is None:
             return
         try:
             for name in missing:
                 self.cache.write(self.source, name, usable_cores())
         except OSError as error:
-            reason = error.strerror or str(error).split("OSError: ")[-1].strip()  # a worker's message has a traceback
+            reason = (
+                error.strerror or str(error).split("OSError: ")[-1].strip()
+            )  # a worker's message has a traceback
             refused = f"cannot be kept in {self.cache.folder} ({reason})"
             if self.source.skips:
-                message = f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
+                message = (
+                    f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
+                )
                 raise UserError(message) from error
             remedy = "give another --data.cache, or off"
             # not a warning, because a warning prints two lines
@@ -177,14 +205,17 @@ class ImageData(LightningDataModule):
                 raise UserError(f"--data.val_size {self.val_size} leaves no images to validate on")
         if stage in ("test", "predict"):
             self._load("test" if stage == "test" else "predict")
-        if not hasattr(self, "placement"):  # choose once, because loaded images reduce the free memory
+        if not hasattr(
+            self, "placement"
+        ):  # choose once, because loaded images reduce the free memory
             self.placement = self._place()
         if stage == "fit":
             size = self.global_batch_size
             world = self.trainer.world_size
             if self.virtual_devices is not None and size < self.virtual_devices:
                 raise UserError(shards_beyond(self.virtual_devices, size))
-            # checked here, not in __init__, because a batch size given as a fraction depends on the number of images
+            # checked here, not in __init__, because a batch size given as a fraction depends on the
+            # number of images
             if size % world and self.virtual_devices is None:
                 raise UserError(unequal_shares(size, world))
             images = len(self._splits["train"][1])
@@ -199,14 +230,20 @@ class ImageData(LightningDataModule):
             return
         if name not in self.source.splits:
             remedy = "give --data.predict_dir, or add" if name == "predict" else "add"
-            raise UserError(f"{type(self).__name__} has no {name} images here: {remedy} a test split")
+            raise UserError(
+                f"{type(self).__name__} has no {name} images here: {remedy} a test split"
+            )
         split = self.cache and self.cache.open(self.source, name)
         if split is None and self.source.skips and self.source.encoded(name):
-            raise UserError("--data.on_bad_image skip: decoded images are missing from --data.cache: start again")
+            raise UserError(
+                "--data.on_bad_image skip: decoded images are missing from --data.cache: start again"
+            )
         split = split or self.source.load(name)
         if self._adopted:
             numbers = [self._adopted.index(label) for label in self.source.class_names]
-            split.labels = torch.tensor([*numbers, -1])[split.labels]  # the last one is for images without a label
+            split.labels = torch.tensor([*numbers, -1])[
+                split.labels
+            ]  # the last one is for images without a label
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
@@ -220,7 +257,9 @@ class ImageData(LightningDataModule):
         train, rows = self._splits["train"]
         count = self.val_size if isinstance(self.val_size, int) else int(self.val_size * len(rows))
         if count >= len(rows):
-            raise UserError(f"--data.val_size {self.val_size} leaves nothing of {len(rows)} training images: give less")
+            raise UserError(
+                f"--data.val_size {self.val_size} leaves nothing of {len(rows)} training images: give less"
+            )
         rows = torch.randperm(len(rows), generator=stream(self.seed, 0))
         self._splits["val"] = train, rows[:count].sort().values
         self._splits["train"] = train, rows[count:].sort().values
@@ -228,7 +267,10 @@ class ImageData(LightningDataModule):
     @property
     def content(self) -> dict[str, tuple[int, int]]:
         """Number of images and checksum of labels of each loaded split."""
-        return {name: (len(split), crc32(split.labels.numpy().tobytes())) for name, (split, _) in self._splits.items()}
+        return {
+            name: (len(split), crc32(split.labels.numpy().tobytes()))
+            for name, (split, _) in self._splits.items()
+        }
 
     @property
     def counts(self) -> dict[str, int]:
@@ -249,18 +291,24 @@ class ImageData(LightningDataModule):
         """
         split, rows = self._splits["train"]
         images = (split[row] for row in rows[:: max(len(rows) // count, 1)].tolist())
-        return self.transform(torch.stack([split.ragged.evaluated(item) if split.ragged else item for item in images]))
+        return self.transform(
+            torch.stack([split.ragged.evaluated(item) if split.ragged else item for item in images])
+        )
 
     @property
     def left_out(self) -> dict[str, int]:
         """Number of unreadable images of each loaded split that has any."""
-        loaded = {name: split for name, (split, _) in self._splits.items() if name in self.source.splits}
+        loaded = {
+            name: split for name, (split, _) in self._splits.items() if name in self.source.splits
+        }
         return {name: split.left_out for name, split in loaded.items() if split.left_out}
 
     @property
     def files_left_out(self) -> Counter[str]:
         """Number of files in the folders of prepared splits that are left out, by suffix."""
-        return sum((self.source.other_files.get(name, Counter()) for name in self._prepared), Counter())
+        return sum(
+            (self.source.other_files.get(name, Counter()) for name in self._prepared), Counter()
+        )
 
     @property
     def global_batch_size(self) -> int:
@@ -297,8 +345,8 @@ class ImageData(LightningDataModule):
     def num_workers(self) -> int:
         """Number of this rank's worker processes.
 
-        With `auto`, this is SLURM's number of cores per task. Without such a number, it is an equal share of the node's
-        usable cores.
+        With `auto`, this is SLURM's number of cores per task. Without such a number, it is an equal
+        share of the node's usable cores.
         """
         if self.requested_workers != "auto":
             return self.requested_workers
@@ -314,7 +362,12 @@ class ImageData(LightningDataModule):
             split.tensor(self.num_workers)
         sizes = split.ragged
         accepts_empty = getattr(trainer.lightning_module, "accepts_empty", False)
-        one_by_one = accepts_empty and name == "val" and bool(self.virtual_devices) and trainer.limit_val_batches == 1.0
+        one_by_one = (
+            accepts_empty
+            and name == "val"
+            and bool(self.virtual_devices)
+            and trainer.limit_val_batches == 1.0
+        )
         return GlobalBatches(
             split,
             rows,
@@ -362,7 +415,8 @@ class ImageData(LightningDataModule):
         """Augment and normalise a batch on the device.
 
         Returns:
-            Images (n, C, H, W), and labels (n,); for a mixed batch, class probabilities (n, classes) instead of labels.
+            Images (n, C, H, W), and labels (n,); for a mixed batch, class probabilities (n,
+            classes) instead of labels.
         """
         assert isinstance(batch, RawBatch)
         images = self.transform(batch.images, batch.draws)

@@ -27,7 +27,9 @@ class Shards(list[Any]):
         samples: Number of samples of the global batch.
     """
 
-    def __init__(self, shards: Iterable[Any], first: int, counts: Sequence[int], samples: int) -> None:
+    def __init__(
+        self, shards: Iterable[Any], first: int, counts: Sequence[int], samples: int
+    ) -> None:
         super().__init__(shards)
         self.first = first
         self.counts = counts
@@ -36,7 +38,9 @@ class Shards(list[Any]):
 
 def equal_shares(world_size: int, count: int) -> list[int]:
     """Divide `count` shards among the ranks as equally as possible; return each rank's number of shards."""
-    return [(rank + 1) * count // world_size - rank * count // world_size for rank in range(world_size)]
+    return [
+        (rank + 1) * count // world_size - rank * count // world_size for rank in range(world_size)
+    ]
 
 
 def run_of(rank: int, shares: Sequence[int]) -> range:
@@ -76,8 +80,8 @@ def next_step(trainer: Any) -> Callable[[], int]:
 class GlobalOrder:
     """Global order of an epoch's samples, and this rank's share of each global batch.
 
-    A global batch is cut into parts of nearly equal size: one for each rank, or one for each virtual device. A rank's
-    share is one part, or the consecutive parts of its virtual devices.
+    A global batch is cut into parts of nearly equal size: one for each rank, or one for each
+    virtual device. A rank's share is one part, or the consecutive parts of its virtual devices.
 
     Args:
         samples: Number of samples of an epoch.
@@ -87,7 +91,8 @@ class GlobalOrder:
         world_size: Number of processes.
         virtual_devices: Number of shards of a global batch, or None for one part per process.
         seed: Seed of the order.
-        position: Function that returns the first step to yield: 0, or a later step if a run resumes within the epoch.
+        position: Function that returns the first step to yield: 0, or a later step if a run resumes
+            within the epoch.
     """
 
     def __init__(
@@ -134,19 +139,24 @@ class GlobalOrder:
             steps: Number of batches of the epoch.
         """
         first = step - step % length
-        return min(min(first + length, steps) * self.batch_size, self._samples) - first * self.batch_size
+        return (
+            min(min(first + length, steps) * self.batch_size, self._samples)
+            - first * self.batch_size
+        )
 
     def weight(self, step: int, window: tuple[int, int]) -> float:
         """Return the factor by which to multiply this rank's mean loss.
 
-        With this factor, the mean loss over ranks and accumulated batches equals the mean loss over all samples of the
-        optimizer step, although the ranks' shares may differ in size.
+        With this factor, the mean loss over ranks and accumulated batches equals the mean loss over
+        all samples of the optimizer step, although the ranks' shares may differ in size.
 
         Args:
             step: Index of the batch in the epoch.
             window: A pair: number of batches to accumulate, and number of batches in the epoch.
         """
-        return self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)
+        return (
+            self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)
+        )
 
     def bounds(self, step: int) -> list[int]:
         """Return the boundaries of this rank's parts of a step, as positions in the epoch's order."""
@@ -177,7 +187,8 @@ class GlobalOrder:
         """Check that the checkpoint's order equals this one.
 
         Raises:
-            UserError: When seed, batch size or number of samples differ and the epoch is unfinished.
+            UserError: When seed, batch size or number of samples differ and the epoch is
+                unfinished.
         """
         for key, value in self.state_dict().items():
             if state[key] != value and self.position() > 0:

@@ -40,8 +40,8 @@ EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
 
 Errors = dict[int, UserError]  # errors of unreadable images, by index
-# images of a batch: uint8 (n, C, H, W); or, if a worker appended the images to a file, the height, width and end (a
-# byte offset) of each image
+# images of a batch: uint8 (n, C, H, W); or, if a worker appended the images to a file, the height,
+# width and end (a byte offset) of each image
 Images = Tensor | list[tuple[int, int, int]]
 
 
@@ -52,7 +52,9 @@ def problems(wrong: Errors) -> list[str]:
 
 def work_apart(worker: int) -> None:
     """Move this loader worker into its own process group, so that Ctrl-C and SIGTERM reach only the rank."""
-    if sys.platform == "linux":  # the kernel kills the worker when its rank dies; 1 is PR_SET_PDEATHSIG
+    if (
+        sys.platform == "linux"
+    ):  # the kernel kills the worker when its rank dies; 1 is PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setpgrp()
 
@@ -61,7 +63,8 @@ class _Items(Dataset[Any]):
     """Data set that returns UserErrors instead of raising them, because DataLoader would add tracebacks to them."""
 
     def __init__(self, read: Callable[[Any], Tensor], target: Sequence[int] | str) -> None:
-        # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY is empty
+        # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY
+        # is empty
         self.read = read
         self.target = target
         self.made_by = MADE_BY
@@ -80,15 +83,20 @@ class _Items(Dataset[Any]):
     def collate(self, images: list[Tensor | UserError]) -> tuple[Images, Errors]:
         """Return a batch's images and errors.
 
-        If `target` is a file, append the images to it, and return each image's height, width and end offset instead.
+        If `target` is a file, append the images to it, and return each image's height, width and
+        end offset instead.
         """
         wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
         right = [image for image in images if isinstance(image, Tensor)]
         if isinstance(self.target, str):
-            with open(self.target, "ab", buffering=0) as file:  # the kernel keeps the writes of several workers apart
+            with open(
+                self.target, "ab", buffering=0
+            ) as file:  # the kernel keeps the writes of several workers apart
                 return [(*image.shape[1:], _append(file, image)) for image in right], wrong
         # default_collate stacks in shared memory
-        return default_collate(right) if right else torch.empty((0, *self.target), dtype=torch.uint8), wrong
+        return default_collate(right) if right else torch.empty(
+            (0, *self.target), dtype=torch.uint8
+        ), wrong
 
 
 def _append(file: FileIO, image: Tensor) -> int:
@@ -105,7 +113,8 @@ class Workers(DataLoader[Tensor]):
     Args:
         read: Function that reads an item's image, uint8 (C, H, W).
         batches: Items of each batch.
-        target: Shape (C, H, W) of all images; if sizes differ, path of the file to which workers append the images.
+        target: Shape (C, H, W) of all images; if sizes differ, path of the file to which workers
+            append the images.
         num_workers: Number of worker processes; with 0, this process reads.
         pin_memory: Whether to pin batches for a fast copy to an accelerator.
     """
@@ -127,7 +136,8 @@ class Workers(DataLoader[Tensor]):
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             worker_init_fn=work_apart,
-            generator=torch.Generator(),  # otherwise, the loader would draw from the global random state
+            # otherwise, the loader would draw from the global random state
+            generator=torch.Generator(),
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -159,7 +169,11 @@ class Split(Dataset[Tensor]):
     left_out = 0
 
     def __init__(
-        self, images: Tensor, labels: Tensor, names: Sequence[str] | None = None, mapped: bool = False
+        self,
+        images: Tensor,
+        labels: Tensor,
+        names: Sequence[str] | None = None,
+        mapped: bool = False,
     ) -> None:
         self._images: Tensor | None = images
         self.labels = labels
@@ -182,13 +196,17 @@ class Split(Dataset[Tensor]):
         assert self._images is not None
         return self._images
 
-    def blocks(self, num_workers: int, wrong: Errors | None = None, file: str = "") -> Iterator[Images]:
+    def blocks(
+        self, num_workers: int, wrong: Errors | None = None, file: str = ""
+    ) -> Iterator[Images]:
         """Yield all images in order, in blocks of about 1 MiB.
 
         Args:
             num_workers: Number of processes that decode.
-            file: Path of the file to which images of different sizes are appended; see `Images` for the result.
-            wrong: Dictionary that collects the errors of unreadable images, by index; these images are skipped.
+            file: Path of the file to which images of different sizes are appended; see `Images` for
+                the result.
+            wrong: Dictionary that collects the errors of unreadable images, by index; these images
+                are skipped.
 
         Raises:
             UserError: When an image is unreadable and `wrong` is None.
@@ -215,7 +233,11 @@ class RaggedSplit(Split):
 
     def __getitem__(self, index: int) -> Tensor:
         (height, width, end), channels = self._places[index].tolist(), self.image_shape[0]
-        return self.tensor()[end - height * width * channels : end].view(height, width, channels).permute(2, 0, 1)
+        return (
+            self.tensor()[end - height * width * channels : end]
+            .view(height, width, channels)
+            .permute(2, 0, 1)
+        )
 
 
 def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
@@ -257,7 +279,9 @@ def splits_in(place: object, names: Iterable[str]) -> dict[SplitName, str]:
     for name in names:
         split = split_of(name)
         if split in splits:
-            raise UserError(f"{place} has {splits[split]} and {name}, which mean the same split {split}: keep one")
+            raise UserError(
+                f"{place} has {splits[split]} and {name}, which mean the same split {split}: keep one"
+            )
         if split is not None:
             splits[split] = name
     return {split: splits[split] for split in SPLIT_NAMES if split in splits}
@@ -274,8 +298,8 @@ class Source(ABC):
         splits: Names of the splits; without `val`, training images are held out for validation.
         files: Paths of the files, if known.
         skips: Whether unreadable images are skipped.
-        other_files: Number of files in each split's folders that are left out, by suffix: they are no images, or in no
-            class folder.
+        other_files: Number of files in each split's folders that are left out, by suffix: they are
+            no images, or in no class folder.
     """
 
     class_names: Sequence[str]
@@ -336,7 +360,9 @@ class TorchvisionSource(Source):
         name = self.dataset.__name__
         remedy = f"name another directory than {self.root!r} with --data.root"
         problem = f"no {name} in {self.files[0].parent}, and it could not be downloaded"
-        with downloading(problem, f"put {self.archives} there, {remedy}, {EMBEDDED} --data.like {name}"):
+        with downloading(
+            problem, f"put {self.archives} there, {remedy}, {EMBEDDED} --data.like {name}"
+        ):
             self.dataset(self.root, download=True)
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
@@ -352,9 +378,13 @@ class TorchvisionSource(Source):
             highest = int(labels.max())
         except Exception as error:  # torchvision raises many types
             reason = getattr(error, "strerror", None) or "truncated or corrupted files"
-            raise UserError(f"{folder} cannot be read ({reason}): move it away to have it downloaded again") from error
+            raise UserError(
+                f"{folder} cannot be read ({reason}): move it away to have it downloaded again"
+            ) from error
         if highest >= len(self.class_names):
-            raise UserError(f"{folder} has a label {highest}, of {len(self.class_names)} classes: replace its files")
+            raise UserError(
+                f"{folder} has a label {highest}, of {len(self.class_names)} classes: replace its files"
+            )
         return Split(pixels.permute(0, 3, 1, 2), labels)
 
 
@@ -362,7 +392,18 @@ class CIFAR10Source(TorchvisionSource):
     """Source of CIFAR-10 in its Python format: https://www.cs.toronto.edu/~kriz/cifar.html."""
 
     dataset = torchvision.datasets.CIFAR10
-    class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+    class_names = (
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    )
     image_shape = (3, 32, 32)
     mean = (0.5, 0.5, 0.5)
     std = (0.5, 0.5, 0.5)
@@ -387,7 +428,9 @@ class FashionMNISTSource(TorchvisionSource):
     def __init__(self, root: str) -> None:
         super().__init__(root)
         archives = [url for url, _ in self.dataset.resources]
-        self.files = [Path(root, "FashionMNIST", "raw", name.removesuffix(".gz")) for name in archives]
+        self.files = [
+            Path(root, "FashionMNIST", "raw", name.removesuffix(".gz")) for name in archives
+        ]
         self.archives = ", ".join(archives)
 
     def load(self, split: SplitName) -> Split:
@@ -396,6 +439,11 @@ class FashionMNISTSource(TorchvisionSource):
             archive = file.with_name(name)
             if not archive.is_file():
                 continue
-            if not check_integrity(archive, checksum) or gzip.decompress(archive.read_bytes()) != file.read_bytes():
-                raise UserError(f"{file} differs from the archive beside it: delete both to have them downloaded again")
+            if (
+                not check_integrity(archive, checksum)
+                or gzip.decompress(archive.read_bytes()) != file.read_bytes()
+            ):
+                raise UserError(
+                    f"{file} differs from the archive beside it: delete both to have them downloaded again"
+                )
         return super().load(split)

@@ -7,13 +7,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from app.data.sources import CIFAR10Source, FashionMNISTSource, Source, Split, SplitName, check_memory
+from app.data.sources import (
+    CIFAR10Source,
+    FashionMNISTSource,
+    Source,
+    Split,
+    SplitName,
+    check_memory,
+)
 
 Floats = NDArray[Any]  # float32
-BLOCK = 256  # images per block, so that a block fits into a core's cache; each block has its own random stream
+# images per block, so that a block fits into a core's cache; each block has its own random stream
+BLOCK = 256
 
-# Strokes (from x, y to x, y) of the right half of A, H, M, T, U, V, W, Y. These letters are symmetric, so that flipping
-# does not change the class.
+# Strokes (from x, y to x, y) of the right half of A, H, M, T, U, V, W, Y. These letters are
+# symmetric, so that flipping does not change the class.
 LETTERS = np.array(
     [
         [(0.0, -1.0, 0.7, 1.0), (0.0, 0.35, 0.45, 0.35)],
@@ -42,8 +50,9 @@ def _bands(x: Floats, width: Floats | float) -> Floats:
     return abs((x + width) % (2 * width) - width) - width / 2
 
 
-# Each shape function returns the signed distance of points (x, y) in [-1, 1] from the shape's edge, negative inside.
-# `kind`, from 0 to 1, varies the shape from image to image. https://iquilezles.org/articles/distfunctions2d/
+# Each shape function returns the signed distance of points (x, y) in [-1, 1] from the shape's edge,
+# negative inside. `kind`, from 0 to 1, varies the shape from image to image.
+# https://iquilezles.org/articles/distfunctions2d/
 
 
 def circle(x: Floats, y: Floats, kind: Floats) -> Floats:
@@ -101,7 +110,9 @@ def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
     """Return the distance from a symmetric letter; `kind` chooses the letter."""
-    strokes = LETTERS[(kind.ravel() * len(LETTERS)).astype(int), ..., None, None, None] * np.float32(0.85)
+    strokes = LETTERS[
+        (kind.ravel() * len(LETTERS)).astype(int), ..., None, None, None
+    ] * np.float32(0.85)
     x, nearest = abs(x), np.full_like(x, np.inf)
     for ax, ay, bx, by in (np.moveaxis(strokes[:, i], 1, 0) for i in range(strokes.shape[1])):
         dx = bx - ax
@@ -124,8 +135,8 @@ SHAPES = (circle, square, triangle, star, cross, ring, stripes, checker, letter,
 class SyntheticSource(Source):
     """Source of seeded drawings of ten shapes, in the image size of CIFAR-10 or FashionMNIST.
 
-    Place, size, angle, colours, shading and noise differ from image to image. An image does not depend on the number of
-    images of its split.
+    Place, size, angle, colours, shading and noise differ from image to image. An image does not
+    depend on the number of images of its split.
 
     Args:
         like: Data set that defines the image shape and the normalisation.
@@ -157,7 +168,9 @@ class SyntheticSource(Source):
             self._draw(rng, images[span], labels[span])
         return Split(torch.from_numpy(images), torch.from_numpy(labels))
 
-    def _draw(self, rng: np.random.Generator, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
+    def _draw(
+        self, rng: np.random.Generator, images: NDArray[np.uint8], labels: NDArray[np.int64]
+    ) -> None:
         n, channels, height, width = images.shape
         labels[:] = rng.integers(len(SHAPES), size=BLOCK)[:n]
         draws = rng.random((14, BLOCK), np.float32)[:, :n, None, None, None]
@@ -185,8 +198,16 @@ class SyntheticSource(Source):
             rainbow = np.linspace(0, 2 * np.pi, 3, endpoint=False, dtype=np.float32)[:, None, None]
             ink = ink + (30 + 60 * tints[0]) * np.cos(rainbow + 2 * np.pi * tints[1])
             paper = paper + 50 * tints[2] * np.cos(rainbow + 2 * np.pi * tints[3])
-        shade = slope * 2 * (np.cos(2 * np.pi * heading) * x[:1] + np.sin(2 * np.pi * heading) * y[:, :1])
-        noise = rng.integers(2**64, size=images.size // 8, dtype=np.uint64).view(np.uint8).reshape(images.shape)
+        shade = (
+            slope
+            * 2
+            * (np.cos(2 * np.pi * heading) * x[:1] + np.sin(2 * np.pi * heading) * y[:, :1])
+        )
+        noise = (
+            rng.integers(2**64, size=images.size // 8, dtype=np.uint64)
+            .view(np.uint8)
+            .reshape(images.shape)
+        )
         grain = 0.05 + 0.35 * grain
         image = cover * (ink - paper) + (paper - 127.5 * grain)
         image += shade

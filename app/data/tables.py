@@ -19,23 +19,30 @@ SEPARATORS = ",;\t|"
 
 
 def number_classes(
-    labels: Mapping[SplitName, Sequence[str]], place: Callable[[SplitName, int], str], declared: Iterable[str] = ()
+    labels: Mapping[SplitName, Sequence[str]],
+    place: Callable[[SplitName, int], str],
+    declared: Iterable[str] = (),
 ) -> tuple[list[str], dict[SplitName, list[int]]]:
     """Number a table's classes, by name. Space around a name does not count.
 
     Args:
-        labels: Class name of each image, by split, `train` first; empty or -1 for an image without a label.
+        labels: Class name of each image, by split, `train` first; empty or -1 for an image without
+            a label.
         place: Function that describes the place of a split's image, for messages.
         declared: Class names in order; by default the sorted names of training images.
 
     Returns:
-        The class names; and the number of each image's class, by split, -1 for a test split without labels.
+        The class names; and the number of each image's class, by split, -1 for a test split without
+        labels.
 
     Raises:
-        UserError: When a label is missing or is no training class, or when two labels differ in spelling only.
+        UserError: When a label is missing or is no training class, or when two labels differ in
+            spelling only.
     """
     labels = {split: [name.strip() for name in names] for split, names in labels.items()}
-    classes = [*dict.fromkeys(name.strip() for name in declared)] or _sorted_names(labels.get("train", []))
+    classes = [*dict.fromkeys(name.strip() for name in declared)] or _sorted_names(
+        labels.get("train", [])
+    )
     numbers = {name: number for number, name in enumerate(classes)}
     missing = {"", "-1"} - {*classes}
     spellings: dict[str, str] = {}
@@ -56,7 +63,9 @@ def number_classes(
                 raise UserError(
                     f"{where} has label {name!r}, which no training image has: correct it, or add such training images"
                 )
-    return classes, {split: [numbers.get(name, -1) for name in names] for split, names in labels.items()}
+    return classes, {
+        split: [numbers.get(name, -1) for name in names] for split, names in labels.items()
+    }
 
 
 def splits_of(labels: Mapping[SplitName, Sequence[int]]) -> list[SplitName]:
@@ -93,7 +102,8 @@ class TableSource(EncodedSource):
         split_column: Column of the splits.
 
     Raises:
-        UserError: When the file cannot be read, or a row is ambiguous; the message has the row's line number.
+        UserError: When the file cannot be read, or a row is ambiguous; the message has the row's
+            line number.
     """
 
     def __init__(self, path: str, file_column: str, label_column: str, split_column: str) -> None:
@@ -106,7 +116,9 @@ class TableSource(EncodedSource):
         for line, (file, label, split_name) in _rows(path, columns):
             split = split_of(split_name)
             if split is None:
-                raise UserError(f"{path}, line {line} has split {split_name!r}, not train, val or test: correct it")
+                raise UserError(
+                    f"{path}, line {line} has split {split_name!r}, not train, val or test: correct it"
+                )
             if not file:
                 raise UserError(f"{path}, line {line} has no file: give it one, or delete it")
             name = str(folder / file)
@@ -114,7 +126,9 @@ class TableSource(EncodedSource):
                 name = str(folder / file.replace("\\", "/"))
             other = first.setdefault(os.path.normpath(name), line)
             if other != line:
-                raise UserError(f"{path}, lines {other} and {line} have the same file {file}: keep one of them")
+                raise UserError(
+                    f"{path}, lines {other} and {line} have the same file {file}: keep one of them"
+                )
             self._rows.setdefault(split, []).append((line, name, label))
         if not self._rows["train"]:
             raise UserError(f"{path} has no rows of training images: give one for each image")
@@ -134,7 +148,10 @@ class TableSource(EncodedSource):
         return files if split == "predict" and self.predict_dir is not None else [self.root, *files]
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
-        return [(name, label) for (_, name, _), label in zip(self._rows[split], self._labels[split], strict=True)]
+        return [
+            (name, label)
+            for (_, name, _), label in zip(self._rows[split], self._labels[split], strict=True)
+        ]
 
 
 def _rows(path: str, columns: Mapping[str, str]) -> Iterator[tuple[int, list[str]]]:
@@ -149,8 +166,12 @@ def _rows(path: str, columns: Mapping[str, str]) -> Iterator[tuple[int, list[str
         return
     first_line = next(filter(str.strip, io.StringIO(text, newline=None)))
     wanted = {_folded(name) for name in columns.values()}
-    separator = max(SEPARATORS, key=lambda candidate: len(wanted & {*map(_folded, first_line.split(candidate))}))
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
+    separator = max(
+        SEPARATORS, key=lambda candidate: len(wanted & {*map(_folded, first_line.split(candidate))})
+    )
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True
+    )
     rows = ((reader.line_num, row) for row in reader if any(map(str.strip, row)))
     try:
         _, header = next(rows)
@@ -163,7 +184,9 @@ def _rows(path: str, columns: Mapping[str, str]) -> Iterator[tuple[int, list[str
                 )
             yield line, ["train" if place is None else row[place] for place in places]
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num} cannot be read ({error}): correct its quotes") from error
+        raise UserError(
+            f"{path}, line {reader.line_num} cannot be read ({error}): correct its quotes"
+        ) from error
 
 
 def _text(path: str) -> str:
@@ -171,12 +194,16 @@ def _text(path: str) -> str:
         with open_file(path) as file:
             content = file.read()
         is_utf16 = content.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
-        text = content.decode("utf-16" if is_utf16 else "utf-8").lstrip("\ufeff")  # a byte order mark
+        text = content.decode("utf-16" if is_utf16 else "utf-8").lstrip(
+            "\ufeff"
+        )  # a byte order mark
         if "\0" in text:
             raise ValueError("it has null characters")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--data.csv {path} cannot be read ({reason}): give a CSV file in UTF-8") from error
+        raise UserError(
+            f"--data.csv {path} cannot be read ({reason}): give a CSV file in UTF-8"
+        ) from error
     return text
 
 
@@ -191,7 +218,9 @@ def _places(path: str, header: Sequence[str], columns: Mapping[str, str]) -> lis
         if len(matches) > 1:
             raise UserError(f"{path} has {len(matches)} columns {column}: rename all but one")
         if not matches and column != "split":
-            raise UserError(f"{path} has no column {column}, but {', '.join(header)}: give one to --data.{flag}_column")
+            raise UserError(
+                f"{path} has no column {column}, but {', '.join(header)}: give one to --data.{flag}_column"
+            )
         places.append(matches[0] if matches else None)
     return places
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 DRAWS = 5  # random numbers per sample: crop y and x, flip, cutout y and x
 FLIP = 2
-# Draws are integers, because Lightning converts floats to the run's precision, which may round 0.999 to 1.
+# Draws are integers, because Lightning converts floats to the run's precision, which may round
+# 0.999 to 1.
 DRAW_BITS = 16
 DRAW_RANGE = 2**DRAW_BITS
 
@@ -21,10 +22,11 @@ class Choices(NamedTuple):
 
     Attributes:
         counts: Number of choices for each draw, int32 (5,).
-        rows: Flat index at which an output row's source row starts in the padded image, (crops, H). The first
-            dimension is the vertical position of the crop.
-        columns: Column of the padded image from which an output column comes, (2, crops, W). The first dimension is
-            the flip (mirrored, plain), the second is the horizontal position of the crop.
+        rows: Flat index at which an output row's source row starts in the padded image, (crops, H).
+            The first dimension is the vertical position of the crop.
+        columns: Column of the padded image from which an output column comes, (2, crops, W). The
+            first dimension is the flip (mirrored, plain), the second is the horizontal position of
+            the crop.
         hole_rows: Mask of the rows that cutout covers, for each centre, bool (H, H).
         hole_columns: Mask of the columns that cutout covers, for each centre, bool (W, W).
     """
@@ -41,7 +43,8 @@ class Mix(NamedTuple):
 
     Attributes:
         weight: Weight of the sample itself in mixup; the next one's weight is 1 - weight.
-        box: Cutmix's box as (centre y, centre x, side), relative to the image's height and width; None for mixup.
+        box: Cutmix's box as (centre y, centre x, side), relative to the image's height and width;
+            None for mixup.
     """
 
     weight: float
@@ -63,7 +66,9 @@ class Mix(NamedTuple):
             mixed = images[1:].lerp(images[:-1], weight)
         else:
             y, x, side = self.box
-            top, bottom = (min(max(int(height * (y + end * side / 2)), 0), height) for end in (-1, 1))
+            top, bottom = (
+                min(max(int(height * (y + end * side / 2)), 0), height) for end in (-1, 1)
+            )
             left, right = (min(max(int(width * (x + end * side / 2)), 0), width) for end in (-1, 1))
             mixed = images[:-1].clone()
             mixed[:, :, top:bottom, left:right] = images[1:, :, top:bottom, left:right]
@@ -77,8 +82,10 @@ def draw_mix(mixup: float, cutmix: float, seed: int) -> Mix:
     """Draw the mixing of a global batch; with both parameters above 0, pick mixup or cutmix with equal probability.
 
     Args:
-        mixup: Parameter of mixup's beta distribution, or 0. Source: https://arxiv.org/abs/1710.09412.
-        cutmix: Parameter of cutmix's beta distribution, or 0. Source: https://arxiv.org/abs/1905.04899.
+        mixup: Parameter of mixup's beta distribution, or 0. Source:
+            https://arxiv.org/abs/1710.09412.
+        cutmix: Parameter of cutmix's beta distribution, or 0. Source:
+            https://arxiv.org/abs/1905.04899.
         seed: Seed of the draws.
     """
     rng = np.random.default_rng(seed)
@@ -97,14 +104,20 @@ class Transform:
     Args:
         mean: Mean of each channel, for pixels scaled to 0…1.
         std: Standard deviation of each channel, for pixels scaled to 0…1.
-        crop_padding: Width in pixels of a black border added before a random crop to the original size; 0: no crop.
+        crop_padding: Width in pixels of a black border added before a random crop to the original
+            size; 0: no crop.
         flip: Whether to mirror half of the images.
-        cutout: Side in pixels of a square set to the mean; 0: no square. Source: DeVries and Taylor,
-            https://arxiv.org/abs/1708.04552.
+        cutout: Side in pixels of a square set to the mean; 0: no square. Source: DeVries and
+            Taylor, https://arxiv.org/abs/1708.04552.
     """
 
     def __init__(
-        self, mean: Sequence[float], std: Sequence[float], crop_padding: int = 0, flip: bool = False, cutout: int = 0
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        crop_padding: int = 0,
+        flip: bool = False,
+        cutout: int = 0,
     ) -> None:
         self.mean = torch.tensor([255 * m for m in mean]).view(-1, 1, 1)
         self.std = torch.tensor([255 * s for s in std]).view(-1, 1, 1)
@@ -134,19 +147,33 @@ class Transform:
         if draws is None:
             return self._normalised(images)
         choices = self._choices_for(images)
-        chosen = (draws * choices.counts).bitwise_right_shift_(DRAW_BITS).unbind(1)  # five tensors (B,)
+        chosen = (
+            (draws * choices.counts).bitwise_right_shift_(DRAW_BITS).unbind(1)
+        )  # five tensors (B,)
         if self.crop_padding or self.flip:
             images = self._crop_and_flip(images, choices, *chosen[:3])
         normalised = self._normalised(images)
         if self.cutout:
-            rows, columns = choices.hole_rows[chosen[3]], choices.hole_columns[chosen[4]]  # (B, H), (B, W)
+            rows, columns = (
+                choices.hole_rows[chosen[3]],
+                choices.hole_columns[chosen[4]],
+            )  # (B, H), (B, W)
             normalised.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
         return normalised
 
     def _normalised(self, images: Tensor) -> Tensor:
-        # allocate large arrays by NumPy, because it asks for huge pages, which cause fewer page faults
-        large = not torch.compiler.is_exporting() and images.device.type == "cpu" and images.numel() >= 2**21
-        floats = torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images) if large else images.float()
+        # allocate large arrays by NumPy, because it asks for huge pages, which cause fewer page
+        # faults
+        large = (
+            not torch.compiler.is_exporting()
+            and images.device.type == "cpu"
+            and images.numel() >= 2**21
+        )
+        floats = (
+            torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images)
+            if large
+            else images.float()
+        )
         return floats.sub_(self.mean).div_(self.std)
 
     def _choices_for(self, images: Tensor) -> Choices:
@@ -173,11 +200,17 @@ class Transform:
         distance = torch.arange(size) - start[:, None]
         return (distance >= 0) & (distance < self.cutout)
 
-    def _crop_and_flip(self, images: Tensor, choices: Choices, top: Tensor, left: Tensor, side: Tensor) -> Tensor:
+    def _crop_and_flip(
+        self, images: Tensor, choices: Choices, top: Tensor, left: Tensor, side: Tensor
+    ) -> Tensor:
         batch, channels, height, width = images.shape
         if not self.crop_padding:  # whole images are faster to gather than pixels
             rows = torch.arange(batch, device=side.device)
             return torch.cat((images.flip(3), images)).index_select(0, side * batch + rows)
-        places = choices.rows[top][:, :, None] + choices.columns[side, left][:, None, :]  # (B, H, W)
+        places = (
+            choices.rows[top][:, :, None] + choices.columns[side, left][:, None, :]
+        )  # (B, H, W)
         wanted = places.view(batch, 1, height * width).expand(-1, channels, -1)
-        return F.pad(images, (self.crop_padding,) * 4).flatten(2).gather(2, wanted).view(images.shape)
+        return (
+            F.pad(images, (self.crop_padding,) * 4).flatten(2).gather(2, wanted).view(images.shape)
+        )

@@ -32,9 +32,9 @@ def gather_objects(mine: Any) -> list[Any]:
 def host_group(timeout: timedelta) -> Any:
     """Create a gloo group of all ranks for this application's own collective calls. Collective.
 
-    Collective calls of the user's code run in the default group. If only one rank makes such a call, by mistake, the
-    call times out. In a shared group, gloo would instead match this call with one of our calls, and abort the process
-    because the sizes differ.
+    Collective calls of the user's code run in the default group. If only one rank makes such a
+    call, by mistake, the call times out. In a shared group, gloo would instead match this call with
+    one of our calls, and abort the process because the sizes differ.
 
     Args:
         timeout: Time to wait for another rank.
@@ -43,20 +43,28 @@ def host_group(timeout: timedelta) -> Any:
 
 
 def agree(
-    decide: Callable[[list[str]], Decision], check: Callable[[Decision], None], node: int, settings: dict[str, str]
+    decide: Callable[[list[str]], Decision],
+    check: Callable[[Decision], None],
+    node: int,
+    settings: dict[str, str],
 ) -> Decision:
     """Let rank zero decide, and every rank check the decision. Collective.
 
     Args:
-        decide: Function called on rank zero with the ids of the run's launchers; returns a picklable decision.
-        check: Function called with the decision on each rank; raises a UserError if the rank cannot follow it.
+        decide: Function called on rank zero with the ids of the run's launchers; returns a
+            picklable decision.
+        check: Function called with the decision on each rank; raises a UserError if the rank cannot
+            follow it.
         node: Number of this node.
         settings: Flags and values of this process, which must be equal on all ranks.
 
     Raises:
-        UserError: On every rank, when settings differ, rank zero cannot decide, or a rank rejects the decision.
+        UserError: On every rank, when settings differ, rank zero cannot decide, or a rank rejects
+            the decision.
     """
-    ids, nodes, all_settings = zip(*gather_objects((launch_id(), (node, own_addresses()), settings)), strict=True)
+    ids, nodes, all_settings = zip(
+        *gather_objects((launch_id(), (node, own_addresses()), settings)), strict=True
+    )
     name_nodes(list(nodes), node)
     for rank, rank_settings in enumerate(all_settings):
         for flag in {**all_settings[0], **rank_settings}:
@@ -64,7 +72,9 @@ def agree(
             actual = rank_settings.get(flag, "not set")
             if expected != actual:
                 place = f"node {nodes[rank][0]}" if nodes[rank][0] else f"rank {rank}"
-                raise UserError(f"--{flag} is {expected} on node 0 and {actual} on {place}: give the same")
+                raise UserError(
+                    f"--{flag} is {expected} on node 0 and {actual} on {place}: give the same"
+                )
     decided: Decision | UserError = {}
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         try:
@@ -101,7 +111,12 @@ def connect(trainer: Trainer, timeout: float) -> None:
     strategy: Any = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
     launcher = launched()
-    if launcher is None and trainer.world_size > 1 and environment and environment.creates_processes_externally:
+    if (
+        launcher is None
+        and trainer.world_size > 1
+        and environment
+        and environment.creates_processes_externally
+    ):
         # the user's ClusterEnvironment plugin reports that a launcher has started the processes
         launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)
     if launcher is None or launcher.world_size == 1 or environment is None:
@@ -127,14 +142,16 @@ def connect(trainer: Trainer, timeout: float) -> None:
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":
-        torch.cuda.set_device(strategy.root_device)  # again, because `begin` has set the device only in another thread
+        torch.cuda.set_device(
+            strategy.root_device
+        )  # again, because `begin` has set the device only in another thread
 
 
 def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     """Host a store on rank zero for the process group, and publish its port in the agents' store.
 
-    The agents' store outlives the ranks. If the process group used it, keys of an earlier attempt would make restarted
-    ranks wait for processes that have ended.
+    The agents' store outlives the ranks. If the process group used it, keys of an earlier attempt
+    would make restarted ranks wait for processes that have ended.
     Source: https://github.com/pytorch/pytorch/issues/135712.
 
     Returns:
@@ -142,14 +159,19 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     """
     address = os.environ["MASTER_ADDR"]
     deadline = Deadline(timeout)
-    agents = distributed.TCPStore(address, int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=timeout))
+    agents = distributed.TCPStore(
+        address, int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=timeout)
+    )
     store = host_store(address, 0, timeout) if rank == 0 else None
     if store is not None:
         agents.set(STORE, str(store.port))
     while store is None:
         try:
             store = reach_store(address, int(agents.get(STORE)))
-        except (OSError, distributed.DistNetworkError):  # the port may belong to an earlier attempt's closed store
+        except (
+            OSError,
+            distributed.DistNetworkError,
+        ):  # the port may belong to an earlier attempt's closed store
             deadline.check("rank 0", quiet=True)
             time.sleep(0.05)
     os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(store.port), "False"

@@ -26,13 +26,16 @@ class Launched(NamedTuple):
 def launched() -> Launched | None:
     """Return the launcher that started this process as a rank, or None."""
     if is_worker():
-        world, local, nodes = (int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+        world, local, nodes = (
+            int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+        )
         by = OWN_AGENT if AGENT in os.environ else "torchrun"
         return Launched(by, nodes, local if local * nodes == world else None, world)
     if is_task_of_srun():
         world = int(os.environ["SLURM_STEP_NUM_TASKS"])
         nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
-        # `2(x2)` is two nodes of two tasks; `3,1` is unequal. SLURM_NTASKS_PER_NODE describes the job, not the step
+        # `2(x2)` is two nodes of two tasks; `3,1` is unequal. SLURM_NTASKS_PER_NODE describes the
+        # job, not the step
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         if world == 1 and _interactive():
             return None  # an interactive shell, started by `srun --pty bash`
@@ -58,7 +61,9 @@ def launch_id() -> str | None:
     if launcher.by == "srun":
         return f"slurm {os.environ['SLURM_JOB_ID']}"
     agent = os.getppid()
-    stat = Path(f"/proc/{agent}/stat")  # field 22: start in ticks since boot, independent of the clock
+    stat = Path(
+        f"/proc/{agent}/stat"
+    )  # field 22: start in ticks since boot, independent of the clock
     began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
     return f"{launcher.by} {socket.gethostname()} {agent} {began}"
 
@@ -68,7 +73,9 @@ def may_resume() -> bool:
     launcher = launched()
     if launcher is None:
         return False
-    count = {"srun": "SLURM_RESTART_COUNT", OWN_AGENT: "TORCHELASTIC_RESTART_COUNT"}.get(launcher.by)
+    count = {"srun": "SLURM_RESTART_COUNT", OWN_AGENT: "TORCHELASTIC_RESTART_COUNT"}.get(
+        launcher.by
+    )
     return count is None or os.environ.get(count, "0") != "0"
 
 
@@ -77,8 +84,8 @@ class Slurm(environments.SLURMEnvironment):
 
     By default, address and port come from the SLURM step. Lightning would derive them from the job.
 
-    Lightning's requeueing is disabled, because it saves the checkpoint in a signal handler. This handler runs at
-    different steps on different ranks. This application requeues jobs itself.
+    Lightning's requeueing is disabled, because it saves the checkpoint in a signal handler. This
+    handler runs at different steps on different ranks. This application requeues jobs itself.
     """
 
     def __init__(self) -> None:
@@ -89,7 +96,9 @@ class Slurm(environments.SLURMEnvironment):
     @property
     def main_address(self) -> str:
         """MASTER_ADDR, or the host of task 0."""
-        os.environ.setdefault("MASTER_ADDR", self.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"]))
+        os.environ.setdefault(
+            "MASTER_ADDR", self.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"])
+        )
         return os.environ["MASTER_ADDR"]
 
     @property
@@ -109,5 +118,8 @@ def environment_of(num_nodes: int) -> environments.ClusterEnvironment:
     if launcher is not None:
         return Slurm() if launcher.by == "srun" else environments.TorchElasticEnvironment()
     if num_nodes == 1 and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
-        print(f"MASTER_ADDR={address} in the environment is not used: this run is on one node", flush=True)
+        print(
+            f"MASTER_ADDR={address} in the environment is not used: this run is on one node",
+            flush=True,
+        )
     return environments.LightningEnvironment()

@@ -1,6 +1,7 @@
 """Launch of this node's ranks by torch elastic's agent, inside the command's process.
 
-Each rank runs `python -m app …` with the same arguments, and reads its rank from the environment, as under torchrun.
+Each rank runs `python -m app …` with the same arguments, and reads its rank from the environment,
+as under torchrun.
 """
 
 import json
@@ -27,8 +28,8 @@ from app.launch.rendezvous import NodeRendezvous
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of lines to print from the end of a failed rank's output
-# files that a rank writes beside torch's error file: the run's directory, the exit code after a signal, the rank's
-# process, whose id is part of the name, and a mark at the end of the run
+# files that a rank writes beside torch's error file: the run's directory, the exit code after a
+# signal, the rank's process, whose id is part of the name, and a mark at the end of the run
 RUN_DIR = "run_dir"
 STOPPED = "stopped"
 PROCESS = "process_"
@@ -38,7 +39,10 @@ rendezvous_handler_registry.register("nodes", lambda parameters: parameters.conf
 
 
 def launch(
-    argv: Sequence[str], processes: int, rendezvous: NodeRendezvous, on_end: Callable[[str, ExitStatus], None]
+    argv: Sequence[str],
+    processes: int,
+    rendezvous: NodeRendezvous,
+    on_end: Callable[[str, ExitStatus], None],
 ) -> int:
     """Start this node's ranks, and wait for them.
 
@@ -46,7 +50,8 @@ def launch(
         argv: Arguments of `python -m app`.
         processes: Number of this node's ranks.
         rendezvous: Rendezvous with the other nodes, and the settings of the launch.
-        on_end: Function called with the run's directory and status when ranks of this node fail or are stopped.
+        on_end: Function called with the run's directory and status when ranks of this node fail or
+            are stopped.
 
     Returns:
         Exit code: 0 for success, 129, 130 or 143 when a signal ended the ranks.
@@ -58,12 +63,17 @@ def launch(
     error: UserError | RankError
     cluster = rendezvous.cluster
     # our own temporary folder, because torch would not delete the one that it creates
-    with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as temporary, _agent(processes, cluster.timeout):
+    with (
+        tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as temporary,
+        _agent(processes, cluster.timeout),
+    ):
         folder = Path(cluster.log_dir or temporary)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
-            raise UserError(f"--cluster.log_dir {folder}: no folder can be made there ({cause.strerror})") from cause
+            raise UserError(
+                f"--cluster.log_dir {folder}: no folder can be made there ({cause.strerror})"
+            ) from cause
 
         def files(pattern: str) -> list[Path]:
             """Return matching files of the latest attempt's ranks."""
@@ -89,7 +99,9 @@ def launch(
                 local_rank = int(file.parent.name)
                 # look for the process first, because it writes the mark before it ends
                 if not psutil.pid_exists(process) and not file.with_name(ENDED).exists():
-                    failure = ProcessFailure(local_rank, process, 0, str(file.with_name("error.json")))
+                    failure = ProcessFailure(
+                        local_rank, process, 0, str(file.with_name("error.json"))
+                    )
                     failures[rendezvous.rank * processes + local_rank] = failure
             return failures
 
@@ -105,7 +117,9 @@ def launch(
                 kind, _, text = (cause := message_of(json.loads(file.read_text()))).partition(": ")
                 if kind == UserError.__name__:
                     raise UserError(text)
-                if not kind.startswith("Rank") and lost(text) is None:  # not a consequence of another rank's failure
+                if (
+                    not kind.startswith("Rank") and lost(text) is None
+                ):  # not a consequence of another rank's failure
                     reason = f"rank {rendezvous.rank * processes + int(file.parent.name)} has failed: {cause}"
             for file in files(f"*/{STOPPED}"):
                 raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))
@@ -135,11 +149,15 @@ def launch(
                 tee={0: Std.ALL} if cluster.log_dir else Std.NONE,
             ),
             log_line_prefix_template="[${role_name} ${rank}] ",
-            signals_to_handle=",".join(signal.Signals(number).name for number in heard([signal.SIGINT])),
+            signals_to_handle=",".join(
+                signal.Signals(number).name for number in heard([signal.SIGINT])
+            ),
         )
         try:
             # escape `$`, because torch replaces `${local_rank}`
-            elastic_launch(config, sys.executable)("-m", "app", *(argument.replace("$", "$$") for argument in argv))
+            elastic_launch(config, sys.executable)(
+                "-m", "app", *(argument.replace("$", "$$") for argument in argv)
+            )
             check_ranks()
             return 0
         except SignalException as ended:
@@ -147,17 +165,23 @@ def launch(
         except RankError as early_end:
             error = early_end
         except distributed.DistError as lost_node:
-            error = RankLostError(f"lost the connection to another node: {str(lost_node).splitlines()[0]}")
+            error = RankLostError(
+                f"lost the connection to another node: {str(lost_node).splitlines()[0]}"
+            )
         except ChildFailedError as failed:
             failures = failed.failures
-            early = {rank: failure for rank, failure in early_ends().items() if rank not in failures}
+            early = {
+                rank: failure for rank, failure in early_ends().items() if rank not in failures
+            }
             rank, failure = root_cause(early | failures, rendezvous.world_size)
             signal_name = stopped(failure)
             if signal_name:
                 return end_by(signal_name)
             error = explain(rank, failure)
             if type(error) is RankError and failure.local_rank:
-                for log in reversed(files(f"{failure.local_rank}/*.log")):  # stdout.log, then stderr.log
+                for log in reversed(
+                    files(f"{failure.local_rank}/*.log")
+                ):  # stdout.log, then stderr.log
                     for line in log.read_text(errors="replace").splitlines()[-TAIL:]:
                         print(f"[rank {rank}] {line}", file=sys.stderr)
         mark(ExitStatus.of(error))

@@ -18,7 +18,9 @@ from app.system.torch_patches import abort_process_group
 from app.system.tracebacks import blamed
 
 # patterns of messages with which gloo, NCCL and TCPStore report a lost rank and a timeout
-GONE = re.compile("(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted")
+GONE = re.compile(
+    "(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted"
+)
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
 _has_left = False  # whether `leave_nccl` has aborted the process group
@@ -35,9 +37,18 @@ def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
         this_node: Number of this node.
     """
     all_addresses = {address for _, addresses in nodes for address in addresses}
-    owners = {address: {node for node, addresses in nodes if address in addresses} for address in all_addresses}
+    owners = {
+        address: {node for node, addresses in nodes if address in addresses}
+        for address in all_addresses
+    }
     _nodes.clear()
-    _nodes.update({address: min(has) for address, has in owners.items() if len(has) == 1 and this_node not in has})
+    _nodes.update(
+        {
+            address: min(has)
+            for address, has in owners.items()
+            if len(has) == 1 and this_node not in has
+        }
+    )
 
 
 def node_of(text: str) -> str | None:
@@ -53,7 +64,9 @@ def lost(text: str) -> RankError | None:
     if GONE.search(text):
         return RankLostError(f"lost the connection to {node_of(text) or ANOTHER}: see its messages")
     if SILENT.search(text) and "DataLoader" not in text:
-        return RankSilentError(f"no answer from another rank within --cluster.timeout: {who_hangs()}")
+        return RankSilentError(
+            f"no answer from another rank within --cluster.timeout: {who_hangs()}"
+        )
     return None
 
 
@@ -68,8 +81,8 @@ def who_hangs() -> str:
 def leave_nccl() -> None:
     """Abort an NCCL process group after an error.
 
-    The group's pending calls would block the move of the model to the host, and later the process's exit.
-    Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
+    The group's pending calls would block the move of the model to the host, and later the process's
+    exit. Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
     global _has_left
     if distributed.is_initialized() and distributed.get_backend() == "nccl":
@@ -80,16 +93,21 @@ def leave_nccl() -> None:
 def explained(error: BaseException) -> BaseException:
     """Replace a run's exception by one with a one-line message for the user, if its cause is known.
 
-    A communication error and `sys.exit(0)` become a RankError. An out-of-memory error, an exception in an object that a
-    flag created, and a known complaint of Lightning become a UserError. Any other exception is returned unchanged.
+    A communication error and `sys.exit(0)` become a RankError. An out-of-memory error, an exception
+    in an object that a flag created, and a known complaint of Lightning become a UserError. Any
+    other exception is returned unchanged.
     """
     if isinstance(error, SystemExit) and not error.code:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}:{place.lineno} {place.name}"
-        return RankError(f"sys.exit() in {where} ended the run early: set trainer.should_stop to end it in order")
+        return RankError(
+            f"sys.exit() in {where} ended the run early: set trainer.should_stop to end it in order"
+        )
     has_group = _has_left or distributed.is_initialized()
     communicates = type(error) is RuntimeError or isinstance(error, distributed.DistError)
-    is_communication = (has_group and communicates) or isinstance(error, distributed.DistBackendError)
+    is_communication = (has_group and communicates) or isinstance(
+        error, distributed.DistBackendError
+    )
     if is_communication and (rank_error := lost(str(error))):
         return rank_error
     if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
@@ -109,8 +127,8 @@ def explaining_errors(in_run: bool = True) -> Iterator[None]:
 
     Raises:
         RankError: When another rank is lost or silent.
-        UserError: When memory ran out, an object that a flag created raised an exception, or Lightning rejected a
-            setting.
+        UserError: When memory ran out, an object that a flag created raised an exception, or
+            Lightning rejected a setting.
     """
     try:
         yield
@@ -122,11 +140,14 @@ def explaining_errors(in_run: bool = True) -> Iterator[None]:
         raise
 
 
-def root_cause(failures: Mapping[int, ProcessFailure], nodes: int = 1) -> tuple[int, ProcessFailure]:
+def root_cause(
+    failures: Mapping[int, ProcessFailure], nodes: int = 1
+) -> tuple[int, ProcessFailure]:
     """Return the rank whose failure caused the others, and this failure.
 
-    Torch selects the rank that failed in the earliest second. This rank may have failed because of another one: it may
-    have lost a connection, received a signal, or timed out while another rank hung.
+    Torch selects the rank that failed in the earliest second. This rank may have failed because of
+    another one: it may have lost a connection, received a signal, or timed out while another rank
+    hung.
 
     Args:
         failures: Failures by rank, in the order in which they were seen.
@@ -139,14 +160,22 @@ def root_cause(failures: Mapping[int, ProcessFailure], nodes: int = 1) -> tuple[
         message = message_of(failure.error_file_data)
         has_lost = message.startswith(RankLostError.__name__)
         was_stopped = stopped(failure) is not None
-        # on a single node, a signal causes lost connections; elsewhere, the launcher may have sent it after a loss
-        # prefer a message that names the lost node to one that says "another rank". The watchdog kills a hung rank by
-        # SIGKILL, and other ranks time out. Prefer their timeout, because only its message names the hung rank
+        # on a single node, a signal causes lost connections; elsewhere, the launcher may have sent
+        # it after a loss prefer a message that names the lost node to one that says "another rank".
+        # The watchdog kills a hung rank by SIGKILL, and other ranks time out. Prefer their timeout,
+        # because only its message names the hung rank
         is_killed = failure.exitcode == -signal.SIGKILL
-        return was_stopped and nodes > 1, has_lost, has_lost and ANOTHER in message, was_stopped, is_killed
+        return (
+            was_stopped and nodes > 1,
+            has_lost,
+            has_lost and ANOTHER in message,
+            was_stopped,
+            is_killed,
+        )
 
     first = next(iter(failures))
-    # the launcher stops the other ranks only after the first failure, so another process has stopped the first rank
+    # the launcher stops the other ranks only after the first failure, so another process has
+    # stopped the first rank
     cause = first if stopped(failures[first]) else min(failures, key=order)
     return cause, failures[cause]
 
@@ -154,7 +183,8 @@ def root_cause(failures: Mapping[int, ProcessFailure], nodes: int = 1) -> tuple[
 def stopped(failure: ProcessFailure) -> str | None:
     """Return the name of the signal that stopped a rank, such as `SIGTERM`, or None.
 
-    A rank with an error has failed by itself, even if the launcher has stopped it before its process ended.
+    A rank with an error has failed by itself, even if the launcher has stopped it before its
+    process ended.
     """
     if message_of(failure.error_file_data):
         return None

@@ -18,22 +18,44 @@ from app.system.trust import TRUST, chosen_modules
 AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
 STARTER = "APP_STARTER"  # process id of the command, such as `compare`, that started this run
 SPAWNED = "APP_SPAWNED"  # set for the processes of SpawnLauncher; app/__init__.py reads it
-BEGAN = "APP_BEGAN"  # start of the command, in seconds of the host's monotonic clock, because the date may jump
+# start of the command, in seconds of the host's monotonic clock, because the date may jump
+BEGAN = "APP_BEGAN"
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-WORKER = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+WORKER = {
+    "TORCHELASTIC_RUN_ID",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+}
 # variables of launchers; a leftover variable would make a run wait for other processes
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+RANKS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "TORCHELASTIC_RUN_ID",
+)
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
 # numbers that srun sets for each of its tasks
 NUMBERS = ("JOB_ID", "PROCID", "LOCALID", "NODEID", "STEP_ID", "STEP_NUM_TASKS", "STEP_NUM_NODES")
 TASK = [f"SLURM_{name}" for name in NUMBERS]
 WHOLE_NUMBER = r"\d{1,18}", "a whole number"
-# environment variables that this application or its libraries read: pattern and description of the value
+# environment variables that this application or its libraries read: pattern and description of the
+# value
 VARIABLES = {
-    **dict.fromkeys((*RANKS[:-1], *TASK, "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER),
-    **dict.fromkeys(("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "PL_GLOBAL_SEED", AGENT, STARTER), WHOLE_NUMBER),
+    **dict.fromkeys(
+        (*RANKS[:-1], *TASK, "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER
+    ),
+    **dict.fromkeys(
+        ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "PL_GLOBAL_SEED", AGENT, STARTER),
+        WHOLE_NUMBER,
+    ),
     "OMP_NUM_THREADS": (r"0*[1-9]\d{0,4}(,\d{1,5})*", "a number of threads"),
     TRUST: (r"((?!\d)\w+([.,](?!\d)\w+)*)?", "names of modules, with commas between them"),
     "WANDB_MODE": (r"online|offline|disabled|dryrun|run|shared|", "online, offline or disabled"),
@@ -44,7 +66,8 @@ def check_environment() -> None:
     """Check the environment variables that this application or its libraries read.
 
     Raises:
-        UserError: When a variable is invalid, or left over from another process; or the current folder is deleted.
+        UserError: When a variable is invalid, or left over from another process; or the current
+            folder is deleted.
     """
     for name, (pattern, meaning) in VARIABLES.items():
         value = os.environ.get(name)
@@ -54,12 +77,16 @@ def check_environment() -> None:
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise UserError("the current folder has been deleted: change to another one (cd)") from error
+        raise UserError(
+            "the current folder has been deleted: change to another one (cd)"
+        ) from error
     for name in (STARTER, AGENT):
         parent = os.environ.get(name)
         if parent is not None and int(parent) != os.getppid():
             del os.environ[name]
-            raise UserError(f"{name}={parent} in the environment is left over from another run: unset {name}")
+            raise UserError(
+                f"{name}={parent} in the environment is left over from another run: unset {name}"
+            )
 
 
 def trust_flags() -> list[str]:
@@ -70,8 +97,8 @@ def trust_flags() -> list[str]:
 def is_task_of_srun() -> bool:
     """Return whether this process is a task of an srun step, not a batch script or salloc's shell.
 
-    Some sites run salloc's shell as a step on a node. The id of such a step is above SLURM_MAX_NORMAL_STEP_ID.
-    Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
+    Some sites run salloc's shell as a step on a node. The id of such a step is above
+    SLURM_MAX_NORMAL_STEP_ID. Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
     """
     is_task = os.environ.keys() >= {*TASK, "SLURM_STEP_TASKS_PER_NODE"}
     return is_task and int(os.environ["SLURM_STEP_ID"]) <= SLURM_MAX_NORMAL_STEP_ID
@@ -85,22 +112,31 @@ def is_worker() -> bool:
 def begin() -> None:
     """Make this process exit with its parent: its agent, or a command such as `compare`. Also handle signals.
 
-    Also set NCCL's error handling to mode 2: after an error, NCCL's watchdog only aborts communicators. In mode 1,
-    torch elastic's default, it would also end the process, even while Python reports the error.
-    Source: ErrorHandlingMode in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+    Also set NCCL's error handling to mode 2: after an error, NCCL's watchdog only aborts
+    communicators. In mode 1, torch elastic's default, it would also end the process, even while
+    Python reports the error. Source: ErrorHandlingMode in
+    torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
     """
     if os.environ.get(ON_NCCL_ERROR, "1") == "1":
         os.environ[ON_NCCL_ERROR] = "2"
-    for pid in (os.environ.pop(STARTER, None), os.environ.get(AGENT), os.getppid() if is_worker() else None):
+    for pid in (
+        os.environ.pop(STARTER, None),
+        os.environ.get(AGENT),
+        os.getppid() if is_worker() else None,
+    ):
         if pid is not None:
             end_with_parent(int(pid))
     if threading.current_thread() is not threading.main_thread():
         return
     if is_worker():
-        _handle(signal.SIG_DFL, signal.SIG_DFL)  # end at once, because a starting rank has nothing to save
+        _handle(
+            signal.SIG_DFL, signal.SIG_DFL
+        )  # end at once, because a starting rank has nothing to save
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)  # our agent blocks them
         if os.environ["LOCAL_RANK"] != "0":
-            os.environ["PYTHONBREAKPOINT"] = "0"  # ignore breakpoint(): only local rank 0 has the terminal
+            os.environ["PYTHONBREAKPOINT"] = (
+                "0"  # ignore breakpoint(): only local rank 0 has the terminal
+            )
         return
     for number in heard((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _end)
@@ -154,7 +190,9 @@ def restored_signals() -> Iterator[None]:
 def heard(numbers: Iterable[int]) -> list[int]:
     """Return the signals to handle. A script's background job ignores SIGINT, nohup SIGHUP, and a thread all."""
     is_main = threading.current_thread() is threading.main_thread()
-    return [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
+    return [
+        number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN
+    ]
 
 
 def stop_only_once() -> None:
@@ -185,10 +223,15 @@ def requeue() -> bool:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
-        subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
+        subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(getattr(error, "stderr", None) or error).strip()
-        print(f"SLURM does not requeue job {job} ({reason}): submit it anew with --ckpt_path auto", flush=True)
+        print(
+            f"SLURM does not requeue job {job} ({reason}): submit it anew with --ckpt_path auto",
+            flush=True,
+        )
         return False
     print(f"SLURM requeues job {job}, which then resumes from its last checkpoint", flush=True)
     return True
@@ -197,9 +240,13 @@ def requeue() -> bool:
 def environment_of_a_run() -> dict[str, str]:
     """Return the environment for a separate run: without launcher variables, and with this process's id in STARTER.
 
-    STARTER makes the run exit with this process. A `preexec_fn` is no alternative, because it would lose a Ctrl-C that
-    arrives during the fork.
+    STARTER makes the run exit with this process. A `preexec_fn` is no alternative, because it would
+    lose a Ctrl-C that arrives during the fork.
     """
     dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
-    kept = {key: value for key, value in os.environ.items() if key not in dropped and key[:6] != "SLURM_"}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in dropped and key[:6] != "SLURM_"
+    }
     return kept | {STARTER: str(os.getpid())}

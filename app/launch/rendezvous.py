@@ -1,7 +1,7 @@
 """Rendezvous of nodes without a launcher: at a TCP address, through a shared file, or by environment variables.
 
-Extends torch elastic's static rendezvous: reports missing nodes, rejects nodes with other flags, and raises an error if
-another program uses the port.
+Extends torch elastic's static rendezvous: reports missing nodes, rejects nodes with other flags,
+and raises an error if another program uses the port.
 """
 
 import json
@@ -39,11 +39,14 @@ class Cluster:
     """Start of processes, and rendezvous of nodes without torchrun or SLURM.
 
     Args:
-        init_method: Rendezvous of nodes: `tcp://HOST:PORT`, an address of node 0; `file:///PATH`, a file that all nodes
-            share; or `env://`, the default for several nodes: MASTER_ADDR, MASTER_PORT and NODE_RANK.
+        init_method: Rendezvous of nodes: `tcp://HOST:PORT`, an address of node 0; `file:///PATH`, a
+            file that all nodes share; or `env://`, the default for several nodes: MASTER_ADDR,
+            MASTER_PORT and NODE_RANK.
         node_rank: Number of this node, from 0.
-        timeout: Seconds to wait for other nodes and processes at the start, and later for another rank's answer.
-        max_restarts: Number of restarts after a failed process; a restart resumes from the run's last checkpoint.
+        timeout: Seconds to wait for other nodes and processes at the start, and later for another
+            rank's answer.
+        max_restarts: Number of restarts after a failed process; a restart resumes from the run's
+            last checkpoint.
         log_dir: Folder for each rank's output; rank zero also prints to the terminal.
     """
 
@@ -76,7 +79,9 @@ class Deadline:
         passed = time.monotonic() - self.began
         hint = f" ({remark})" if remark else ""
         if passed > self.seconds:
-            raise UserError(f"waited {self.seconds:g} s (--cluster.timeout) for {missing}{hint}: check it")
+            raise UserError(
+                f"waited {self.seconds:g} s (--cluster.timeout) for {missing}{hint}: check it"
+            )
         if passed > self.due and not quiet:
             print(f"waiting for {missing}, {passed:.0f} s{hint}", flush=True)
             self.due = min(2 * self.due, self.due + 30)
@@ -100,8 +105,9 @@ class Deadline:
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
     """Host a store that listens on `address` only, or on all addresses if no interface of this machine has `address`.
 
-    Behind NAT, no interface has this machine's public address. The store also listens on all addresses if `address`
-    resolves to 127.0.1.1, as a host's own name may on Debian, because other nodes cannot reach 127.0.1.1.
+    Behind NAT, no interface has this machine's public address. The store also listens on all
+    addresses if `address` resolves to 127.0.1.1, as a host's own name may on Debian, because other
+    nodes cannot reach 127.0.1.1.
 
     Args:
         address: Name or address of this machine for the other processes.
@@ -131,7 +137,8 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout),
-        multi_tenant=True,  # because this process's process group opens another store on the same port
+        # because this process's process group opens another store on the same port
+        multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
 
@@ -143,7 +150,7 @@ def reach_store(address: str, port: int) -> TCPStore:
 
 
 class NodeRendezvous(StaticTCPRendezvous):
-    """Rendezvous of nodes at one address, or of a single node. `app.fit.rules` has checked the flags.
+    """Rendezvous of nodes at one address, or of a single node. `app.command.rules` has checked the flags.
 
     Args:
         cluster: The flags of rendezvous and launch.
@@ -173,7 +180,9 @@ class NodeRendezvous(StaticTCPRendezvous):
             address = outward_address()
         rank = int(env.get("NODE_RANK", 0)) if cluster.node_rank is None else cluster.node_rank
         name = f"app_{uuid.uuid4().hex[:8]}"
-        super().__init__(address, port, rank if num_nodes > 1 else 0, num_nodes, name, int(cluster.timeout))
+        super().__init__(
+            address, port, rank if num_nodes > 1 else 0, num_nodes, name, int(cluster.timeout)
+        )
         self.where = str(self.file or f"{address}:{port}")
         self.flags = {"--trainer.num_nodes": num_nodes, "--trainer.devices": devices}
         self.before_restart = lambda: None
@@ -188,7 +197,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         """Wait for all nodes; the agent calls this at the start and before each restart.
 
         Raises:
-            UserError: When nodes are missing at the deadline, flags differ from node 0's, or node 0 cannot listen.
+            UserError: When nodes are missing at the deadline, flags differ from node 0's, or node 0
+                cannot listen.
         """
         if self._rounds:
             self.before_restart()
@@ -196,8 +206,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         store = PrefixStore(f"round{self._rounds}", self.store())
         store.set(f"node{self.rank}", "")
         self._wait_for_all(store, Deadline(self.timeout.total_seconds()))
-        # block signals, because a starting rank would print a traceback on Ctrl-C; the rank unblocks them in
-        # `process.begin`
+        # block signals, because a starting rank would print a traceback on Ctrl-C; the rank
+        # unblocks them in `process.begin`
         signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
         place = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(store, self.rank, self.world_size, place)
@@ -205,7 +215,8 @@ class NodeRendezvous(StaticTCPRendezvous):
     def num_nodes_waiting(self) -> int:
         """Return 0, because nodes never join later.
 
-        Also unblock the signals that `next_rendezvous` has blocked: the agent calls this while its ranks run.
+        Also unblock the signals that `next_rendezvous` has blocked: the agent calls this while its
+        ranks run.
         """
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
         self.while_running()
@@ -228,7 +239,10 @@ class NodeRendezvous(StaticTCPRendezvous):
         store.set("node0", self.run_id)
         if self.file:
             try:
-                write_json(self.file, {"id": self.run_id, "address": self.master_addr, "port": self.master_port})
+                write_json(
+                    self.file,
+                    {"id": self.run_id, "address": self.master_addr, "port": self.master_port},
+                )
             except OSError as error:
                 message = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be created"
                 raise UserError(message) from error
@@ -275,7 +289,9 @@ class NodeRendezvous(StaticTCPRendezvous):
         """Wait for all nodes; node 0 reports missing nodes to the others."""
         while True:
             if self.rank == 0:
-                absent = [str(node) for node in range(self.world_size) if not store.check([f"node{node}"])]
+                absent = [
+                    str(node) for node in range(self.world_size) if not store.check([f"node{node}"])
+                ]
                 store.set("missing", ", ".join(absent))
             missing = store.get("missing").decode() if store.check(["missing"]) else "0"
             if not missing:

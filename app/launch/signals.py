@@ -1,7 +1,7 @@
 """Signals (Ctrl-C, SIGTERM, SLURM's warning): training stops after the current step and saves a checkpoint.
 
-Signal handlers only set a flag. With several ranks, all stop at the same step, one step later, so that no rank blocks
-in a collective call.
+Signal handlers only set a flag. With several ranks, all stop at the same step, one step later, so
+that no rank blocks in a collective call.
 """
 
 import multiprocessing
@@ -37,16 +37,20 @@ from app.record import mark_ended
 from app.system.lightning_patches import leave_out_sigterm_broadcast, signal_connector
 from app.system.patches import expects
 
-GRACE = 20  # seconds without progress after a signal, before a rank ends; torchrun kills its ranks after 30 s
+# seconds without progress after a signal, before a rank ends; torchrun kills its ranks after 30 s
+GRACE = 20
 START_GRACE = 3  # the same before training, when there is nothing to save
-IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}  # SLURM's warning before the job ends: `--signal=SIGUSR1@90`
+IN_SLURM = CAUSES | {
+    signal.SIGUSR1: "SIGUSR1"
+}  # SLURM's warning before the job ends: `--signal=SIGUSR1@90`
 
 
 @expects(f"{_SignalConnector.__module__}:_SignalConnector.register_signal_handlers")
 class Signals(_SignalConnector):
     """Signal connector that records signals during training. Outside training, they end the process at once.
 
-    Replaces Lightning's connector, whose handler makes a collective call that other ranks do not join.
+    Replaces Lightning's connector, whose handler makes a collective call that other ranks do not
+    join.
 
     Attributes:
         noted: Number of the signal that this process received, or 0.
@@ -59,7 +63,10 @@ class Signals(_SignalConnector):
 
     def register_signal_handlers(self) -> None:
         """Install the handlers for training. Lightning calls this in every process; `teardown` undoes it."""
-        if self.trainer.state.fn != TrainerFn.FITTING or threading.current_thread() is not threading.main_thread():
+        if (
+            self.trainer.state.fn != TrainerFn.FITTING
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return
         self._process = os.getpid()
         numbers = heard(IN_SLURM if in_slurm_job() else CAUSES)
@@ -94,8 +101,8 @@ class Signals(_SignalConnector):
 def ended_in_time(stacks: Path | None) -> Iterator[None]:
     """End this rank after a signal if it makes no progress for `GRACE` seconds, except while it saves a checkpoint.
 
-    Ranks may wait for each other in different collective calls, where Python runs no handler. A second thread therefore
-    reads the signals from Python's wakeup pipe.
+    Ranks may wait for each other in different collective calls, where Python runs no handler. A
+    second thread therefore reads the signals from Python's wakeup pipe.
 
     Args:
         stacks: Folder of the stacks in the run's directory, or None.
@@ -106,10 +113,14 @@ def ended_in_time(stacks: Path | None) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # workers must not use the pipe
+    os.register_at_fork(
+        after_in_child=partial(signal.set_wakeup_fd, -1)
+    )  # workers must not use the pipe
     over = threading.Event()
     directory = stacks.parent if stacks else None
-    threading.Thread(target=_end_in_time, args=(reader, watchdog.heartbeat, directory, over), daemon=True).start()
+    threading.Thread(
+        target=_end_in_time, args=(reader, watchdog.heartbeat, directory, over), daemon=True
+    ).start()
     try:
         yield
     finally:
@@ -118,7 +129,9 @@ def ended_in_time(stacks: Path | None) -> Iterator[None]:
         os.close(writer)  # ends the thread, which leaves the pipe open for further signals
 
 
-def _end_in_time(reader: int, beat: watchdog.Heartbeat, directory: Path | None, over: threading.Event) -> None:
+def _end_in_time(
+    reader: int, beat: watchdog.Heartbeat, directory: Path | None, over: threading.Event
+) -> None:
     number = 0
     while number not in CAUSES:
         received = os.read(reader, 1)
@@ -130,13 +143,18 @@ def _end_in_time(reader: int, beat: watchdog.Heartbeat, directory: Path | None, 
     last = [0, 0, 0]
     while not over.wait(1.0):
         now = beat.values[:3].tolist()
-        still = still + 1 if now == last and now[1] != watchdog.ELSEWHERE and not _is_saving() else 0
+        still = (
+            still + 1 if now == last and now[1] != watchdog.ELSEWHERE and not _is_saving() else 0
+        )
         last = now
         is_starting = now[1] == watchdog.SET_UP
         if still <= (START_GRACE if is_starting else GRACE):
             continue
         if not is_starting:
-            print(f"{end.reason}: no progress for {still} s, so this rank ends without saving", file=sys.stderr)
+            print(
+                f"{end.reason}: no progress for {still} s, so this rank ends without saving",
+                file=sys.stderr,
+            )
         if beat.rank == 0 and directory is not None:
             mark_ended(str(directory), end)
         os._exit(end.code)
@@ -146,15 +164,17 @@ def _end_in_time(reader: int, beat: watchdog.Heartbeat, directory: Path | None, 
 def _is_saving() -> bool:
     """Return whether the main thread saves a checkpoint, or waits for the rank that saves it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return any(inner.f_code is Trainer.save_checkpoint.__code__ for inner, _ in walk_stack(frame) if frame)
+    return any(
+        inner.f_code is Trainer.save_checkpoint.__code__ for inner, _ in walk_stack(frame) if frame
+    )
 
 
 class StopTogether(Callback):
     """Callback that stops all ranks at the same step after any rank received a signal.
 
-    A single process stops after the current step. Several ranks start an all-reduce after each step and read its result
-    after the next step, so that no rank waits; they stop one step later. The all-reduce runs on the host, so that the
-    device is not synchronized.
+    A single process stops after the current step. Several ranks start an all-reduce after each step
+    and read its result after the next step, so that no rank waits; they stop one step later. The
+    all-reduce runs on the host, so that the device is not synchronized.
 
     Args:
         timeout: Seconds to wait for another rank's answer.
@@ -163,7 +183,9 @@ class StopTogether(Callback):
     def __init__(self, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
         self._group: Any = None
-        self._pending: tuple[np.ndarray, Any] | None = None  # buffer and handle of the pending all-reduce
+        self._pending: tuple[np.ndarray, Any] | None = (
+            None  # buffer and handle of the pending all-reduce
+        )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the all-reduce. Disable Lightning's SIGTERM broadcast, which raises without saving a checkpoint."""
@@ -172,18 +194,24 @@ class StopTogether(Callback):
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
-        if isinstance(loader, DataLoader):  # workers of a user's loader must not receive an agent's signals
+        if isinstance(
+            loader, DataLoader
+        ):  # workers of a user's loader must not receive an agent's signals
             loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After an optimizer step, stop training if any rank received a signal."""
-        has_stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        has_stepped = (
+            batch_idx + 1
+        ) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         if has_stepped and self._agree(trainer):
             stop_training(trainer, batch_idx)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Abort NCCL first, because moving the model to the host would wait for other ranks."""
         leave_nccl()
 
@@ -194,8 +222,8 @@ class StopTogether(Callback):
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
         """Return the lowest signal that any rank received, or 0. Collective.
 
-        With several ranks, the result lags by one step: it covers signals up to the previous step. With `at_once`, wait
-        for an all-reduce that covers signals up to now.
+        With several ranks, the result lags by one step: it covers signals up to the previous step.
+        With `at_once`, wait for an all-reduce that covers signals up to now.
         """
         signals = signal_connector(trainer)
         if trainer.world_size == 1:
@@ -204,10 +232,15 @@ class StopTogether(Callback):
         with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
             signals.stopped_by = self._answer()
             if not signals.stopped_by:
-                lowest = np.array([signals.noted or signal.NSIG])  # read `noted` once: it may change at any time
+                lowest = np.array(
+                    [signals.noted or signal.NSIG]
+                )  # read `noted` once: it may change at any time
                 operation = distributed.ReduceOp.MIN
                 shared = torch.from_numpy(lowest)
-                self._pending = lowest, distributed.all_reduce(shared, operation, self._group, async_op=True)
+                self._pending = (
+                    lowest,
+                    distributed.all_reduce(shared, operation, self._group, async_op=True),
+                )
                 if at_once:
                     signals.stopped_by = self._answer()
         return signals.stopped_by
@@ -229,7 +262,9 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
     if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
         return  # run the validation that is due, because a resumed run would skip it
     trainer.limit_val_batches = 0
-    for callback in trainer.early_stopping_callbacks:  # early stopping would look for the skipped validation's metric
+    for callback in (
+        trainer.early_stopping_callbacks
+    ):  # early stopping would look for the skipped validation's metric
         callback._check_on_train_epoch_end = False
 
 

@@ -24,13 +24,21 @@ from app.launch.watchdog import watched
 from app.system import lightning_patches
 from app.system.interconnect import use_loopback
 from app.system.patches import expects
+from app.system.torch_patches import end_process_group
 from app.system.tracebacks import MADE_BY, users_part
 
-SHUTDOWN = 30.0  # seconds that the other processes have to end after a failure, as under torch elastic
+SHUTDOWN = (
+    30.0  # seconds that the other processes have to end after a failure, as under torch elastic
+)
 _LAUNCHER = f"{_MultiProcessingLauncher.__module__}:_MultiProcessingLauncher"
 
 
-@expects(*(f"{_LAUNCHER}.{name}" for name in ("_wrapping_function", "_strategy", "_start_method", "launch", "kill")))
+@expects(
+    *(
+        f"{_LAUNCHER}.{name}"
+        for name in ("_wrapping_function", "_strategy", "_start_method", "launch", "kill")
+    )
+)
 class SpawnLauncher(_MultiProcessingLauncher):
     """Lightning's multiprocessing launcher, which also forwards signals to its processes.
 
@@ -51,7 +59,13 @@ class SpawnLauncher(_MultiProcessingLauncher):
         self.made_by = MADE_BY  # an attribute, so that pickle copies MADE_BY into the processes
         super().__init__(strategy, start_method)
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Start the processes and wait for them.
 
         Raises:
@@ -66,10 +80,13 @@ class SpawnLauncher(_MultiProcessingLauncher):
             self._error_file = f"{folder}/error_{{}}.json"
             for number in heard(CAUSES):
                 signal.signal(number, self._forward)
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # the tracker, which inherits it, must not end
-            resource_tracker.ensure_running()  # before the other signals, because the tracker's start unblocks them
-            # block signals, because a process that still imports would print a traceback on Ctrl-C; the setter of
-            # `procs` unblocks them
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, {signal.SIGHUP}
+            )  # the tracker, which inherits it, must not end
+            # before the other signals, because the tracker's start unblocks them
+            resource_tracker.ensure_running()
+            # block signals, because a process that still imports would print a traceback on Ctrl-C;
+            # the setter of `procs` unblocks them
             signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
             try:
                 results = super().launch(function, *args, trainer=trainer, **kwargs)
@@ -88,7 +105,9 @@ class SpawnLauncher(_MultiProcessingLauncher):
         failures = {}
         for index in self._failures:
             process = self._processes[index]
-            failures[index] = ProcessFailure(index, process.pid, process.exitcode, self._error_file.format(index))
+            failures[index] = ProcessFailure(
+                index, process.pid, process.exitcode, self._error_file.format(index)
+            )
         for process in multiprocessing.active_children():
             process.kill()
         signal_name = CAUSES.get(self.stopped_by)
@@ -96,7 +115,11 @@ class SpawnLauncher(_MultiProcessingLauncher):
             rank, failure = root_cause(failures)
             signal_name = signal_name or stopped(failure)
         if signal_name:
-            return KeyboardInterrupt() if signal_name == "Ctrl-C" else SystemExit(EXIT_CODES[signal_name])
+            return (
+                KeyboardInterrupt()
+                if signal_name == "Ctrl-C"
+                else SystemExit(EXIT_CODES[signal_name])
+            )
         if failures:
             cause = explain(rank, failure)
             if type(cause) is RankError:  # the stack of a rank that lost another one shows no cause
@@ -104,7 +127,9 @@ class SpawnLauncher(_MultiProcessingLauncher):
             return cause
         if "pickle" in str(error).lower():
             remedy = "use --trainer.strategy ddp, or define its class or function at the top level of a module"
-            return UserError(f"ddp_spawn cannot pickle model and data for its processes ({error}): {remedy}")
+            return UserError(
+                f"ddp_spawn cannot pickle model and data for its processes ({error}): {remedy}"
+            )
         return error
 
     @property
@@ -124,7 +149,8 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _wait(self) -> None:
         """Wait until all processes have ended. End the others if one fails, or ends early, as by `os._exit(0)`.
 
-        Lightning would not notice an early end with exit code 0, and the other processes would wait for this one.
+        Lightning would not notice an early end with exit code 0, and the other processes would wait
+        for this one.
 
         Raises:
             ChildProcessError: When a process has failed.
@@ -152,7 +178,8 @@ class SpawnLauncher(_MultiProcessingLauncher):
         if self.stopped_by and not again:
             return
         self.stopped_by = self.stopped_by or number
-        # while the processes start, `procs` is empty, and `kill` has no effect; the setter of `procs` kills them later
+        # while the processes start, `procs` is empty, and `kill` has no effect; the setter of
+        # `procs` kills them later
         self.kill(signal.SIGKILL if again else number)
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
@@ -162,7 +189,10 @@ class SpawnLauncher(_MultiProcessingLauncher):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
         end_with_parent(multiprocessing.parent_process().pid)  # type: ignore[union-attr, arg-type]
         os.environ["TORCHELASTIC_ERROR_FILE"] = self._error_file.format(process_idx)
-        record(self._run)(process_idx, *args, **kwargs)
+        try:
+            record(self._run)(process_idx, *args, **kwargs)
+        finally:
+            end_process_group()
         self._mark(process_idx).touch()
 
     def _run(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
@@ -170,7 +200,11 @@ class SpawnLauncher(_MultiProcessingLauncher):
         os.environ["LOCAL_RANK"] = str(process_idx)
         lightning_patches.hide_lines()
         MADE_BY.update(self.made_by)
-        with watched(self.timeout, self.stacks, process_idx), ended_in_time(self.stacks), explaining_errors():
+        with (
+            watched(self.timeout, self.stacks, process_idx),
+            ended_in_time(self.stacks),
+            explaining_errors(),
+        ):
             if self.timeout is not None:
                 use_loopback()
                 if process_idx == 0:  # torch's own store would listen on all addresses

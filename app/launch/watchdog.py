@@ -1,10 +1,10 @@
 """Watchdog process of each rank: writes the stacks of a hung rank, and kills it after the other ranks have left.
 
-The other ranks time out after `--cluster.timeout`. Without a watchdog, a hung rank would run forever, and occupy its
-GPU and its port.
+The other ranks time out after `--cluster.timeout`. Without a watchdog, a hung rank would run
+forever, and occupy its GPU and its port.
 
-Shortly before the timeout, the watchdog of a rank without progress makes this rank write the Python stacks of its
-threads. The other ranks read these files, so that their error can name the hung rank.
+Shortly before the timeout, the watchdog of a rank without progress makes this rank write the Python
+stacks of its threads. The other ranks read these files, so that their error can name the hung rank.
 
 The watchdog runs this file as a script, so the file imports only the standard library.
 """
@@ -31,9 +31,19 @@ BLOCKED = {
     signal.SIGUSR1,
 }  # the run's signals, which the watchdog ignores
 # A rank is in one of these phases. No other rank waits for a rank that is `elsewhere`.
-PHASES = ("elsewhere", "set-up", "its data", "its step", "its gradients", "its update", "the evaluation")
+PHASES = (
+    "elsewhere",
+    "set-up",
+    "its data",
+    "its step",
+    "its gradients",
+    "its update",
+    "the evaluation",
+)
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
-WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)  # makes a process write its stacks, or kills it if it has no handler
+WRITE_STACKS = getattr(
+    signal, "SIGRTMAX", 0
+)  # makes a process write its stacks, or kills it if it has no handler
 SIZE, PEERS = 2**15, 64  # size in bytes of the shared memory, and offset of its list of connections
 
 
@@ -41,7 +51,8 @@ class Heartbeat:
     """Step and phase of this process, in memory shared with its watchdog.
 
     Attributes:
-        values: Step, phase, and a counter that shows progress. Callers assign them directly, because that is fast.
+        values: Step, phase, and a counter that shows progress. Callers assign them directly,
+            because that is fast.
         rank: The rank.
         folder: Folder of the stacks.
         file: File of the stacks, `rank_N.txt`.
@@ -58,7 +69,8 @@ class Heartbeat:
         self.values[1] = SET_UP
         self.file.unlink(missing_ok=True)
         faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
-        # prefix of the files that NCCL's flight recorder writes after a timeout; torch 2.10 reads the second variable
+        # prefix of the files that NCCL's flight recorder writes after a timeout; torch 2.10 reads
+        # the second variable
         for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
             os.environ.setdefault(name, f"{folder}/nccl_rank_")
 
@@ -98,7 +110,9 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:  # run the file, because importing the package takes seconds
         command = [sys.executable, "-IS", __file__, os.getpid(), timeout, beat.file, *beat.files]
-        watchdog = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, pass_fds=beat.files)
+        watchdog = subprocess.Popen(
+            [*map(str, command)], stdin=subprocess.PIPE, pass_fds=beat.files
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     heartbeat = beat
@@ -112,14 +126,15 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
             os.close(file)
 
 
-# -- in the watchdog process --------------------------------------------------------------------------------------
+# -- in the watchdog process
+# --------------------------------------------------------------------------------------
 
 
 def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> None:
     """Watch the parent process until it ends.
 
-    Kill the parent when it has made no progress for `timeout` + LATER seconds and another rank has closed a connection.
-    Time does not count while the whole job is suspended, as by Ctrl-Z.
+    Kill the parent when it has made no progress for `timeout` + LATER seconds and another rank has
+    closed a connection. Time does not count while the whole job is suspended, as by Ctrl-Z.
 
     Args:
         process: Id of the parent.
@@ -141,10 +156,14 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
         still = still + min(clock - before, 2.0) if now == last and now[1] != ELSEWHERE else 0.0
         last = now
         with contextlib.suppress(OSError):  # raised if the disk is full, or the process has ended
-            if written and not still and now[1] != ELSEWHERE:  # progress again: the written stacks are outdated
+            if (
+                written and not still and now[1] != ELSEWHERE
+            ):  # progress again: the written stacks are outdated
                 file.unlink(missing_ok=True)
                 written = False
-            others_give_up = still > 1 and any(other != file for other in file.parent.glob("rank_*.txt"))
+            others_give_up = still > 1 and any(
+                other != file for other in file.parent.glob("rank_*.txt")
+            )
             if (others_give_up or still >= timeout - min(10.0, 1 + timeout / 4)) and not written:
                 written = True
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +178,11 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
             os.kill(process, signal.SIGKILL)
             place = where(file.parent, file.name) or f"process {process} hangs"
             with contextlib.suppress(OSError):  # in case stderr is closed
-                print(f"error: {place}; the other ranks timed out, and it was killed", file=sys.stderr, flush=True)
+                print(
+                    f"error: {place}; the other ranks timed out, and it was killed",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return
 
 
@@ -182,7 +205,9 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
     if status.split()[0] == "T":
         yield "stopped (SIGSTOP)\n"
         return
-    children = "".join(file.read_text() for file in Path(f"/proc/{process}/task").glob("*/children")).split()
+    children = "".join(
+        file.read_text() for file in Path(f"/proc/{process}/task").glob("*/children")
+    ).split()
     for pid in (process, *map(int, children)):
         with contextlib.suppress(OSError):  # the process has ended
             caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
@@ -196,17 +221,20 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
                 size = os.fstat(stacks).st_size
                 if begin < size == before:
                     break
-            yield f"\nprocess {pid}\n" + os.pread(stacks, size - begin, begin).decode(errors="replace")
+            yield f"\nprocess {pid}\n" + os.pread(stacks, size - begin, begin).decode(
+                errors="replace"
+            )
 
 
-# -- reading the stacks -------------------------------------------------------------------------------------------
+# -- reading the stacks
+# -------------------------------------------------------------------------------------------
 
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 OWN = str(Path(__file__).parents[1])  # folder of this application
 LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<")
 Frame = tuple[str, str, str]  # file, line, function
 LOOP = re.compile(
-    r"(lightning/pytorch/(loops/.*|trainer/trainer)|app/loop/straight_step)\.py (run|advance|__call__|_run\w*)$"
+    r"(lightning/pytorch/(loops/.*|trainer/trainer)|app/training/step)\.py (run|advance|__call__|_run\w*)$"
 )
 
 
@@ -217,7 +245,8 @@ class Place(NamedTuple):
         step: Number of the optimizer step, counted from 1.
         phase: Activity, one of `PHASES`.
         line: File, line and function, of the user's code if possible.
-        is_users: Whether the line is in the user's code; also true if no stack was written, as after SIGSTOP.
+        is_users: Whether the line is in the user's code; also true if no stack was written, as
+            after SIGSTOP.
         communicates: Whether the rank is in a call of torch.distributed.
     """
 
@@ -234,17 +263,27 @@ class Place(NamedTuple):
         step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
         stacks = [threads(chunk) for chunk in rest.split("\nprocess ")[1:]]
         inner = [frame for frames in stacks for frame in within_loop(frames)]  # main process first
-        users = next((f for f in inner if not LIBRARY.search(f[0]) and not f[0].startswith(OWN)), None)
+        users = next(
+            (f for f in inner if not LIBRARY.search(f[0]) and not f[0].startswith(OWN)), None
+        )
         hook = next((f for f in inner if f[2].startswith("on_")), inner[0] if inner else None)
         frame = users or hook
-        line = f"{Path(frame[0]).name}:{frame[1]} {frame[2]}" if frame else rest.strip() or "no stack"
+        line = (
+            f"{Path(frame[0]).name}:{frame[1]} {frame[2]}" if frame else rest.strip() or "no stack"
+        )
         communicates = bool(inner) and "/torch/distributed/" in inner[0][0]
         return cls(int(step), phase, line, users is not None or not stacks, communicates)
 
     def __str__(self) -> str:
         """Format the place: `in …` for the user's code; `at …` for library code, where the rank may only be waiting."""
         evaluates = self.phase == PHASES[EVALUATION]
-        step = "" if self.phase in PHASES[:2] else "the evaluation, " if evaluates else f"step {self.step:,}, "
+        step = (
+            ""
+            if self.phase in PHASES[:2]
+            else "the evaluation, "
+            if evaluates
+            else f"step {self.step:,}, "
+        )
         return f"{'in' if self.is_users else 'at'} {step}{self.line}"
 
 
@@ -261,7 +300,9 @@ def threads(text: str) -> list[Frame]:
     stacks = chunks[2::2]
     if not stacks:
         return []
-    main = kinds.index("Current thread") if "Current thread" in kinds else -1  # the main thread is listed last
+    main = (
+        kinds.index("Current thread") if "Current thread" in kinds else -1
+    )  # the main thread is listed last
     return FRAME.findall(stacks[main])
 
 
@@ -275,21 +316,31 @@ def where(folder: Path, names: str = "rank_*.txt") -> str | None:
     places = {}
     for file in folder.glob(names):
         with contextlib.suppress(OSError, AttributeError):  # removed, or not a watchdog's file
-            places[int(file.stem.removeprefix("rank_"))] = Place.read(file.read_text(errors="replace"))
+            places[int(file.stem.removeprefix("rank_"))] = Place.read(
+                file.read_text(errors="replace")
+            )
     gradients = {rank for rank, place in places.items() if place.phase == PHASES[GRADIENTS]}
     communicating = {rank for rank, place in places.items() if place.communicates}
     hanging = (places.keys() - gradients - communicating) or (places.keys() - gradients)
     if communicating == places.keys() and len({place[:3] for place in places.values()}) == 1:
-        hanging = set()  # no single rank is to blame: all wait in the same call, as after a cut link
+        hanging = (
+            set()
+        )  # no single rank is to blame: all wait in the same call, as after a cut link
     elif users := {rank for rank in hanging or places if places[rank].is_users}:
         hanging = users
-    elif len(hanging) == len(places) > 1:  # no rank hangs: all wait in a library, as after a cut link
+    elif (
+        len(hanging) == len(places) > 1
+    ):  # no rank hangs: all wait in a library, as after a cut link
         hanging = set()
     waiting = sorted(places.keys() - hanging)
     clauses = [f"rank {rank} is {places[rank]}" for rank in sorted(hanging)]
     if waiting:
         whose = {0: "", 1: "its "}.get(len(hanging), "their ")
-        ranks = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {', '.join(map(str, waiting))} wait"
+        ranks = (
+            f"rank {waiting[0]} waits"
+            if len(waiting) == 1
+            else f"ranks {', '.join(map(str, waiting))} wait"
+        )
         clauses.append(f"{ranks} for {whose}{'gradients' if gradients & {*waiting} else 'answers'}")
     return "; ".join(clauses) or None
 

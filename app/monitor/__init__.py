@@ -1,1 +1,5 @@
 """Observers of one run: record, step times, loggers, and summary."""
+
+from app.monitor.batch_shapes import BatchShapes
+
+__all__ = ["BatchShapes"]

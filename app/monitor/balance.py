@@ -6,17 +6,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.data.global_order import order_of
-from app.loop.shards import ShardedLoop
 from app.monitor.rank_times import RankTimes
+from app.training.virtual_devices import ShardedLoop
 
-GAIN = 0.95  # redistribute the shards only if the predicted step time is at most this share of the current one
+# redistribute the shards only if the predicted step time is at most this share of the current one
+GAIN = 0.95
 
 
 class Balance(Callback):
     """Callback that redistributes shards among ranks before each epoch: slow ranks get fewer.
 
-    A shard is one of the `--run.virtual_devices` nearly equal parts of a batch. Losses and weights keep the same bits,
-    because a shard's gradients do not depend on the rank that computes them.
+    A shard is one of the `--run.virtual_devices` nearly equal parts of a batch. Losses and weights
+    keep the same bits, because a shard's gradients do not depend on the rank that computes them.
 
     Args:
         ranks: Step times of all ranks, identical on every rank.
@@ -36,14 +37,18 @@ class Balance(Callback):
         rows = self.ranks.ranks
         if not rows:
             return
-        seconds = [(row.data + row.compute) / share for row, share in zip(rows, tree.shares, strict=True)]
+        seconds = [
+            (row.data + row.compute) / share for row, share in zip(rows, tree.shares, strict=True)
+        ]
         shares = balanced(seconds, tree.count)
         if slowest(seconds, shares) > GAIN * slowest(seconds, tree.shares):
             return
         tree.deal(shares)
         order.deal(shares)
         self.ranks.forget()
-        rank_zero_info(f"shards  {', '.join(map(str, shares))} of {tree.count} on ranks 0 to {len(shares) - 1}")
+        rank_zero_info(
+            f"shards  {', '.join(map(str, shares))} of {tree.count} on ranks 0 to {len(shares) - 1}"
+        )
 
 
 def balanced(seconds: Sequence[float], count: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Time series of measurements over a run."""
 
 MOST = 200  # maximum number of points in a series, because a plot shows no more
-# maximum number of values in a series: points × values per point. A series with many values per point may exceed it,
-# because the limit of points is never below 20
+# maximum number of values in a series: points × values per point. A series with many values per
+# point may exceed it, because the limit of points is never below 20
 NUMBERS = 12_800
 
 

@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from app.data.module import ImageData
 from app.modules import ImageClassifier
+from app.modules.networks import count_parameters, title
+from app.modules.recipe import Recipe, rate
 from app.monitor.loggers import trackers
 from app.monitor.run_record import resolved_configuration
-from app.networks import count_parameters, title
-from app.recipe import Recipe, rate
 from app.record import Record
 from app.record.words import batch, listed, threads, way_of_running
 
@@ -53,7 +53,9 @@ def counted(network: nn.Module) -> str:
     """Format a network's number of parameters, such as `1,000 parameters, 10 of them trainable`."""
     total = count_parameters(network)
     trainable = count_parameters(network, trainable=True)
-    return f"{total:,} parameters" + (f", {trainable:,} of them trainable" if trainable < total else "")
+    return f"{total:,} parameters" + (
+        f", {trainable:,} of them trainable" if trainable < total else ""
+    )
 
 
 def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
@@ -68,9 +70,16 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
     if not isinstance(data, ImageData):
         yield "network", network
     else:
-        yield "network", f"{network}, {' × '.join(map(str, data.image_shape))} → {data.num_classes} classes"
+        yield (
+            "network",
+            f"{network}, {' × '.join(map(str, data.image_shape))} → {data.num_classes} classes",
+        )
         place = getattr(data.source, "root", None) or getattr(data.source, "like", "")
-        counts = [f"{data.counts[name]:,} to {verb}" for name, verb in VERBS.items() if data.counts.get(name)]
+        counts = [
+            f"{data.counts[name]:,} to {verb}"
+            for name, verb in VERBS.items()
+            if data.counts.get(name)
+        ]
         yield "images", f"{type(data).__name__} ({place}): {', '.join(counts)}"
         yield "classes", listed(data.class_names)
     device = trainer.strategy.root_device
@@ -81,10 +90,16 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
         window = trainer.accumulate_grad_batches
         yield "batch", batch(record) + (f", {window} of them for each step" if window > 1 else "")
     for index, optimizer in enumerate(trainer.optimizers):
-        schedules = [config for config in trainer.lr_scheduler_configs if config.scheduler.optimizer is optimizer]
+        schedules = [
+            config
+            for config in trainer.lr_scheduler_configs
+            if config.scheduler.optimizer is optimizer
+        ]
         then = "".join(f"; {_schedule(config.scheduler, config.interval)}" for config in schedules)
         yield "optimizer" if index == 0 else "", describe(optimizer) + then
-    chosen = ", ".join(f"{name} {value}" for name, value in _chosen(trainer.lightning_module, data).items())
+    chosen = ", ".join(
+        f"{name} {value}" for name, value in _chosen(trainer.lightning_module, data).items()
+    )
     if chosen:
         yield "recipe", chosen
     yield "precision", str(record.precision)
@@ -98,7 +113,10 @@ def _chosen(model: LightningModule, data: Any) -> dict[str, Any]:
     """Return the non-default settings of RECIPE, augmentation and class balancing, by flag name."""
     settings: dict[str, Any] = {}
     if isinstance(model, ImageClassifier):
-        usual = {name: parameter.default for name, parameter in inspect.signature(Recipe).parameters.items()}
+        usual = {
+            name: parameter.default
+            for name, parameter in inspect.signature(Recipe).parameters.items()
+        }
         recipe = vars(model.recipe) | {"no_decay": ",".join(sorted(model.recipe.no_decay)) or None}
         settings = {name: recipe[name] for name in RECIPE if recipe[name] != usual[name]}
         settings |= {"views": model.views} if model.views else {}
@@ -106,12 +124,27 @@ def _chosen(model: LightningModule, data: Any) -> dict[str, Any]:
         transform, (mixup, cutmix) = data.transform, data.mixing
         flip = "alternate" if data.alternate else transform.flip
         values = {"flip": flip, "crop_padding": transform.crop_padding, "cutout": transform.cutout}
-        values |= {"mixup": mixup, "cutmix": cutmix, "augment": " ".join(type(op).__name__ for op in data.augment)}
-        settings |= {name: value for name, value in (values | {"balance": data.balance}).items() if value}
+        values |= {
+            "mixup": mixup,
+            "cutmix": cutmix,
+            "augment": " ".join(type(op).__name__ for op in data.augment),
+        }
+        settings |= {
+            name: value for name, value in (values | {"balance": data.balance}).items() if value
+        }
     return settings
 
 
-RECIPE = ("loss", "label_smoothing", "class_weights", "no_decay", "head_lr", "norm_bias_lr", "freeze", "ema")
+RECIPE = (
+    "loss",
+    "label_smoothing",
+    "class_weights",
+    "no_decay",
+    "head_lr",
+    "norm_bias_lr",
+    "freeze",
+    "ema",
+)
 VERBS = {"train": "train", "val": "validate"}
 SHOWN = ("lr", "momentum", "betas", "weight_decay")  # optimizer settings to print, unless zero
 
@@ -119,7 +152,10 @@ SHOWN = ("lr", "momentum", "betas", "weight_decay")  # optimizer settings to pri
 def describe(optimizer: Optimizer) -> str:
     """Format an optimizer's class and its first group's settings, such as `SGD, lr 0.1, momentum 0.9`."""
     group = optimizer.param_groups[0]
-    group = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # the base rate, because a warm-up starts lower
+    group = {
+        **group,
+        "lr": group.get("initial_lr", group.get("lr")),
+    }  # the base rate, because a warm-up starts lower
     shown = [f"{name} {_number(group[name])}" for name in SHOWN if group.get(name)]
     return ", ".join([type(optimizer).__name__, *shown])
 
@@ -133,4 +169,8 @@ def _schedule(scheduler: Any, interval: str) -> str:
 
 
 def _number(value: Any) -> str:
-    return " ".join(f"{float(item):g}" for item in value) if isinstance(value, list | tuple) else f"{float(value):g}"
+    return (
+        " ".join(f"{float(item):g}" for item in value)
+        if isinstance(value, list | tuple)
+        else f"{float(value):g}"
+    )

@@ -31,9 +31,17 @@ from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.patches import expects
 from app.system.wandb_patches import forget_run
 
-Prediction = tuple[Tensor, str, str, float]  # image (C, H, W), label, predicted class, its probability
+Prediction = tuple[
+    Tensor, str, str, float
+]  # image (C, H, W), label, predicted class, its probability
 MODES = ("off", "offline", "online")  # tracking modes, the most private first
-WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "online": "online", "run": "online"}
+WANDB_MODES = {
+    "disabled": "off",
+    "dryrun": "offline",
+    "offline": "offline",
+    "online": "online",
+    "run": "online",
+}
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
@@ -47,7 +55,9 @@ def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *args, **kwargs)
         except Exception as error:
             self.failed = self.unsent = True
-            rank_zero_warn(f"Weights & Biases failed, training continues without it: {one_line(str(error))}")
+            rank_zero_warn(
+                f"Weights & Biases failed, training continues without it: {one_line(str(error))}"
+            )
 
     return call
 
@@ -59,7 +69,9 @@ def tracking_mode(flag: str | bool | None) -> str:
         flag: Value of `--run.wandb`; YAML reads `on` and `off` as booleans.
     """
     requested = ("off", "offline")[flag] if isinstance(flag, bool) else flag
-    modes = [mode for mode in (requested, WANDB_MODES.get(os.environ.get("WANDB_MODE", ""))) if mode]
+    modes = [
+        mode for mode in (requested, WANDB_MODES.get(os.environ.get("WANDB_MODE", ""))) if mode
+    ]
     return min(modes, key=MODES.index, default="offline")
 
 
@@ -71,8 +83,8 @@ def trial() -> str | None:
 class Tracker(WandbLogger):
     """Logger for Weights & Biases. One training is one wandb run, whatever its number of processes.
 
-    If the server does not accept the run within 20 seconds, the run is offline. Training never waits for uploads, and
-    unsent data stays in the run's directory.
+    If the server does not accept the run within 20 seconds, the run is offline. Training never
+    waits for uploads, and unsent data stays in the run's directory.
 
     Args:
         run_dir: Directory of the run; the tracker writes into its `wandb` folder.
@@ -89,10 +101,16 @@ class Tracker(WandbLogger):
         variables = {
             "WANDB_ERROR_REPORTING": "false",  # otherwise, even offline runs send usage statistics
             **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
-            # caches outside the home directory, because wandb prints its log to the terminal if home is read-only
-            **dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))),
+            # caches outside the home directory, because wandb prints its log to the terminal if
+            # home is read-only
+            **dict.fromkeys(
+                ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))
+            ),
         }
-        for variable, value in variables.items():  # environment variables, because they reach spawned processes
+        for (
+            variable,
+            value,
+        ) in variables.items():  # environment variables, because they reach spawned processes
             os.environ.setdefault(variable, value)
         import wandb
 
@@ -100,23 +118,31 @@ class Tracker(WandbLogger):
         self.id = trial() or resumed or uuid.uuid4().hex[:8]
         self.mode = mode
         if mode == "online" and not wandb.login(prompt=False, verify=False):
-            rank_zero_info("Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on")
+            rank_zero_info(
+                "Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on"
+            )
             self.mode = "offline"
         # spawned processes read this variable to attach to the run
         os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
         settings = wandb.Settings(
-            init_timeout=20, finish_timeout=20, finish_timeout_raises=True, silent=True, console="off"
+            init_timeout=20,
+            finish_timeout=20,
+            finish_timeout_raises=True,
+            silent=True,
+            console="off",
         )
         options |= {"id": self.id, "resume": "allow" if resumed else None, "settings": settings}
         super().__init__(save_dir=run_dir, mode=self.mode, **options)
-        tracker_settings(self).pop("anonymous", None)  # Lightning sets this argument, and wandb warns about it
+        tracker_settings(self).pop(
+            "anonymous", None
+        )  # Lightning sets this argument, and wandb warns about it
 
     @property
     def experiment(self) -> Any:
         """The wandb run, started on first access.
 
-        If the run does not start, this is an offline run. If that does not start either, this is a stand-in that
-        discards data.
+        If the run does not start, this is an offline run. If that does not start either, this is a
+        stand-in that discards data.
         """
         for fallback in () if self.failed else ("offline", None):
             try:
@@ -136,7 +162,8 @@ class Tracker(WandbLogger):
     def __getstate__(self) -> dict[str, Any]:
         import wandb
 
-        wandb.setup()  # without this call, `wandb.require` in Lightning's `__getstate__` prints a warning
+        # without this call, `wandb.require` in Lightning's `__getstate__` prints a warning
+        wandb.setup()
         return super().__getstate__()
 
     def share_with_forks(self) -> None:
@@ -169,15 +196,26 @@ class Tracker(WandbLogger):
 
     @_never_fatal
     def log_test_figures(
-        self, matrix: list[list[int]], names: list[str], wrong: list[Prediction], pictures: list[Path]
+        self,
+        matrix: list[list[int]],
+        names: list[str],
+        wrong: list[Prediction],
+        pictures: list[Path],
     ) -> None:
         """Log the confusion matrix and the most confidently wrong images, as tables and as PNG files."""
         import wandb
 
-        cells = [[names[i], names[j], count] for i, row in enumerate(matrix) for j, count in enumerate(row)]
+        cells = [
+            [names[i], names[j], count]
+            for i, row in enumerate(matrix)
+            for j, count in enumerate(row)
+        ]
         self.log_table("confusion_matrix", ["label", "predicted", "count"], cells)
         if wrong:
-            rows = [[wandb.Image(image.permute(1, 2, 0).squeeze(-1).numpy()), *row] for image, *row in wrong]
+            rows = [
+                [wandb.Image(image.permute(1, 2, 0).squeeze(-1).numpy()), *row]
+                for image, *row in wrong
+            ]
             self.log_table("most_wrong", ["image", "label", "predicted", "probability"], rows)
         for picture in pictures:
             self.log_image(f"{picture.stem}_picture", [str(picture)])
@@ -197,7 +235,9 @@ class Tracker(WandbLogger):
                 run.finish()
         except Exception as error:  # TimeoutError, or any exception of the tracker
             self.unsent = True
-            rank_zero_info(f"Weights & Biases has not received the whole run: {one_line(str(error))}")
+            rank_zero_info(
+                f"Weights & Biases has not received the whole run: {one_line(str(error))}"
+            )
 
 
 def trackers(loggers: Iterable[Logger]) -> list[Tracker]:
@@ -228,7 +268,9 @@ class MetricsFile(CSVLogger):
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise UserError(f"{self._path} cannot be read ({error.strerror}): give another --run.name") from error
+            raise UserError(
+                f"{self._path} cannot be read ({error.strerror}): give another --run.name"
+            ) from error
         return [dict(zip(columns, row, strict=False)) for row in rows]
 
     def _write(self, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
@@ -274,7 +316,12 @@ class MetricsFile(CSVLogger):
         return open_experiment(self)
 
 
-@expects(*(f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_{what}" for what in ("stats", "lr")))
+@expects(
+    *(
+        f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_{what}"
+        for what in ("stats", "lr")
+    )
+)
 class RateMonitor(LearningRateMonitor):
     """Monitor that logs the learning rate per epoch, or per logging window if a scheduler changes it on each step."""
 
@@ -282,7 +329,9 @@ class RateMonitor(LearningRateMonitor):
         """Decide whether to log once per logging window, or only once per epoch."""
         super().on_train_start(trainer, *args, **kwargs)
         by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
-        self._logs_windows = self.logging_interval == "step" or (self.logging_interval is None and by_step)
+        self._logs_windows = self.logging_interval == "step" or (
+            self.logging_interval is None and by_step
+        )
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Log the learning rate once per logging window, if a scheduler changes it on each step."""
@@ -307,9 +356,9 @@ class SaveConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         self.text = parser.dump(config, skip_none=False, skip_validation=True)
-        # drop parser and config, because ddp_spawn pickles this callback into a pipe to each new process. Parser and
-        # config take 200 kB, more than the pipe holds. The parent would block until the process reads the pipe, and
-        # only then start the next process
+        # drop parser and config, because ddp_spawn pickles this callback into a pipe to each new
+        # process. Parser and config take 200 kB, more than the pipe holds. The parent would block
+        # until the process reads the pipe, and only then start the next process
         del self.parser, self.config
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -321,7 +370,9 @@ class SaveConfig(SaveConfigCallback):
             with whole(path) as file:
                 file.write(self.text.encode())
         except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror}): give another --run.root") from error
+            raise UserError(
+                f"{path} cannot be written ({error.strerror}): give another --run.root"
+            ) from error
         for tracker in trackers(trainer.loggers):
             tracker.log_hyperparams(yaml.safe_load(self.text))
 
@@ -334,7 +385,9 @@ def next_version(root: str, name: str, what: str = "version") -> str:
         name: Name of the experiment.
         what: Prefix of the name. `version` counts from 0, another prefix from 1.
     """
-    matches = [re.fullmatch(rf"{what}_(\d+)", path.name) for path in Path(root, name).glob(f"{what}_*")]
+    matches = [
+        re.fullmatch(rf"{what}_(\d+)", path.name) for path in Path(root, name).glob(f"{what}_*")
+    ]
     return f"{what}_{max((int(match[1]) for match in matches if match), default=-(what == 'version')) + 1}"
 
 
@@ -352,12 +405,19 @@ def claim_version(folder: Path, what: str = "version") -> Path:
         except OSError as error:
             # retry: another run created the same folder, or a rejected run removed the empty parent
             if attempt == 99 or not isinstance(error, FileExistsError | FileNotFoundError):
-                raise UserError(f"{directory} cannot be created ({error.strerror}): give another --run.root") from error
+                raise UserError(
+                    f"{directory} cannot be created ({error.strerror}): give another --run.root"
+                ) from error
     return directory
 
 
 def make_loggers(
-    folder: Path, mode: str, project: str, group: str | None, tags: Sequence[str] | None, resumed: str | None = None
+    folder: Path,
+    mode: str,
+    project: str,
+    group: str | None,
+    tags: Sequence[str] | None,
+    resumed: str | None = None,
 ) -> list[Logger]:
     """Return the CSV logger and, unless `mode` is `off`, the tracker.
 
@@ -379,5 +439,7 @@ def make_loggers(
         try:
             loggers.append(Tracker(str(folder), mode, resumed, **options))
         except Exception as error:
-            rank_zero_warn(f"Weights & Biases does not start, training continues without it: {one_line(str(error))}")
+            rank_zero_warn(
+                f"Weights & Biases does not start, training continues without it: {one_line(str(error))}"
+            )
     return loggers

@@ -10,23 +10,25 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from app.errors import UserError
-from app.training_sums import log_window
+from app.modules.sums import log_window
 
-# value that means "all losses are finite". Any other value is the place of a non-finite loss: batch index × number of
-# ranks + rank. NONE is larger than every place, because the ranks take the minimum
+# value that means "all losses are finite". Any other value is the place of a non-finite loss: batch
+# index × number of ranks + rank. NONE is larger than every place, because the ranks take the
+# minimum
 NONE = 2**62
 
 
 class NonFinite(Callback):
     """Callback that detects a non-finite loss or non-finite weights, and stops the run, warns, or skips updates.
 
-    Each rank keeps the losses on the device. It reads them at the end of a logging window or an epoch, and before a
-    checkpoint is written. The action `stop` also checks the weights before they are saved. The action `skip` checks
-    gradients on each step, too, with an all-reduce of one number; in float16, the gradient scaler does this instead.
+    Each rank keeps the losses on the device. It reads them at the end of a logging window or an
+    epoch, and before a checkpoint is written. The action `stop` also checks the weights before they
+    are saved. The action `skip` checks gradients on each step, too, with an all-reduce of one
+    number; in float16, the gradient scaler does this instead.
 
     Args:
-        action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates with non-finite gradients, on
-            all ranks.
+        action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates with
+            non-finite gradients, on all ranks.
 
     Attributes:
         since: First epoch with a non-finite loss, counted from 0; set only by the action `warn`.
@@ -72,31 +74,43 @@ class NonFinite(Callback):
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Check the losses before a checkpoint is written; if the action is `stop`, also the weights.
 
-        The checkpoint connector `Restoring` calls this method, because Lightning does not call the callback hook
-        `on_save_checkpoint` for a checkpoint that holds only weights.
+        The checkpoint connector `Restoring` calls this method, because Lightning does not call the
+        callback hook `on_save_checkpoint` for a checkpoint that holds only weights.
         """
         if trainer.state.fn == "fit":
             weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
-            self._check(trainer, [w for w in weights if isinstance(w, Tensor) and w.is_floating_point()])
+            self._check(
+                trainer, [w for w in weights if isinstance(w, Tensor) and w.is_floating_point()]
+            )
 
     def _skip(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Skip an update with non-finite gradients by setting all gradients to None."""
         if getattr(trainer.precision_plugin, "scaler", None):  # the scaler skips the update
             return
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        bad = torch.tensor(not _finite(gradients), dtype=torch.int64, device=trainer.strategy.root_device)
+        gradients = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        bad = torch.tensor(
+            not _finite(gradients), dtype=torch.int64, device=trainer.strategy.root_device
+        )
         if int(trainer.strategy.reduce(bad, reduce_op="max")):
             optimizer.zero_grad(set_to_none=True)
             self.skipped += 1
             if self.skipped == 1:
                 step = trainer.global_step + 1
-                rank_zero_info(f"the gradients of step {step} are not finite: skipping such steps from here on")
+                rank_zero_info(
+                    f"the gradients of step {step} are not finite: skipping such steps from here on"
+                )
 
     def _check(self, trainer: Trainer, weights: list[Tensor] | None = None) -> None:
         """Check the losses since the last check, and the weights to save. Collective.
 
         Raises:
-            UserError: On every rank, when a value on any rank is not finite and the action is `stop`.
+            UserError: On every rank, when a value on any rank is not finite and the action is
+                `stop`.
         """
         losses = self._losses
         self._losses = []
@@ -123,8 +137,14 @@ class NonFinite(Callback):
             self.step = self.step or step
         if self.action == "stop":
             callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-            files = [Path(c.best_model_path) for c in callbacks if Path(c.best_model_path).is_file()]
-            newest = f", and resume from {max(files, key=lambda path: path.stat().st_mtime)}" if files else ""
+            files = [
+                Path(c.best_model_path) for c in callbacks if Path(c.best_model_path).is_file()
+            ]
+            newest = (
+                f", and resume from {max(files, key=lambda path: path.stat().st_mtime)}"
+                if files
+                else ""
+            )
             raise UserError(
                 f"{problem}: lower the learning rate, give --trainer.gradient_clip_val or another "
                 f"--trainer.precision{newest}; --run.on_nonfinite warn continues anyway, and skip omits "
@@ -132,8 +152,14 @@ class NonFinite(Callback):
             )
         if self.since is None and self.action == "warn":
             self.since = trainer.current_epoch
-            rank_zero_info(f"{problem}: lower the learning rate, or take another --trainer.precision")
+            rank_zero_info(
+                f"{problem}: lower the learning rate, or take another --trainer.precision"
+            )
 
 
 def _finite(tensors: list[Tensor]) -> bool:
-    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all()) if tensors else True
+    return (
+        bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+        if tensors
+        else True
+    )

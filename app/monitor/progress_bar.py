@@ -39,8 +39,12 @@ class ProgressBar(RichProgressBar):
         super().on_train_epoch_start(trainer, pl_module)
         if self.progress is not None and self.train_progress_bar_id is not None:
             of = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
-            self.progress.update(self.train_progress_bar_id, description=f"epoch {trainer.current_epoch + 1}{of}")
-            self.progress.live.transient = True  # remove the bar at the end; the epochs' printed lines remain
+            self.progress.update(
+                self.train_progress_bar_id, description=f"epoch {trainer.current_epoch + 1}{of}"
+            )
+            self.progress.live.transient = (
+                True  # remove the bar at the end; the epochs' printed lines remain
+            )
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Update the bar when it is due, and after the last step of an epoch."""
@@ -52,7 +56,9 @@ class ProgressBar(RichProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the logged metrics, samples/s, and the remaining time."""
         logged = super().get_metrics(trainer, pl_module)
-        shown = {name.removesuffix("_step"): value for name, value in logged.items() if name != "v_num"}
+        shown = {
+            name.removesuffix("_step"): value for name, value in logged.items() if name != "v_num"
+        }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunRecord):
                 left = callback.time_left(trainer)

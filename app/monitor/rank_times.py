@@ -23,9 +23,11 @@ from app.monitor.course import Course
 from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 
-SLOWER = 0.1  # in a window, a rank is slower if its data and compute times exceed the others' median by this share
-# a rank counts as slow if it was slower in more windows than the number expected by chance plus this many standard
-# deviations; see `RankTimes`
+# in a window, a rank is slower if its data and compute times exceed the others' median by this
+# share
+SLOWER = 0.1
+# a rank counts as slow if it was slower in more windows than the number expected by chance plus
+# this many standard deviations; see `RankTimes`
 DEVIATIONS = 4
 KEPT = 1000  # number of latest windows that enter the medians
 
@@ -33,9 +35,10 @@ KEPT = 1000  # number of latest windows that enter the medians
 class RankTimes:
     """Step times of all ranks, exchanged in the background once per logging window, and detection of slow ranks.
 
-    A rank counts as slow if it was slower than the others in more than n/2 + 4·√n/2 of n windows. For a rank that is
-    slower by chance in half of the windows, this limit is the mean plus four standard deviations. If ranks share cores,
-    the wait for a core is subtracted from compute, because chance decides which rank waits.
+    A rank counts as slow if it was slower than the others in more than n/2 + 4·√n/2 of n windows.
+    For a rank that is slower by chance in half of the windows, this limit is the mean plus four
+    standard deviations. If ranks share cores, the wait for a core is subtracted from compute,
+    because chance decides which rank waits.
 
     Args:
         timeout: Timeout of an exchange in seconds.
@@ -43,7 +46,8 @@ class RankTimes:
     Attributes:
         places: Node and usable cores of each rank.
         others_cores: Mean number of rank zero's cores that other programs used during training.
-        memory: Time series of each rank's memory in GiB: reserved by torch on a GPU, resident on a CPU.
+        memory: Time series of each rank's memory in GiB: reserved by torch on a GPU, resident on a
+            CPU.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -57,7 +61,9 @@ class RankTimes:
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = None
         self._pending: tuple[float, list[Tensor], Any] | None = None
-        self._windows: deque[list[list[float]]] = deque(maxlen=KEPT)  # data, compute, wait and memory of each rank
+        self._windows: deque[list[list[float]]] = deque(
+            maxlen=KEPT
+        )  # data, compute, wait and memory of each rank
 
     def connect(self, trainer: Trainer, watched: Any) -> None:
         """Create a process group of all ranks for the exchange. Collective."""
@@ -80,10 +86,14 @@ class RankTimes:
         """Median step times of each rank over the latest windows, in milliseconds."""
         if not self._windows:
             return []
-        medians = (1000 * np.median(list(self._windows), axis=0)).round(4).tolist()  # (ranks, figures)
+        medians = (
+            (1000 * np.median(list(self._windows), axis=0)).round(4).tolist()
+        )  # (ranks, figures)
         return [
             RankTime(rank, node, data, compute, wait, self._is_slow(rank))
-            for rank, ((node, _), (data, compute, wait, _)) in enumerate(zip(self.places, medians, strict=False))
+            for rank, ((node, _), (data, compute, wait, _)) in enumerate(
+                zip(self.places, medians, strict=False)
+            )
         ]
 
     def share(self, trainer: Trainer, steps: list[Sequence[float]]) -> None:
@@ -93,8 +103,9 @@ class RankTimes:
 
         Args:
             trainer: The trainer.
-            steps: Five points in time of each step, in seconds: end of the previous step, start of the computation,
-                last gradient ready, gradients averaged, end of the step. If empty, no new exchange is started.
+            steps: Five points in time of each step, in seconds: end of the previous step, start of
+                the computation, last gradient ready, gradients averaged, end of the step. If empty,
+                no new exchange is started.
         """
         if self._pending is not None:
             (seconds, rows, answer), self._pending = self._pending, None
@@ -119,7 +130,11 @@ class RankTimes:
             return
         mine = torch.tensor(figures, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(trainer.world_size)]
-        self._pending = elapsed, rows, distributed.all_gather(rows, mine, self._group, async_op=True)
+        self._pending = (
+            elapsed,
+            rows,
+            distributed.all_gather(rows, mine, self._group, async_op=True),
+        )
 
     def forget(self) -> None:
         """Drop the stored step times, because each rank now has another number of shards."""
@@ -127,24 +142,32 @@ class RankTimes:
 
     def _memory(self, device: torch.device) -> float:
         cuda = device.type == "cuda"
-        return (torch.cuda.memory_reserved(device) if cuda else psutil.Process().memory_info().rss) / GIB
+        return (
+            torch.cuda.memory_reserved(device) if cuda else psutil.Process().memory_info().rss
+        ) / GIB
 
     def hear(self, seconds: float, rows: list[list[float]]) -> None:
         """Process a window's figures of all ranks.
 
         Args:
             seconds: Seconds since the start of training.
-            rows: Figures of each rank: data, compute and wait in seconds; memory in GiB; CPU seconds of all programs on
-                its cores, and of the rank alone, since the start of training; wait for a core in seconds per step.
+            rows: Figures of each rank: data, compute and wait in seconds; memory in GiB; CPU
+                seconds of all programs on its cores, and of the rank alone, since the start of
+                training; wait for a core in seconds per step.
         """
         self._heard += 1
         self._windows.append([row[:4] for row in rows])
         self.memory.add(seconds, *(row[3] for row in rows))
-        ours = sum(row[5] for row, place in zip(rows, self.places, strict=True) if place == self.places[0])
+        ours = sum(
+            row[5] for row, place in zip(rows, self.places, strict=True) if place == self.places[0]
+        )
         self.others_cores = round(max(rows[0][4] - ours, 0.0) / seconds, 2)
         # for ranks that share cores, subtract the wait for a core
         shared = [self.places.count(place) > 1 for place in self.places]
-        busy = [[row[0], max(row[1] - row[6] * alike, 0.0)] for row, alike in zip(rows, shared, strict=True)]
+        busy = [
+            [row[0], max(row[1] - row[6] * alike, 0.0)]
+            for row, alike in zip(rows, shared, strict=True)
+        ]
         slow = slower(busy, [node for node, _ in self.places])
         self._slower.update(slow.keys())
         for rank in slow.keys() - self._named:
@@ -167,21 +190,28 @@ def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, s
         nodes: Node of each rank.
 
     Returns:
-        Dictionary from each slower rank to a line such as `rank 1 (node 0): 25 % slower than the median, in compute`.
+        Dictionary from each slower rank to a line such as `rank 1 (node 0): 25 % slower than the
+        median, in compute`.
     """
     lines = {}
     for rank, (data, compute, *_) in enumerate(rows if len(rows) > 1 else ()):
         others = [other for index, other in enumerate(rows) if index != rank]
-        usual_data, usual_compute = (statistics.median(other[phase] for other in others) for phase in range(2))
+        usual_data, usual_compute = (
+            statistics.median(other[phase] for other in others) for phase in range(2)
+        )
         usual = statistics.median(other[0] + other[1] for other in others)
         excess = (data + compute) / usual - 1 if usual else 0.0
         if excess > SLOWER:
             phase = NAMES[compute - usual_compute > data - usual_data]
-            lines[rank] = f"rank {rank} (node {nodes[rank]}): {100 * excess:.0f} % slower than the median, in {phase}"
+            lines[rank] = (
+                f"rank {rank} (node {nodes[rank]}): {100 * excess:.0f} % slower than the median, in {phase}"
+            )
     return lines
 
 
 def slow_ranks(ranks: Sequence[RankTime]) -> dict[int, str]:
     """Return the lines of `slower` for the ranks that are recorded as slow."""
-    lines = slower([[row.data, row.compute, row.wait] for row in ranks], [row.node for row in ranks])
+    lines = slower(
+        [[row.data, row.compute, row.wait] for row in ranks], [row.node for row in ranks]
+    )
     return {rank: line for rank, line in lines.items() if ranks[rank].slow}

@@ -17,20 +17,32 @@ from torch import Tensor
 from app.errors import one_line
 from app.monitor.rank_times import NAMES, slow_ranks
 from app.record import PHASES, Record
-from app.record.words import batch, bottleneck, duration, listed, percent, taken_cores, threads, way_of_running
+from app.record.words import (
+    batch,
+    bottleneck,
+    duration,
+    listed,
+    percent,
+    taken_cores,
+    threads,
+    way_of_running,
+)
 from app.system import page
 from app.system.files import read_csv, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, short, table
 
 SHOWN = 5  # number of rows in each table of mistakes
-# the confusion matrix shows counts up to this number of classes, and the step chart is drawn up to this number of ranks
+# the confusion matrix shows counts up to this number of classes, and the step chart is drawn up to
+# this number of ranks
 CELLS = 20
 PHASE_COLOURS = {
     **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
     **dict.fromkeys(("communication", "wait"), page.ORANGE),
     **{"data": page.GREEN, "optimizer": page.PURPLE, "rest": page.GREY},
 }
-BLUES = LinearSegmentedColormap.from_list("blues", [(0.18, 0.38, 0.79, alpha) for alpha in (0.0, 1.0)])
+BLUES = LinearSegmentedColormap.from_list(
+    "blues", [(0.18, 0.38, 0.79, alpha) for alpha in (0.0, 1.0)]
+)
 
 
 def leave_report(directory: str, record: Record | None = None) -> None:
@@ -46,7 +58,11 @@ def leave_report(directory: str, record: Record | None = None) -> None:
     try:
         write_text(path, make_report(path.parent, record))
     except Exception as error:
-        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {one_line(str(error))}"
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else f"{type(error).__name__}: {one_line(str(error))}"
+        )
         print(f"{path} cannot be written ({why})", file=sys.stderr, flush=True)
 
 
@@ -59,7 +75,9 @@ def make_report(folder: Path, record: Record | None = None) -> str:
     """
     record = record or Record.load(folder / "run.json")
     figures: dict[str, Figure | bytes] = {}
-    written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+    written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime).strftime(
+        "%Y-%m-%d %H:%M"
+    )
     place = f"{plain(folder.parent.name)}/{plain(folder.name)}, {written}"
     error = f"> {plain(record.error)}\n\n" if record.error else ""
     lead = f"{error}{place}\n\n{table(['', ''], _facts(record), words=(0, 1))}"
@@ -72,7 +90,8 @@ def make_report(folder: Path, record: Record | None = None) -> str:
     return page.page(headline(record), lead, sections, figures)
 
 
-# -- text of the report -----------------------------------------------------------------------------------------------
+# -- text of the report
+# -----------------------------------------------------------------------------------------------
 
 
 def headline(record: Record) -> str:
@@ -86,7 +105,11 @@ def headline(record: Record) -> str:
     after = f"{record.steps:,} steps" if by_steps else f"{count} epoch{'s' * (count != 1)}"
     if record.status == "interrupted" and not record.finished:
         after += f", interrupted {record.error}"
-    images = {name: f"{number:,} " for name, number in record.data.images.items() if number} if record.data else {}
+    images = (
+        {name: f"{number:,} " for name, number in record.data.images.items() if number}
+        if record.data
+        else {}
+    )
     validated = [row.val_acc for row in epochs if row.val_acc is not None]
     result = "Trained"
     if record.test and record.test.acc is not None:
@@ -106,7 +129,11 @@ def _facts(record: Record) -> list[tuple[str, str]]:
     trained = record.train_s
     setup = record.setup_s
     kinds = {"train": "training", "val": "validation", "test": "test"}
-    counts = [f"{data.images[name]:,} {kind}" for name, kind in kinds.items() if data.images.get(name)] if data else []
+    counts = (
+        [f"{data.images[name]:,} {kind}" for name, kind in kinds.items() if data.images.get(name)]
+        if data
+        else []
+    )
     facts = {
         "network": model and f"{model.name}, {model.parameters:,} parameters",
         "images": data and f"{data.name}: {', '.join(counts)}; {data.classes} classes",
@@ -114,15 +141,20 @@ def _facts(record: Record) -> list[tuple[str, str]]:
         "way of running": record.strategy and f"{way_of_running(record)}, {threads(record)}",
         "batch": record.global_batch_size and batch(record),
         "precision": record.precision,
-        "time": setup and trained is not None and f"{duration(trained)} of training, {duration(setup)} of set-up",
+        "time": setup
+        and trained is not None
+        and f"{duration(trained)} of training, {duration(setup)} of set-up",
         "resumed from": record.resumed_from,
         "hardware": machine and "; ".join([f"{machine.cpu}, {machine.cores} cores", *machine.gpus]),
-        "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items() if version),
+        "versions": ", ".join(
+            f"{name} {version}" for name, version in record.versions.items() if version
+        ),
     }
     return [(name, str(text)) for name, text in facts.items() if text]
 
 
-# -- learning ---------------------------------------------------------------------------------------------------------
+# -- learning
+# ---------------------------------------------------------------------------------------------------------
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -130,21 +162,37 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     if not path.exists():
         return []
     columns, *rows = read_csv(path) or [[]]
-    return [{name: float(value) for name, value in zip(columns, row, strict=False) if value} for row in rows]
+    return [
+        {name: float(value) for name, value in zip(columns, row, strict=False) if value}
+        for row in rows
+    ]
 
 
-def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]) -> str:
+def _learning(
+    record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]
+) -> str:
     epochs = record.epochs
-    # optimizer steps per epoch, from the rows logged at epoch ends, because record.steps_per_epoch counts batches
-    ends = [(row["step"] + 1) / (row["epoch"] + 1) for row in metrics if "train_loss" in row or "val_loss" in row]
+    # optimizer steps per epoch, from the rows logged at epoch ends, because record.steps_per_epoch
+    # counts batches
+    ends = [
+        (row["step"] + 1) / (row["epoch"] + 1)
+        for row in metrics
+        if "train_loss" in row or "val_loss" in row
+    ]
     length = ends[-1] if ends else record.steps_per_epoch or 1
 
     def by_epoch(name: str) -> np.ndarray:  # (2, epochs)
-        points = np.array([(row.epoch + 1, getattr(row, name)) for row in epochs], float).reshape(-1, 2)
+        points = np.array([(row.epoch + 1, getattr(row, name)) for row in epochs], float).reshape(
+            -1, 2
+        )
         return points[np.isfinite(points[:, 1])].T
 
     def by_step(name: str) -> np.ndarray:  # (2, steps)
-        return np.array([((row["step"] + 1) / length, row[name]) for row in metrics if name in row]).reshape(-1, 2).T
+        return (
+            np.array([((row["step"] + 1) / length, row[name]) for row in metrics if name in row])
+            .reshape(-1, 2)
+            .T
+        )
 
     losses = {"training": by_epoch("train_loss"), "validation": by_epoch("val_loss")}
     accuracies = {"training": by_step("train_acc"), "validation": by_epoch("val_acc")}
@@ -170,7 +218,9 @@ def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: dict
     def rate(axes: Axes) -> None:
         against_epochs(axes)
         end = max(len(epochs), rates[0][-1])
-        axes.plot([*rates[0], end], [*rates[1], rates[1][-1]], color=page.GREY, drawstyle="steps-post")
+        axes.plot(
+            [*rates[0], end], [*rates[1], rates[1][-1]], color=page.GREY, drawstyle="steps-post"
+        )
         axes.set_ylim(0, 1.2 * rates[1].max() or 1)
 
     if windows.size or any(line.size for line in losses.values()):
@@ -198,7 +248,8 @@ def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
     label_lines(axes, [(line[1][-1], name, colour) for name, line, colour in drawn])
 
 
-# -- confusion matrix -------------------------------------------------------------------------------------------------
+# -- confusion matrix
+# -------------------------------------------------------------------------------------------------
 
 
 def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
@@ -216,7 +267,14 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
     size = min(10.0, max(0.75 * cell, 6.0))
     step = math.ceil(6 / cell)
     labels = [short(name, 16) for name in names[::step]]
-    axes.set_xticks(range(0, len(names), step), labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
+    axes.set_xticks(
+        range(0, len(names), step),
+        labels,
+        rotation=45,
+        ha="right",
+        rotation_mode="anchor",
+        fontsize=size,
+    )
     axes.set_yticks(range(0, len(names), step), labels, fontsize=size)
     axes.set(xlabel="predicted", ylabel="label")
     axes.tick_params(length=0)
@@ -224,9 +282,19 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
     if len(names) > CELLS:
         return
     figures = min(size, 1.4 * cell / len(str(counts.max())))
-    for row, column in zip(*counts.nonzero(), strict=True) if figures >= 5 else ():  # smaller ones cannot be read
+    for row, column in (
+        zip(*counts.nonzero(), strict=True) if figures >= 5 else ()
+    ):  # smaller ones cannot be read
         colour = "white" if shares[row, column] > 0.5 else page.INK
-        axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", color=colour, fontsize=figures)
+        axes.text(
+            column,
+            row,
+            f"{counts[row, column]}",
+            ha="center",
+            va="center",
+            color=colour,
+            fontsize=figures,
+        )
     for row in range(len(names)):
         recall = f"{shares[row, row]:.0%}" if total[row, 0] else "—"
         axes.text(len(names) - 0.3, row, recall, va="center", fontsize=size)
@@ -238,7 +306,9 @@ def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
     side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
     title = "Confusion matrix: label against prediction"
     with whole(path) as file:
-        file.write(png(draw(lambda axes: paint_confusion(axes, matrix.numpy(), names), side, side, title)))
+        file.write(
+            png(draw(lambda axes: paint_confusion(axes, matrix.numpy(), names), side, side, title))
+        )
 
 
 def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
@@ -246,7 +316,12 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
 
     An image with 2 or more than 3 channels is drawn in grey, from its first channel.
     """
-    columns, width, height, side = 5, 1.8, 2.1, 1.6  # in inches: width and height of a cell, longer side of an image
+    columns, width, height, side = (
+        5,
+        1.8,
+        2.1,
+        1.6,
+    )  # in inches: width and height of a cell, longer side of an image
     lines = max(-(-len(rows) // columns), 1)
     figure = Figure(figsize=(columns * width, lines * height))
     axes = figure.add_axes((0, 0, 1, 1))  # one axes for all images, because 25 axes take a second
@@ -262,7 +337,15 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
         pixels = image.expand(3, -1, -1).permute(1, 2, 0)
         axes.imshow(pixels, extent=(centre - wide / 2, centre + wide / 2, bottom, bottom + high))
         # a grey that is readable on paper and on a dark screen
-        axes.text(centre, bottom + high + 0.05, caption, fontsize=8, color="#767676", ha="center", va="bottom")
+        axes.text(
+            centre,
+            bottom + high + 0.05,
+            caption,
+            fontsize=8,
+            color="#767676",
+            ha="center",
+            va="bottom",
+        )
     axes.set(xlim=(0, columns * width), ylim=(0, lines * height))
     return figure
 
@@ -278,21 +361,33 @@ def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
     wrong = counts - np.diag(counts.diagonal())
     blocks = []
     if wrong.any():
-        least = [(names[i], percent(recall[i]), f"{images[i]:,}") for i in recall.argsort(kind="stable") if images[i]]
-        pairs = [divmod(int(place), len(names)) for place in (-wrong).argsort(axis=None, kind="stable")[:SHOWN]]
+        least = [
+            (names[i], percent(recall[i]), f"{images[i]:,}")
+            for i in recall.argsort(kind="stable")
+            if images[i]
+        ]
+        pairs = [
+            divmod(int(place), len(names))
+            for place in (-wrong).argsort(axis=None, kind="stable")[:SHOWN]
+        ]
         most = [(names[i], names[j], f"{wrong[i, j]:,}") for i, j in pairs if wrong[i, j]]
         blocks.append(table(["least recognised", "recall", "images"], least[:SHOWN]))
         blocks.append(table(["most confused", "predicted as", "images"], most, words=(0, 1)))
     figures["confusion"] = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
-    blocks.append('![Counts of label against prediction](confusion "Confusion matrix: label against prediction")')
+    blocks.append(
+        '![Counts of label against prediction](confusion "Confusion matrix: label against prediction")'
+    )
     picture = folder / "most_wrong.png"
     if wrong.any() and picture.is_file():
         figures["most_wrong"] = picture.read_bytes()
-        blocks.append('![Test images, each with its label and its prediction](most_wrong "Most confidently wrong")')
+        blocks.append(
+            '![Test images, each with its label and its prediction](most_wrong "Most confidently wrong")'
+        )
     return "\n\n".join(blocks)
 
 
-# -- bottleneck -------------------------------------------------------------------------------------------------------
+# -- bottleneck
+# -------------------------------------------------------------------------------------------------------
 
 
 def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
@@ -301,7 +396,10 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
     median = record.throughput.median
     rates = np.array(record.course.samples_per_s)
     memory = np.array(record.course.memory_gib)
-    blocks = [f"**{plain(line)}**: the others wait for it in every step." for line in slow_ranks(ranks).values()]
+    blocks = [
+        f"**{plain(line)}**: the others wait for it in every step."
+        for line in slow_ranks(ranks).values()
+    ]
     shown = []
 
     def draw_rates(axes: Axes) -> None:
@@ -314,25 +412,44 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
     def draw_memory(axes: Axes) -> None:
         _over_time(axes, memory)
         largest = memory[-1, 1:].max()
-        label_lines(axes, [(largest, f"{'largest' if memory.shape[1] > 2 else 'rank 0'}:\n{largest:.2f}", page.BLUE)])
+        label_lines(
+            axes,
+            [
+                (
+                    largest,
+                    f"{'largest' if memory.shape[1] > 2 else 'rank 0'}:\n{largest:.2f}",
+                    page.BLUE,
+                )
+            ],
+        )
 
     if rates.size:
         figures["speed"] = draw_line(draw_rates)
-        shown.append('![Samples/s of each logging window, over time](speed "Samples/s of each logging window")')
+        shown.append(
+            '![Samples/s of each logging window, over time](speed "Samples/s of each logging window")'
+        )
     if memory.size:
         figures["memory"] = draw_line(draw_memory)
         shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
     if times and times.step:
         taken = taken_cores(record.others_cores, record.hardware)
-        limit, remedy = bottleneck(vars(times), record.accelerator != "cpu", record.placement, taken)
+        limit, remedy = bottleneck(
+            vars(times), record.accelerator != "cpu", record.placement, taken
+        )
         blocks.append(f"A step takes {duration(times.step / 1000)}. **{limit}.** Try {remedy}.")
         figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
-        shown.append('![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")')
+        shown.append(
+            '![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")'
+        )
     if 1 < len(ranks) <= CELLS:
         labels = [f"rank {row.rank}" for row in ranks]
         height = 1.1 + 0.28 * len(ranks)
-        figures["ranks"] = draw(lambda axes: stacked_bars(axes, labels, NAMES, ranks), height=height)
-        shown.append('![Milliseconds of a step on each rank](ranks "A step on each rank: wait is for the others")')
+        figures["ranks"] = draw(
+            lambda axes: stacked_bars(axes, labels, NAMES, ranks), height=height
+        )
+        shown.append(
+            '![Milliseconds of a step on each rank](ranks "A step on each rank: wait is for the others")'
+        )
     return "\n\n".join(filter(None, [*blocks, "\n".join(shown)]))
 
 
@@ -341,7 +458,8 @@ def _over_time(axes: Axes, points: np.ndarray) -> None:
 
     Args:
         axes: Axes to draw on.
-        points: Array (points, 1 + lines). The first column holds seconds, and each other column the values of a line.
+        points: Array (points, 1 + lines). The first column holds seconds, and each other column the
+            values of a line.
     """
     axes.plot(points[:, 0], points[:, 1:], color=page.BLUE)
     axes.set_xlabel("seconds of training")
@@ -349,19 +467,30 @@ def _over_time(axes: Axes, points: np.ndarray) -> None:
     axes.grid(axis="y")
 
 
-def stacked_bars(axes: Axes, labels: Sequence[str], phases: Sequence[str], rows: Sequence[Any]) -> None:
+def stacked_bars(
+    axes: Axes, labels: Sequence[str], phases: Sequence[str], rows: Sequence[Any]
+) -> None:
     """Draw a stacked bar of phases in milliseconds for each row."""
     times = np.array([[getattr(row, phase) for row in rows] for phase in phases])  # (phases, rows)
     shares = times / np.maximum(times.sum(0), 1e-9)
     room = axes.figure.get_figwidth() - 0.2 - 0.085 * max(map(len, labels))  # type: ignore[union-attr]
     least = 0.33 / room * times.sum(0).max()  # a percentage is 0.33 inches wide
-    for phase, widths, share, left in zip(phases, times, shares, times.cumsum(0) - times, strict=True):
-        bars = axes.barh(labels, widths, left=left, color=PHASE_COLOURS[phase], edgecolor=page.PAPER, height=0.65)
+    for phase, widths, share, left in zip(
+        phases, times, shares, times.cumsum(0) - times, strict=True
+    ):
+        bars = axes.barh(
+            labels, widths, left=left, color=PHASE_COLOURS[phase], edgecolor=page.PAPER, height=0.65
+        )
         bars.set_label(phase.replace("_", " + "))
-        written = [f"{part:.0%}" if width >= least else "" for part, width in zip(share, widths, strict=True)]
+        written = [
+            f"{part:.0%}" if width >= least else ""
+            for part, width in zip(share, widths, strict=True)
+        ]
         axes.bar_label(bars, written, label_type="center", color="white", fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("milliseconds")
     axes.spines["left"].set_visible(False)
     axes.tick_params("y", length=0)
-    axes.figure.legend(loc="outside upper center", ncols=3, fontsize=9, handlelength=1, columnspacing=1.2)
+    axes.figure.legend(
+        loc="outside upper center", ncols=3, fontsize=9, handlelength=1, columnspacing=1.2
+    )

@@ -29,7 +29,13 @@ class PredictionWriter(Callback):
         self._rows: list[tuple[int, list[float], list[int]]] = []
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        *_: Any,
     ) -> None:
         """Store a row for each image of this rank: index, and probabilities and labels of its most likely classes."""
         loader = trainer.predict_dataloaders
@@ -43,7 +49,9 @@ class PredictionWriter(Callback):
         self._rows = []
         directory = trainer.log_dir
         if not rows:
-            rank_zero_info("no predictions.csv for your own model or data: give a BasePredictionWriter as callback")
+            rank_zero_info(
+                "no predictions.csv for your own model or data: give a BasePredictionWriter as callback"
+            )
         if not trainer.is_global_zero or not rows or directory is None:
             return
         data = trainer.datamodule  # type: ignore[attr-defined]
@@ -52,17 +60,39 @@ class PredictionWriter(Callback):
         files = split.names
         labels = split.labels.tolist()
         known = min(labels) >= 0
-        more = [f"{column}{place + 1}" for place in range(1, len(rows[0][1])) for column in ("name", "probability")]
-        head = ["file" if files else "index", "predicted", "name", "probability", *["label"] * known, *more]
+        more = [
+            f"{column}{place + 1}"
+            for place in range(1, len(rows[0][1]))
+            for column in ("name", "probability")
+        ]
+        head = [
+            "file" if files else "index",
+            "predicted",
+            "name",
+            "probability",
+            *["label"] * known,
+            *more,
+        ]
         lines = [head]
         for index, *best in rows:
-            cells = [cell for p, label in zip(*best, strict=True) for cell in (data.class_names[label], f"{p:.6f}")]
-            line = [files[index] if files else index, best[1][0], *cells[:2], *[labels[index]] * known]
+            cells = [
+                cell
+                for p, label in zip(*best, strict=True)
+                for cell in (data.class_names[label], f"{p:.6f}")
+            ]
+            line = [
+                files[index] if files else index,
+                best[1][0],
+                *cells[:2],
+                *[labels[index]] * known,
+            ]
             lines.append(line + cells[2:])
         try:
             write_csv(path, lines)
         except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror}): give another --run.root") from error
+            raise UserError(
+                f"{path} cannot be written ({error.strerror}): give another --run.root"
+            ) from error
         rank_zero_info(f"{len(rows):,} prediction{'s' * (len(rows) > 1)}: {path}")
 
 
@@ -80,7 +110,13 @@ class TestFigures(Callback):
         self._worst: list[tuple[float, int, int, int]] = []  # confidence, index, predicted, label
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        *_: Any,
     ) -> None:
         """Store this rank's most confidently wrong images."""
         loader = trainer.test_dataloaders
@@ -97,9 +133,13 @@ class TestFigures(Callback):
         loader = trainer.test_dataloaders
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
-        matrix = torch.atleast_2d(pl_module.confusion.compute()).cpu()  # torchmetrics returns a scalar for one class
+        matrix = torch.atleast_2d(
+            pl_module.confusion.compute()
+        ).cpu()  # torchmetrics returns a scalar for one class
         pl_module.confusion.reset()
-        worst = sorted((row for local in gather_objects(self._worst) for row in local), reverse=True)[:WRONG]
+        worst = sorted(
+            (row for local in gather_objects(self._worst) for row in local), reverse=True
+        )[:WRONG]
         self._worst = []
         directory = trainer.log_dir
         if not trainer.is_global_zero or directory is None:
@@ -109,18 +149,27 @@ class TestFigures(Callback):
         from app.system.page import short
 
         names = list(trainer.datamodule.class_names)  # type: ignore[attr-defined]
-        rows = [(loader.split[row], names[label], names[predicted], share) for share, row, predicted, label in worst]
-        captions = [f"{short(a, 24)}\npredicted {short(b, 13)}, {share:.0%}" for _, a, b, share in rows]
+        rows = [
+            (loader.split[row], names[label], names[predicted], share)
+            for share, row, predicted, label in worst
+        ]
+        captions = [
+            f"{short(a, 24)}\npredicted {short(b, 13)}, {share:.0%}" for _, a, b, share in rows
+        ]
         pictures = [Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png")]
         counts = ([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))
         try:
             write_csv(pictures[0].with_suffix(".csv"), [["label \\ predicted", *names], *counts])
             draw_confusion_matrix(matrix, names, pictures[0])
-            figure = draw_images([(row[0], caption) for row, caption in zip(rows, captions, strict=True)])
+            figure = draw_images(
+                [(row[0], caption) for row, caption in zip(rows, captions, strict=True)]
+            )
             with whole(pictures[1]) as file:
                 figure.savefig(file, format="png", dpi=120, transparent=True)
         except OSError as error:
-            rank_zero_info(f"{directory}: the pictures of the test cannot be written ({error.strerror})")
+            rank_zero_info(
+                f"{directory}: the pictures of the test cannot be written ({error.strerror})"
+            )
         kept = [path for path in pictures[: 1 + self.track] if path.exists()]
         for tracker in trackers(trainer.loggers):
             tracker.log_test_figures(matrix.tolist(), names, rows if self.track else [], kept)

@@ -24,26 +24,28 @@ from app.launch.agree import gather_objects
 from app.launch.failures import explained
 from app.launch.process import BEGAN
 from app.launch.signals import cause
-from app.loop.shards import ShardedLoop
-from app.loop.straight_step import StraightLoop
 from app.modules import ImageClassifier
+from app.modules.networks import count_parameters, title
+from app.modules.sums import log_window
 from app.monitor.course import Course
 from app.monitor.loggers import MetricsFile, trackers
 from app.monitor.nonfinite import NonFinite
 from app.monitor.step_clock import StepClock, phases_of_windows
 from app.monitor.summary import epoch_line
-from app.networks import count_parameters, title
-from app.parallel import SplitForward
 from app.record import Record
 from app.system.lightning_patches import strategy_name
 from app.system.machine import hardware, peak_memory, time_when_done, versions
-from app.training_sums import log_window
+from app.training import SplitForward
+from app.training.step import StraightLoop
+from app.training.virtual_devices import ShardedLoop
 
 
 def devices_of(trainer: Trainer) -> list[torch.device]:
     """Return the devices of this process; several only under dp and ddp_dp."""
     strategy = trainer.strategy
-    return strategy.parallel_devices if isinstance(strategy, SplitForward) else [strategy.root_device]
+    return (
+        strategy.parallel_devices if isinstance(strategy, SplitForward) else [strategy.root_device]
+    )
 
 
 def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
@@ -51,7 +53,11 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
     data = getattr(trainer, "datamodule", None)
     data = data if isinstance(data, ImageData) else None
     loop = trainer.fit_loop.epoch_loop
-    shards = loop.virtual_devices if isinstance(loop, ShardedLoop) and trainer.state.fn == "fit" else None
+    shards = (
+        loop.virtual_devices
+        if isinstance(loop, ShardedLoop) and trainer.state.fn == "fit"
+        else None
+    )
     world = trainer.world_size
     return {
         "strategy": strategy_name(trainer),
@@ -64,7 +70,9 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
         "images_left_out": data and data.left_out,
         "files_left_out": data and {**data.files_left_out},
         "data": data
-        and records.DataSet(type(data).__name__, data.num_classes, {**data.counts}, [*map(str, data.class_names)]),
+        and records.DataSet(
+            type(data).__name__, data.num_classes, {**data.counts}, [*map(str, data.class_names)]
+        ),
         "threads": torch.get_num_threads(),
         "global_batch_size": data and data.global_batch_size,
         "virtual_devices": shards,
@@ -79,10 +87,10 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
 class RunRecord(Callback):
     """Callback that fills the run record and writes `run.json`, even if the run fails or is interrupted.
 
-    Throughput is global samples per second over windows of `log_every_n_steps` steps (or an epoch, if shorter). The
-    device is synchronised only at the end of a window. Throughput excludes validation, the run's first window, and the
-    first `warmup_epochs` epochs. On a GPU, it also excludes windows with steps that `StepClock` profiles, unless no
-    other windows remain.
+    Throughput is global samples per second over windows of `log_every_n_steps` steps (or an epoch,
+    if shorter). The device is synchronised only at the end of a window. Throughput excludes
+    validation, the run's first window, and the first `warmup_epochs` epochs. On a GPU, it also
+    excludes windows with steps that `StepClock` profiles, unless no other windows remain.
 
     Args:
         command: The command line.
@@ -96,7 +104,9 @@ class RunRecord(Callback):
 
     rate: float | None = None
 
-    def __init__(self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()) -> None:
+    def __init__(
+        self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()
+    ) -> None:
         self._checkpoints = checkpoints
         self._started = float(os.environ.get(BEGAN, time.monotonic()))
         self.path: Path | None = None
@@ -111,12 +121,15 @@ class RunRecord(Callback):
         self._validated = self._epoch_validated = False
         self._course = Course()
         self._before = records.Course()  # time series of the training before it was resumed
-        self._rates: list[tuple[float, float, bool]] = []  # samples/s, samples per step, has profiled steps
+        self._rates: list[
+            tuple[float, float, bool]
+        ] = []  # samples/s, samples per step, has profiled steps
         self._epoch_rates: list[float] = []
         self._learning_rate: float | None = None
         self._begin_window(0.0)
 
-    # -- the run as a whole ---------------------------------------------------------------------------------
+    # -- the run as a whole
+    # ---------------------------------------------------------------------------------
 
     def continue_record(self, folder: Path, earlier: Record) -> None:
         """Continue the record of a training that resumes in the same directory.
@@ -125,11 +138,15 @@ class RunRecord(Callback):
             folder: Directory of the run.
             earlier: Record of the run up to now.
         """
-        part = records.Part(**{field.name: getattr(earlier, field.name) for field in fields(records.Part)})
+        part = records.Part(
+            **{field.name: getattr(earlier, field.name) for field in fields(records.Part)}
+        )
         if part.status == "running":
             part.status = "failed"
             part.error = "the run was killed, or the machine went down"
-        part.train_s = (earlier.train_s or 0.0) - sum(previous.train_s or 0.0 for previous in earlier.parts)
+        part.train_s = (earlier.train_s or 0.0) - sum(
+            previous.train_s or 0.0 for previous in earlier.parts
+        )
         now = self.record
         self.record = earlier
         for name in ("command", "resumed_from", "launchers", "status", "error", "test", "tested"):
@@ -137,7 +154,9 @@ class RunRecord(Callback):
         earlier.run_dir = str(folder)
         earlier.parts = [*earlier.parts, part]
         with suppress(OSError):  # if this fails, the next write reports the error
-            earlier.save(folder / "run.json")  # spawned ranks load this file, and continue the record
+            earlier.save(
+                folder / "run.json"
+            )  # spawned ranks load this file, and continue the record
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fill in the configuration; a test after fit continues the same record."""
@@ -169,7 +188,9 @@ class RunRecord(Callback):
         for tracker in trackers(trainer.loggers):
             tracker.log_record(self.record)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Record why the run ends. This hook is not collective, because other ranks may be gone."""
         data = getattr(trainer, "datamodule", None)
         directory = getattr(trainer.logger, "log_dir", None)
@@ -177,7 +198,9 @@ class RunRecord(Callback):
             size = data.global_batch_size
             if size >= 2 * trainer.world_size:
                 batches = 2 * trainer.accumulate_grad_batches
-                exception.add_note(f"{SMALLER} {size // 2} with --trainer.accumulate_grad_batches {batches}")
+                exception.add_note(
+                    f"{SMALLER} {size // 2} with --trainer.accumulate_grad_batches {batches}"
+                )
         if directory is None or not trainer.is_global_zero:
             return
         if self.path is None:  # the run failed before its setup, or in a spawned process
@@ -205,15 +228,20 @@ class RunRecord(Callback):
             self.record.save(self.path)
         except OSError as error:
             if not self._unwritten:
-                print(f"{self.path} cannot be written ({error.strerror}): training continues", file=sys.stderr)
+                print(
+                    f"{self.path} cannot be written ({error.strerror}): training continues",
+                    file=sys.stderr,
+                )
             self._unwritten = True
 
-    # -- training -------------------------------------------------------------------------------------------
+    # -- training
+    # -------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the model and its execution settings, and reset the accelerator's peak memory.
 
-        If unreadable images are skipped, also check that all nodes read the same images; the check is collective.
+        If unreadable images are skipped, also check that all nodes read the same images; the check
+        is collective.
         """
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, ImageData) and data.source.skips:
@@ -231,14 +259,19 @@ class RunRecord(Callback):
                 setattr(self.record, name, value)
             model.name += f", {title(pl_module.network_name)}"
         self.record.model = model
-        self.record.fused = any(group.get("fused") for optim in trainer.optimizers for group in optim.param_groups)
+        self.record.fused = any(
+            group.get("fused") for optim in trainer.optimizers for group in optim.param_groups
+        )
         for device in devices_of(trainer):
             if device.type == "cuda":  # a run on the CPU must not start CUDA
                 torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the previous epoch's row, and start the clocks."""
-        if self.record.global_batch_size is None and (order := order_of(trainer.train_dataloader)) is not None:
+        if (
+            self.record.global_batch_size is None
+            and (order := order_of(trainer.train_dataloader)) is not None
+        ):
             self.record.global_batch_size = order.batch_size
         self._close_epoch(trainer)
         self._begin_epoch()
@@ -250,7 +283,9 @@ class RunRecord(Callback):
         self._begin_window(self._epoch_start)
         self._epoch_rates = []
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """At the first step, record the set-up time, and start the clocks."""
         if self._first_step is None:
             self._first_batch = _batches(trainer)
@@ -258,7 +293,9 @@ class RunRecord(Callback):
             if self.path is not None:
                 self._write()
             self._first_step = time.perf_counter()
-            if self._epoch_start == 0.0:  # on_train_epoch_start is not called after a resume within an epoch
+            if (
+                self._epoch_start == 0.0
+            ):  # on_train_epoch_start is not called after a resume within an epoch
                 self._begin_epoch()
 
     def on_train_batch_end(
@@ -269,7 +306,9 @@ class RunRecord(Callback):
         if order is not None:
             self._window_samples += order.global_count(batch_idx)
         else:
-            self._window_samples += next((len(leaf) for leaf in tensors(batch) if leaf.ndim), 0) * trainer.world_size
+            self._window_samples += (
+                next((len(leaf) for leaf in tensors(batch) if leaf.ndim), 0) * trainer.world_size
+            )
         self._window_steps += 1
         self._window_profiled |= self._clock is not None and self._clock.timing
         self._last_step = time.perf_counter()
@@ -283,7 +322,9 @@ class RunRecord(Callback):
             self._epoch_rates.append(self.rate)
             self._course.add(now - self._first_step, self.rate)
         if self.rate and not first and trainer.current_epoch >= self._warmup_epochs:
-            self._rates.append((self.rate, self._window_samples / self._window_steps, self._window_profiled))
+            self._rates.append(
+                (self.rate, self._window_samples / self._window_steps, self._window_profiled)
+            )
         self._last_step = now
         self._begin_window(now)
 
@@ -325,12 +366,18 @@ class RunRecord(Callback):
         self.record.epochs.append(row)
         if self.path is None:
             return
-        if trainer.progress_bar_callback is not None:  # print one line per epoch, which stays above the bar
+        if (
+            trainer.progress_bar_callback is not None
+        ):  # print one line per epoch, which stays above the bar
             is_best = (row.val_acc or 0.0) > best
             left = self.time_left(trainer)
-            memory = max(device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer))
+            memory = max(
+                device.allocated_gib or device.host_rss_gib or 0.0 for device in _memory(trainer)
+            )
             logged = trainer.callback_metrics.items()
-            metrics = {name: value for name, value in logged if validated or not name.startswith("val")}
+            metrics = {
+                name: value for name, value in logged if validated or not name.startswith("val")
+            }
             print(epoch_line(row, trainer.max_epochs, metrics, is_best, memory, left), flush=True)
         self._measure(trainer)
         self._write()
@@ -350,7 +397,9 @@ class RunRecord(Callback):
         """Update the record's loop, times, throughput, losses and checkpoints."""
         record = self.record
         loop = trainer.fit_loop.epoch_loop
-        record.loop_reason = loop.reason if isinstance(loop, StraightLoop) else "--run.loop lightning"
+        record.loop_reason = (
+            loop.reason if isinstance(loop, StraightLoop) else "--run.loop lightning"
+        )
         record.loop = "straight" if record.loop_reason is None else "lightning"
         if isinstance(loop, ShardedLoop) and loop.sums is not None:
             record.shards = loop.sums.tree.shares
@@ -367,10 +416,14 @@ class RunRecord(Callback):
             memory = ranks.memory.points
         earlier = sum(part.train_s or 0.0 for part in record.parts)
         rates_over_time = _continued(self._before.samples_per_s, self._course.points, earlier)
-        record.course = records.Course(rates_over_time, _continued(self._before.memory_gib, memory, earlier))
+        record.course = records.Course(
+            rates_over_time, _continued(self._before.memory_gib, memory, earlier)
+        )
         record.steps = trainer.global_step
         record.threads = torch.get_num_threads()
-        record.steps_per_epoch = batches if (batches := trainer.num_training_batches) < math.inf else None
+        record.steps_per_epoch = (
+            batches if (batches := trainer.num_training_batches) < math.inf else None
+        )
         if self._first_step is not None:
             record.train_s = round(earlier + max(self._last_step - self._first_step, 0.0), 3)
         windows = [window for window in self._rates if not window[2]] or self._rates
@@ -384,12 +437,20 @@ class RunRecord(Callback):
             record.throughput = records.Throughput(middle, low, high, len(rates))
             if profiled:
                 rank = record.ranks[0] if record.ranks and trainer.world_size > 1 else None
-                record.time_per_step = phases_of_windows(profiled, 1000 * statistics.median(samples) / median, rank)
+                record.time_per_step = phases_of_windows(
+                    profiled, 1000 * statistics.median(samples) / median, rank
+                )
         losses = [row.train_loss for row in record.epochs]
         if losses:
-            record.train_loss = records.FirstToLast(losses[0], losses[(len(losses) - 1) // 2], losses[-1])
-        callbacks = self._checkpoints or [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-        record.checkpoint = records.Checkpoints(*(callback.best_model_path or None for callback in callbacks[:2]))
+            record.train_loss = records.FirstToLast(
+                losses[0], losses[(len(losses) - 1) // 2], losses[-1]
+            )
+        callbacks = self._checkpoints or [
+            c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)
+        ]
+        record.checkpoint = records.Checkpoints(
+            *(callback.best_model_path or None for callback in callbacks[:2])
+        )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch, and gather the ranks' peak memory. Collective."""
@@ -401,14 +462,18 @@ class RunRecord(Callback):
         """Update the record, because a resumed run with no steps left never ends an epoch."""
         self._measure(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Save the epochs so far, so that a resumed run's record is complete."""
         if "train_loss" in trainer.callback_metrics:
             self._close_epoch(trainer)
         checkpoint["epochs"] = [vars(row) for row in self.record.epochs]
         checkpoint["epoch_lr"] = self._learning_rate
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Restore the epochs of the resumed run."""
         if trainer.state.fn == "fit":
             self.record.epochs = [records.Epoch(**row) for row in checkpoint.get("epochs", [])]
@@ -426,15 +491,22 @@ class RunRecord(Callback):
 
 def _metrics(trainer: Trainer, split: str) -> records.Metrics:
     metrics = trainer.callback_metrics
-    loss, acc = (metrics[name].item() if name in metrics else None for name in (f"{split}_loss", f"{split}_acc"))
+    loss, acc = (
+        metrics[name].item() if name in metrics else None
+        for name in (f"{split}_loss", f"{split}_acc")
+    )
     return records.Metrics(loss, acc)
 
 
 def _memory(trainer: Trainer) -> list[records.DeviceMemory]:
-    return [records.DeviceMemory(**row) for row in peak_memory(trainer.global_rank, devices_of(trainer))]
+    return [
+        records.DeviceMemory(**row) for row in peak_memory(trainer.global_rank, devices_of(trainer))
+    ]
 
 
-def _continued(before: list[list[float]], points: list[list[float]], earlier: float) -> list[list[float]]:
+def _continued(
+    before: list[list[float]], points: list[list[float]], earlier: float
+) -> list[list[float]]:
     """Append the points since the resume to the earlier points; drop the earlier ones if the number of ranks changed.
 
     Args:
@@ -443,7 +515,9 @@ def _continued(before: list[list[float]], points: list[list[float]], earlier: fl
         earlier: Seconds of training before the resume.
     """
     later = [[round(seconds + earlier, 4), *figures] for seconds, *figures in points]
-    return [*before, *later] if not before or not later or len(before[0]) == len(later[0]) else later
+    return (
+        [*before, *later] if not before or not later or len(before[0]) == len(later[0]) else later
+    )
 
 
 def _batches(trainer: Trainer) -> int:

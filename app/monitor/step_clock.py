@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 
 from app.launch import watchdog
 from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
+from app.modules.sums import log_window
 from app.monitor.rank_times import RankTimes
-from app.parallel import SplitForward
 from app.record import PHASES, Phases, RankTime
 from app.system.machine import time_when_done
-from app.training_sums import log_window
+from app.training import SplitForward
 
 NAMES = (*PHASES, "forward", "backward", "launch")
-ACTIONS = {  # phase of each action that Lightning's loop reports to the profiler, by the action's name
+# phase of each action that Lightning's loop reports to the profiler, by the action's name
+ACTIONS = {
     "train_dataloader_next": "data",
     "batch_to_device": "data",
     "training_step": "forward",
@@ -32,21 +33,23 @@ ACTIONS = {  # phase of each action that Lightning's loop reports to the profile
 class StepClock(Callback):
     """Callback that times each step, and reports the rank's phase to its watchdog.
 
-    The clock measures these times of every step, without synchronising the device. On a GPU, it records events, and
-    reads them one logging window later.
+    The clock measures these times of every step, without synchronising the device. On a GPU, it
+    records events, and reads them one logging window later.
 
     * data: from the end of a step to the start of the next step's computation
-    * compute: the rest of the step, including waits before the last gradient, such as SyncBatchNorm's
+    * compute: the rest of the step, including waits before the last gradient, such as
+      SyncBatchNorm's
     * wait: from the last gradient to the end of the backward pass, while gradients are averaged
 
-    The clock measures these phases of 20 steps, after the first 5 steps. It synchronises the device between phases.
+    The clock measures these phases of 20 steps, after the first 5 steps. It synchronises the device
+    between phases.
 
     * data: the wait for the batch, its transfer to the device, augmentation and normalisation
-    * forward_backward: the model's `training_step` (forward) and its backward pass. The part in which the host issues
-      work is called launch; on a CPU, launch is the whole phase.
-    * communication: the wait above, and the ranks' agreement on stopping. Under dp, this is the scattering of the
-      batch, the copying of the model, and the gathering of the outputs. dp sums the gradients during the backward pass,
-      so their sum counts as backward.
+    * forward_backward: the model's `training_step` (forward) and its backward pass. The part in
+      which the host issues work is called launch; on a CPU, launch is the whole phase.
+    * communication: the wait above, and the ranks' agreement on stopping. Under dp, this is the
+      scattering of the batch, the copying of the model, and the gathering of the outputs. dp sums
+      the gradients during the backward pass, so their sum counts as backward.
     * optimizer: the update
     * rest: metrics, logging, and Python between the calls
 
@@ -59,7 +62,11 @@ class StepClock(Callback):
 
     def __init__(self, ranks: RankTimes) -> None:
         self.ranks = ranks
-        self._beat: Any = [0, 0, 0]  # step, phase and a counter; without a watchdog, nobody reads them
+        self._beat: Any = [
+            0,
+            0,
+            0,
+        ]  # step, phase and a counter; without a watchdog, nobody reads them
         self._now: Callable[[], Any] = time.perf_counter
         self._handles: list[Any] = []
         self._last_parameter: Tensor | None = None
@@ -67,7 +74,8 @@ class StepClock(Callback):
         self._phases: list[dict[str, float]] = []
         self._profiler: _PhaseProfiler | None = None
 
-    # -- watchdog -------------------------------------------------------------------------------------------
+    # -- watchdog
+    # -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Connect to the watchdog and the other ranks. Collective."""
@@ -88,10 +96,13 @@ class StepClock(Callback):
         beat = self._beat
         beat[1], beat[2] = EVALUATION, beat[2] + 1
 
-    on_validation_start = on_validation_batch_start = on_test_start = on_test_batch_start = _evaluate
+    on_validation_start = on_validation_batch_start = on_test_start = on_test_batch_start = (
+        _evaluate
+    )
     on_predict_start = on_predict_batch_start = _evaluate
 
-    # -- every step -----------------------------------------------------------------------------------------
+    # -- every step
+    # -----------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock, and register gradient hooks. Collective."""
@@ -104,15 +115,22 @@ class StepClock(Callback):
             self._seconds = _since_first
         self._ready = self._averaged = self._began = self._waited_since = self._now()
         self._steps: list[tuple[Any, ...]] = []
-        self._last_window: list[tuple[Any, ...]] = []  # read one window later, when the GPU has finished its steps
+        self._last_window: list[
+            tuple[Any, ...]
+        ] = []  # read one window later, when the GPU has finished its steps
         self._accumulated = trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
         self.ranks.begin(trainer)
         if trainer.world_size > 1:
-            trainable = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+            trainable = [
+                parameter for parameter in pl_module.parameters() if parameter.requires_grad
+            ]
             # a hook costs time, so a single rank has none
             self.on_after_backward = self._on_averaged  # type: ignore[method-assign]
-            self._handles = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in trainable]
+            self._handles = [
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                for parameter in trainable
+            ]
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer, *_: Any) -> None:
@@ -126,7 +144,9 @@ class StepClock(Callback):
 
     on_train_epoch_start = on_validation_end = _begin  # type: ignore[assignment]
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Mark the end of the wait for data."""
         self._beat[1] = STEP
         self._ready = self._averaged = self._began = self._waited_since = self._now()
@@ -137,13 +157,19 @@ class StepClock(Callback):
 
     def _on_averaged(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._beat[1] = UPDATE
-        if self._ready is self._waited_since:  # the backward pass did not reach the hooked parameter
+        if (
+            self._ready is self._waited_since
+        ):  # the backward pass did not reach the hooked parameter
             return
         self._averaged = self._now()
         self._waited_since = self._ready
-        if len(self._handles) > 1 and self._last_parameter is not None:  # keep only the last gradient's hook
+        if (
+            len(self._handles) > 1 and self._last_parameter is not None
+        ):  # keep only the last gradient's hook
             self._unhook()
-            self._handles = [self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)]
+            self._handles = [
+                self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            ]
 
     def _wait(self) -> float:
         """Return the seconds from the step's last gradient to its averaged gradients.
@@ -188,7 +214,8 @@ class StepClock(Callback):
             handle.remove()
         self._handles = []
 
-    # -- phases of a few steps ------------------------------------------------------------------------------
+    # -- phases of a few steps
+    # ------------------------------------------------------------------------------
 
     @property
     def timing(self) -> bool:
@@ -201,7 +228,9 @@ class StepClock(Callback):
         if not self._phases:
             return None
         medians = {name: statistics.median(step[name] for step in self._phases) for name in NAMES}
-        phases: dict[str, Any] = {name: round(1000 * seconds, 4) for name, seconds in medians.items()}
+        phases: dict[str, Any] = {
+            name: round(1000 * seconds, 4) for name, seconds in medians.items()
+        }
         return Phases(n=len(self._phases), **phases)
 
     def _profile(self, trainer: Trainer) -> None:
@@ -225,12 +254,18 @@ def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> P
     Args:
         profiled: Median of each phase over a few profiled steps.
         step: Median step time in the windows, in milliseconds.
-        rank: Rank zero's median times over the latest windows; None if there is only one rank. Its data time and
-            its wait replace the profiled data and communication, because both vary too much to be measured in a few
-            steps.
+        rank: Rank zero's median times over the latest windows; None if there is only one rank. Its
+            data time and its wait replace the profiled data and communication, because both vary
+            too much to be measured in a few steps.
     """
-    known = {"data": rank.data, "communication": rank.wait} if rank and rank.data + rank.wait < step else {}
-    scale = (step - sum(known.values())) / sum(getattr(profiled, phase) for phase in PHASES if phase not in known)
+    known = (
+        {"data": rank.data, "communication": rank.wait}
+        if rank and rank.data + rank.wait < step
+        else {}
+    )
+    scale = (step - sum(known.values())) / sum(
+        getattr(profiled, phase) for phase in PHASES if phase not in known
+    )
     scaled: dict[str, Any] = {name: round(getattr(profiled, name) * scale, 4) for name in NAMES}
     return Phases(n=profiled.n, **scaled | {name: round(value, 4) for name, value in known.items()})
 
@@ -256,10 +291,14 @@ class _PhaseProfiler(PassThroughProfiler):
         self.device = trainer.strategy.root_device
         self.on_gpu = self.device.type != "cpu"
         self._begun: dict[str, float] = {}
-        self._marks: list[float] = []  # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
+        self._marks: list[
+            float
+        ] = []  # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
         self._before = trainer.profiler
         trainer.profiler = self
-        self._handles = [optimizer.register_step_post_hook(self._on_stepped) for optimizer in trainer.optimizers]
+        self._handles = [
+            optimizer.register_step_post_hook(self._on_stepped) for optimizer in trainer.optimizers
+        ]
         strategy = trainer.strategy
         module = trainer.lightning_module
         if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
@@ -302,13 +341,18 @@ class _PhaseProfiler(PassThroughProfiler):
             self._begun["optimizer"] = time_when_done(self.device)
         if name not in ACTIONS or name not in self._begun:
             return
-        issued, phase = time.perf_counter(), ACTIONS[name]  # the host is done; the device may still compute
+        issued, phase = (
+            time.perf_counter(),
+            ACTIONS[name],
+        )  # the host is done; the device may still compute
         seconds = time_when_done(self.device) - self._begun[name]
         waited = self.wait() if name == "backward" else 0.0
         self._spent[phase] += seconds - waited
         self._spent["communication"] += waited
         if phase in ("forward", "backward"):
-            self._spent["launch"] += max(issued - self._begun[name] - (0.0 if self.on_gpu else waited), 0.0)
+            self._spent["launch"] += max(
+                issued - self._begun[name] - (0.0 if self.on_gpu else waited), 0.0
+            )
         del self._begun[name]
 
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -320,7 +364,9 @@ class _PhaseProfiler(PassThroughProfiler):
         self._marks = [time_when_done(self.device)]
 
     def _mark(self, *_: Any) -> None:
-        self._marks.append(time_when_done(None if self.on_gpu else self.device))  # None: the replica's device
+        self._marks.append(
+            time_when_done(None if self.on_gpu else self.device)
+        )  # None: the replica's device
 
     def _on_gathered(self, *_: Any) -> None:
         marks = self._marks
@@ -329,5 +375,8 @@ class _PhaseProfiler(PassThroughProfiler):
             began, *replicas = marks
             overhead = time_when_done(self.device) - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
-            for phase in ("forward", "launch"):  # both times span the module's whole forward, overhead included
+            for phase in (
+                "forward",
+                "launch",
+            ):  # both times span the module's whole forward, overhead included
                 self._spent[phase] -= overhead

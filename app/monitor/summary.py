@@ -17,7 +17,9 @@ from app.record import Epoch, Metrics, Record
 from app.record.words import duration, percent, taken_cores
 
 
-def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | None = "test") -> Iterator[str]:
+def report(
+    record: Record, loggers: Iterable[Logger], fitted: bool, use: str | None = "test"
+) -> Iterator[str]:
     """Yield the lines of a run's summary: results, files, and next commands.
 
     Args:
@@ -61,23 +63,38 @@ def report(record: Record, loggers: Iterable[Logger], fitted: bool, use: str | N
         yield f"tracked         {tracker.where()}"
     if fitted and record.checkpoint.last:
         again = shlex.join([*trust_flags(), "--config", f"{directory}/config.yaml"])
-        alone = record.num_nodes == 1 and all(launcher.startswith(OWN_AGENT) for launcher in record.launchers)
+        alone = record.num_nodes == 1 and all(
+            launcher.startswith(OWN_AGENT) for launcher in record.launchers
+        )
         resume = f"python -m app fit {again}" if alone else "the same command, with"
         resume += f" --ckpt_path {shlex.quote(record.checkpoint.last)}"
         if not record.finished:
             yield f"resume          {resume}"
             return
         if record.checkpoint.best and use:
-            here = "" if alone else " --trainer.num_nodes 1 --trainer.strategy auto --trainer.devices 1"
+            here = (
+                ""
+                if alone
+                else " --trainer.num_nodes 1 --trainer.strategy auto --trainer.devices 1"
+            )
             checkpoint = shlex.quote(record.checkpoint.best)
             yield f"use it          python -m app {use} {again}{here} --ckpt_path {checkpoint}"
         by_steps = 0 <= (record.max_steps or -1) <= record.steps
-        more = f"--trainer.max_steps {2 * record.steps}" if by_steps else f"--trainer.max_epochs {2 * len(epochs)}"
+        more = (
+            f"--trainer.max_steps {2 * record.steps}"
+            if by_steps
+            else f"--trainer.max_epochs {2 * len(epochs)}"
+        )
         yield f"train longer    {resume} {more}"
 
 
 def epoch_line(
-    row: Epoch, epochs: int | None, metrics: Mapping[str, Any], is_best: bool, memory: float, left: float | None
+    row: Epoch,
+    epochs: int | None,
+    metrics: Mapping[str, Any],
+    is_best: bool,
+    memory: float,
+    left: float | None,
 ) -> str:
     """Format the line that is printed after an epoch. Pad epoch number and accuracy to align the lines.
 
@@ -95,7 +112,9 @@ def epoch_line(
         f"epoch {number:>{2 * len(str(epochs or 0)) + 1}}",
         f"train {row.train_loss:.3f}" if row.train_loss is not None else "",
         f"val {row.val_loss:.3f}" if row.val_loss is not None else "",
-        f"acc {100 * row.val_acc:5.1f} % {'*' if is_best else ' '}" if row.val_acc is not None else "",
+        f"acc {100 * row.val_acc:5.1f} % {'*' if is_best else ' '}"
+        if row.val_acc is not None
+        else "",
         *(f"{name} {float(metrics[name]):.4g}" for name in metrics if not hidden.fullmatch(name)),
         f"lr {row.lr:.3g}" if row.lr is not None else "",
         f"{row.samples_per_s:,.0f}/s" if row.samples_per_s else "",
@@ -109,5 +128,7 @@ def epoch_line(
 def _figures(metrics: Metrics) -> str:
     texts = [f"accuracy {percent(metrics.acc)}"] if metrics.acc is not None else []
     if metrics.loss is not None:
-        texts.append(f"loss {metrics.loss:.4f}" if math.isfinite(metrics.loss) else "loss not finite")
+        texts.append(
+            f"loss {metrics.loss:.4f}" if math.isfinite(metrics.loss) else "loss not finite"
+        )
     return ", ".join(texts)

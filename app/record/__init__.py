@@ -1,7 +1,7 @@
 """Run record: the only package that reads and writes `run.json`.
 
-Every field of `Record` has a default, because a run may end early and older versions wrote fewer fields. Field names
-are the names in the file; `app/monitor/README.md` explains them.
+Every field of `Record` has a default, because a run may end early and older versions wrote fewer
+fields. Field names are the names in the file; `app/monitor/README.md` explains them.
 """
 
 from contextlib import suppress
@@ -14,9 +14,16 @@ from annotated_types import Interval
 from app.errors import ExitStatus
 from app.system.files import read_json, write_json
 
-PHASES = ("data", "forward_backward", "communication", "optimizer", "rest")  # phases of a step, without overlap
+PHASES = (
+    "data",
+    "forward_backward",
+    "communication",
+    "optimizer",
+    "rest",
+)  # phases of a step, without overlap
 
-# Larger numbers show that a file is damaged, and are rejected. Losses and learning rates have no limit.
+# Larger numbers show that a file is damaged, and are rejected. Losses and learning rates have no
+# limit.
 LIMIT = 1e15
 Int = Annotated[int, Interval(gt=-LIMIT, lt=LIMIT)]
 Float = Annotated[float, Interval(gt=-LIMIT, lt=LIMIT)]
@@ -168,8 +175,8 @@ class Hardware:
 class Part:
     """Part of a training: from its start, or from a resume, until it stops.
 
-    A resumed run lists the earlier parts in `Record.parts`. An earlier part's `train_s` covers only that part, but the
-    record's `train_s` covers all parts.
+    A resumed run lists the earlier parts in `Record.parts`. An earlier part's `train_s` covers only
+    that part, but the record's `train_s` covers all parts.
     """
 
     # outcome
@@ -259,15 +266,21 @@ class Record(Part):
             path: The file.
 
         Raises:
-            ValueError: When the file is unreadable or a field is invalid; the message names file and field.
+            ValueError: When the file is unreadable or a field is invalid; the message names file
+                and field.
         """
-        from pydantic import TypeAdapter, ValidationError  # imported late, because a new run reads no record
+        from pydantic import (
+            TypeAdapter,
+            ValidationError,
+        )  # imported late, because a new run reads no record
 
         try:
             return TypeAdapter(cls).validate_python(_without_nulls(read_json(path)))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).lstrip(".")
+            place = "".join(
+                f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]
+            ).lstrip(".")
             raise ValueError(f"{path} cannot be read ({place}: {first['msg'][:80]})") from error
 
     def save(self, path: Path) -> None:

@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 from app.errors import printable
 from app.record import PHASES, Hardware, Record
 
-OVERHEAD = 0.35  # a phase other than forward and backward is the bottleneck if it takes at least this share of a step
+# a phase other than forward and backward is the bottleneck if it takes at least this share of a
+# step
+OVERHEAD = 0.35
 BUSY = 0.1  # other programs may take this share of the cores without disturbing a run
-LAUNCH_BOUND = 0.9  # launching GPU work is the bottleneck if it takes at least this share of forward and backward
+# launching GPU work is the bottleneck if it takes at least this share of forward and backward
+LAUNCH_BOUND = 0.9
 BOTTLENECKS = {  # name and remedy of each phase
     "forward_backward": (
         "The model's own computation",
@@ -16,7 +19,10 @@ BOTTLENECKS = {  # name and remedy of each phase
     "data": ("Data loading", "`--data.placement device`, or less augmentation"),
     "communication": ("Communication", "a larger `--data.batch_size`, or fewer devices"),
     "optimizer": ("The optimizer", "a larger `--data.batch_size`"),
-    "rest": ("Launch overhead", "a larger `--data.batch_size`, or `--model.compile reduce-overhead` on a GPU"),
+    "rest": (
+        "Launch overhead",
+        "a larger `--data.batch_size`, or `--model.compile reduce-overhead` on a GPU",
+    ),
 }
 
 
@@ -52,7 +58,11 @@ def way_of_running(record: Record, device: str = "") -> str:
     """
     device = device or ("CPU" if record.accelerator == "cpu" else "GPU")
     nodes = f" on {record.num_nodes} nodes" if record.num_nodes > 1 else ""
-    return f"{record.strategy}, {record.replicas} × {device}{nodes}" if record.replicas > 1 else f"one {device}"
+    return (
+        f"{record.strategy}, {record.replicas} × {device}{nodes}"
+        if record.replicas > 1
+        else f"one {device}"
+    )
 
 
 def threads(record: Record) -> str:
@@ -76,10 +86,13 @@ def taken_cores(others: float | None, hardware: Hardware | None) -> str:
     return f"{others:.1f} of {hardware.cores} cores"
 
 
-def bottleneck(milliseconds: Mapping[str, float], gpu: bool, placement: str | None, taken: str) -> tuple[str, str]:
+def bottleneck(
+    milliseconds: Mapping[str, float], gpu: bool, placement: str | None, taken: str
+) -> tuple[str, str]:
     """Return a step's bottleneck with its share of the step, and a remedy, in Markdown.
 
-    If other programs disturbed the CPU that computes, they are the bottleneck: the phases then say little.
+    If other programs disturbed the CPU that computes, they are the bottleneck: the phases then say
+    little.
 
     Args:
         milliseconds: Milliseconds of each phase, and of `launch`.
@@ -89,12 +102,16 @@ def bottleneck(milliseconds: Mapping[str, float], gpu: bool, placement: str | No
     """
     if taken and not gpu:
         return f"Other programs: {taken}", "again when they are done"
-    phase = max((name for name in PHASES if name != "forward_backward"), key=lambda name: milliseconds[name])
+    phase = max(
+        (name for name in PHASES if name != "forward_backward"), key=lambda name: milliseconds[name]
+    )
     time = milliseconds[phase]
     step = sum(milliseconds[name] for name in PHASES)
     if time < OVERHEAD * step:
         time = milliseconds["forward_backward"]
-        phase = "rest" if gpu and milliseconds["launch"] >= LAUNCH_BOUND * time else "forward_backward"
+        phase = (
+            "rest" if gpu and milliseconds["launch"] >= LAUNCH_BOUND * time else "forward_backward"
+        )
     name, remedy = BOTTLENECKS[phase]
     if phase == "data" and placement == "disk":
         remedy = "another `--data.num_workers`, or `--data.placement memory`"

@@ -1,9 +1,9 @@
 """Stand-ins for modules that most runs import but never use. Only `app.cli.main` and spawned ranks install them.
 
-CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's FLOP counter 0.1.
-A stand-in defines only the names that other modules read at import. Reading another name, or calling most of its
-functions, imports the real module. At an upgrade, `python -X importtime -m app fit` shows whether a real
-module is imported, and by which module.
+CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's
+FLOP counter 0.1. A stand-in defines only the names that other modules read at import. Reading
+another name, or calling most of its functions, imports the real module. At an upgrade, `python -X
+importtime -m app fit` shows whether a real module is imported, and by which module.
 """
 
 import functools
@@ -43,7 +43,11 @@ class _Deferred(MetaPathFinder, Loader):
         return lambda *args, **kwargs: getattr(self.load(), function)(*args, **kwargs)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if f"{name}.".startswith(f"{self.name}.") else None
+        return (
+            ModuleSpec(name, self, is_package=True)
+            if f"{name}.".startswith(f"{self.name}.")
+            else None
+        )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StandIn(spec.name, self) if spec.name in self.stand_ins else self.load(spec.name)
@@ -51,7 +55,9 @@ class _Deferred(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         if isinstance(module, _StandIn):
             vars(module).update(self.stand_ins[module.__name__])
-        elif module.__spec__ is not None and module.__spec__.loader is self:  # a real module gets its real spec
+        elif (
+            module.__spec__ is not None and module.__spec__.loader is self
+        ):  # a real module gets its real spec
             module.__spec__ = PathFinder.find_spec(module.__name__, sys.modules[self.name].__path__)
 
 
@@ -75,12 +81,14 @@ class _NothingCompiled(type):
 
 
 @expects("torch.optim:Optimizer.zero_grad.__wrapped__")
-def _disable(function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any) -> Any:
+def _disable(
+    function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any
+) -> Any:
     """Replace `torch._dynamo.disable` until the real module is loaded.
 
-    With `wrapping=False`, the result is the function itself. `torch._disable_dynamo` caches this result as the
-    function's attribute `__dynamo_disable`. When the real module is loaded, the attribute is deleted, so that torch
-    calls the real `disable`.
+    With `wrapping=False`, the result is the function itself. `torch._disable_dynamo` caches this
+    result as the function's attribute `__dynamo_disable`. When the real module is loaded, the
+    attribute is deleted, so that torch calls the real `disable`.
     """
     if not isinstance(function, FunctionType):
         return DYNAMO.load().disable(function, recursive, wrapping=wrapping, **settings)
@@ -94,9 +102,16 @@ def _disable(function: Any = None, recursive: bool = True, *, wrapping: bool = T
 
 
 OptimizedModule = _NothingCompiled("OptimizedModule", (), {})
-DYNAMO = _Deferred("torch._dynamo", OptimizedModule=OptimizedModule, disable=_disable, graph_break=lambda msg="": None)
+DYNAMO = _Deferred(
+    "torch._dynamo",
+    OptimizedModule=OptimizedModule,
+    disable=_disable,
+    graph_break=lambda msg="": None,
+)
 DYNAMO.stand_ins["torch._dynamo.utils"] = {
-    "is_compile_supported": lambda device: DYNAMO.load("torch._dynamo.utils").is_compile_supported(device),
+    "is_compile_supported": lambda device: DYNAMO.load("torch._dynamo.utils").is_compile_supported(
+        device
+    ),
     "get_optimize_ddp_mode": lambda: "ddp_optimizer",  # torch's default
 }
 DYNAMO.stand_ins["torch._dynamo.trace_rules"] = {"clear_lru_cache": lambda: None}
@@ -110,4 +125,6 @@ FLOPS = _Deferred("torch.utils.flop_counter", "FlopCounterMode")
 
 def defer_imports() -> None:
     """Install the stand-ins of modules that are not yet imported. Safe to call again."""
-    sys.meta_path[:0] = [hook for hook in (DYNAMO, PLOTS, FLOPS) if hook.name not in sys.modules and not hook.pending]
+    sys.meta_path[:0] = [
+        hook for hook in (DYNAMO, PLOTS, FLOPS) if hook.name not in sys.modules and not hook.pending
+    ]

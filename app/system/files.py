@@ -21,8 +21,8 @@ PART = ".part"  # suffix of an unfinished file
 def open_file(path: str | Path) -> BinaryIO:
     """Open a regular file for reading; reject pipes, because they block, and devices, because they may be endless.
 
-    Every file that a user names is opened here. For a library that needs a path, open it around the library's call:
-    `with open_file(path): torch.load(path, mmap=True)`.
+    Every file that a user names is opened here. For a library that needs a path, open it around the
+    library's call: `with open_file(path): torch.load(path, mmap=True)`.
 
     Raises:
         OSError: When the file cannot be opened, or is not a regular file.
@@ -53,7 +53,9 @@ def downloading(problem: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
-        lines = str(error).split("\n")  # torchvision's first line names the file, the last one the reason
+        lines = str(error).split(
+            "\n"
+        )  # torchvision's first line names the file, the last one the reason
         reason = next((line for line in reversed(lines) if line.strip()), type(error).__name__)
         raise UserError(f"{problem} ({reason}): {remedy}") from error
     finally:
@@ -64,8 +66,8 @@ def downloading(problem: str, remedy: str) -> Iterator[None]:
 def whole(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file for writing, and rename it to `path` when it is complete and flushed to disk.
 
-    The temporary file is in the same folder, and locked while its writer lives. `remove_parts` deletes unlocked
-    temporary files, whose writers were killed.
+    The temporary file is in the same folder, and locked while its writer lives. `remove_parts`
+    deletes unlocked temporary files, whose writers were killed.
 
     Args:
         path: Path of the file; its folder is created.
@@ -115,7 +117,10 @@ def sync_folder(folder: Path) -> None:
 def remove_parts(folder: Path) -> None:
     """Delete unfinished files of killed processes."""
     for temporary in folder.glob(f".*{PART}"):
-        with suppress(OSError), temporary.open("r+b") as file:  # NFS locks only files that are open for writing
+        with (
+            suppress(OSError),
+            temporary.open("r+b") as file,
+        ):  # NFS locks only files that are open for writing
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if a process is writing it
             temporary.unlink()
 
@@ -132,7 +137,8 @@ def write_text(path: Path, text: str) -> None:
 
 def inert(cell: Any) -> Any:
     """Put an apostrophe before text that a spreadsheet would compute as a formula; `read_csv` removes it."""
-    # https://owasp.org/www-community/attacks/CSV_Injection; an apostrophe at the beginning is doubled
+    # https://owasp.org/www-community/attacks/CSV_Injection; an apostrophe at the beginning is
+    # doubled
     if not isinstance(cell, str) or not cell.startswith(tuple("=+-@\t\r\n＝＋－＠'")):
         return cell
     try:

@@ -18,7 +18,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from app.system.machine import time_when_done
 
-NOBODY = ("192.0.2.1", 9)  # an address for documentation, which no machine has: https://www.rfc-editor.org/rfc/rfc5737
+NOBODY = (
+    "192.0.2.1",
+    9,
+)  # an address for documentation, which no machine has: https://www.rfc-editor.org/rfc/rfc5737
 SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
 
 
@@ -37,8 +40,8 @@ class Link:
     def all_reduce(self, size: float, ranks: int) -> float:
         """Predict the seconds of an all-reduce over a ring of ranks.
 
-        Each rank sends 2(N-1) chunks of 1/N of the buffer, one after the other. Source: Patarasuk and Yuan,
-        https://doi.org/10.1016/j.jpdc.2008.09.002.
+        Each rank sends 2(N-1) chunks of 1/N of the buffer, one after the other. Source: Patarasuk
+        and Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002.
 
         Args:
             size: Bytes of the buffer.
@@ -90,7 +93,9 @@ def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
     cuda = torch.cuda.device_count() >= 2 and distributed.is_nccl_available()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
-        processes = spawn(_rank, (f"file://{folder}/rendezvous", cuda, answers), nprocs=2, join=False)
+        processes = spawn(
+            _rank, (f"file://{folder}/rendezvous", cuda, answers), nprocs=2, join=False
+        )
         assert processes is not None
         try:
             while not processes.join(timeout=1.0):
@@ -130,8 +135,16 @@ def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
 def own_addresses() -> list[str]:
     """Return this machine's IP addresses, loopback addresses last."""
     families = (socket.AF_INET, socket.AF_INET6)
-    addresses = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family in families}
-    return sorted(addresses, key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address))
+    addresses = {
+        a.address
+        for entries in psutil.net_if_addrs().values()
+        for a in entries
+        if a.family in families
+    }
+    return sorted(
+        addresses,
+        key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address),
+    )
 
 
 def outward_address() -> str:
@@ -165,7 +178,9 @@ def use_interface_to(address: str) -> None:
         family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         source = _own_address_towards(target, family)
         if source == "127.0.0.1" and not address.startswith(("127.", "localhost")):
-            source = _own_address_towards(NOBODY)  # the host's own name often resolves to the loopback
+            source = _own_address_towards(
+                NOBODY
+            )  # the host's own name often resolves to the loopback
     except OSError:
         return
     if source in ("127.0.0.1", "::1"):

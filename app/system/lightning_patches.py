@@ -1,7 +1,7 @@
 """Patches that use Lightning's private names, one function or class per patch.
 
-When you upgrade Lightning, run `tests/test_patches.py`, which lists missing names, and make the checks that docstrings
-list.
+When you upgrade Lightning, run `tests/test_patches.py`, which lists missing names, and make the
+checks that docstrings list.
 """
 
 import inspect
@@ -34,7 +34,8 @@ _FIT_LOOP = "lightning.pytorch.loops.fit_loop:_FitLoop"
 _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
 
-# -- output ----------------------------------------------------------------------------------------------------
+# -- output
+# ----------------------------------------------------------------------------------------------------
 
 SPEAKERS = (
     *(f"lightning.{package}.utilities.rank_zero" for package in ("pytorch", "fabric")),
@@ -43,8 +44,18 @@ SPEAKERS = (
 )
 HIDDEN = (  # first words of hidden lines
     *("💡", "TPU available", "GPU available", "Initializing distributed", "-" * 100, "Seed set to"),
-    *("`Trainer.fit` stopped", "Restoring states from", "Loaded model weights from", "Restored all states from"),
-    *("Loading `train_dataloader`", "Found current_model_state", "You are using a CUDA device", "LOCAL_RANK: "),
+    *(
+        "`Trainer.fit` stopped",
+        "Restoring states from",
+        "Loaded model weights from",
+        "Restored all states from",
+    ),
+    *(
+        "Loading `train_dataloader`",
+        "Found current_model_state",
+        "You are using a CUDA device",
+        "LOCAL_RANK: ",
+    ),
     "Your model can run with static graph",  # ignored, because a static graph gains nothing here
 )
 
@@ -60,7 +71,8 @@ def _is_shown(record: logging.LogRecord) -> bool:
     return "APP_DEBUG" in os.environ or not message.startswith(HIDDEN)
 
 
-# -- the Trainer ---------------------------------------------------------------------------------------------
+# -- the Trainer
+# ---------------------------------------------------------------------------------------------
 
 
 @expects(f"{_TRAINER}._accelerator_connector", f"{_CONNECTOR}._strategy_flag")
@@ -80,8 +92,9 @@ def signal_connector(trainer: Trainer) -> Any:
 def replace_signal_connector(trainer: Trainer, connector: Any) -> None:
     """Replace Lightning's signal connector, whose SIGTERM handler makes a collective call that other ranks do not join.
 
-    Source: signal_connector.py, `_sigterm_notifier_fn`. At an upgrade: does `Trainer.__init__` still create the
-    connector? Does Lightning call only the connector's `register_signal_handlers` and `teardown`?
+    Source: signal_connector.py, `_sigterm_notifier_fn`. At an upgrade: does `Trainer.__init__`
+    still create the connector? Does Lightning call only the connector's `register_signal_handlers`
+    and `teardown`?
     """
     trainer._signal_connector = connector
 
@@ -95,8 +108,8 @@ def _no() -> bool:
 def count_epochs(trainer: Trainer) -> None:
     """Prevent a side effect of max_steps: Lightning would resume a completed epoch as an interrupted one.
 
-    Source: https://github.com/Lightning-AI/pytorch-lightning/issues/19617. At an upgrade: does test_resume pass without
-    this patch?
+    Source: https://github.com/Lightning-AI/pytorch-lightning/issues/19617. At an upgrade: does
+    test_resume pass without this patch?
     """
     trainer.fit_loop._iteration_based_training = _no  # type: ignore[method-assign]
 
@@ -110,11 +123,14 @@ def is_stopped(trainer: Trainer) -> bool:
 def in_window(trainer: Trainer) -> bool:
     """Return whether trained batches wait for an optimizer step that they share with later batches.
 
-    A checkpoint has no gradients, so that a run resumed from one saved now would lose those of these batches.
+    A checkpoint has no gradients, so that a run resumed from one saved now would lose those of
+    these batches.
     """
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     trained = progress.current.processed
-    ends = trained >= trainer.num_training_batches or (progress.is_last_batch and trained == progress.current.ready)
+    ends = trained >= trainer.num_training_batches or (
+        progress.is_last_batch and trained == progress.current.ready
+    )
     return trained % trainer.accumulate_grad_batches != 0 and not ends
 
 
@@ -145,7 +161,8 @@ class Restoring(_CheckpointConnector):
         """Return the checkpoint to save; first pass it to the callbacks' `before_saving`.
 
         Raises:
-            UserError: When the user's code saves inside an accumulation window. Weights alone may be saved there.
+            UserError: When the user's code saves inside an accumulation window. Weights alone may
+                be saved there.
         """
         trainer: Any = self.trainer
         if trainer.state.fn == "fit" and not weights_only and in_window(trainer):
@@ -182,12 +199,14 @@ class Restoring(_CheckpointConnector):
 def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
     """Disable Lightning's broadcast of SIGTERM on every step, because it ends training without saving a checkpoint.
 
-    Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call this method?
+    Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call this
+    method?
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _no  # type: ignore[method-assign, assignment]
 
 
-# -- error messages ------------------------------------------------------------------------------------------
+# -- error messages
+# ------------------------------------------------------------------------------------------
 
 
 def complaint(error: Exception) -> str | None:
@@ -200,7 +219,8 @@ def complaint(error: Exception) -> str | None:
     return f"--trainer.{name}: {one_line(str(error))}" if name else None
 
 
-# -- modules -------------------------------------------------------------------------------------------------
+# -- modules
+# -------------------------------------------------------------------------------------------------
 
 
 @expects("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin._device")
@@ -209,7 +229,8 @@ def set_device(module: LightningModule, device: torch.device) -> None:
     module._device = device
 
 
-# -- strategies and launchers --------------------------------------------------------------------------------
+# -- strategies and launchers
+# --------------------------------------------------------------------------------
 
 
 @expects(
@@ -220,45 +241,55 @@ def set_device(module: LightningModule, device: torch.device) -> None:
 class DDPWithHooks(DDPStrategy):
     """Lightning's DDP strategy, with four corrections.
 
-    Communication hooks work on every device. Lightning registers them only on CUDA, and drops them silently elsewhere.
-    Source: strategies/ddp.py, `_register_ddp_hooks`.
+    Communication hooks work on every device. Lightning registers them only on CUDA, and drops them
+    silently elsewhere. Source: strategies/ddp.py, `_register_ddp_hooks`.
 
-    The model is wrapped on the current stream. Lightning wraps it on a new stream, where autograd's accumulation nodes
-    stay, so that each backward pass waits for that stream. Source:
+    The model is wrapped on the current stream. Lightning wraps it on a new stream, where autograd's
+    accumulation nodes stay, so that each backward pass waits for that stream. Source:
     https://github.com/Lightning-AI/pytorch-lightning/pull/21746.
 
-    With gloo, DDP has a process group of its own. Lightning uses the default group, which the user's code shares.
+    With gloo, DDP has a process group of its own. Lightning uses the default group, which the
+    user's code shares.
 
-    `self.log(…, sync_dist=True)` averages over the samples of all ranks. Lightning divides by the mean number of
-    samples per rank, rounded down. Source: result.py, `_ResultMetric.compute`.
+    `self.log(…, sync_dist=True)` averages over the samples of all ranks. Lightning divides by the
+    mean number of samples per rank, rounded down. Source: result.py, `_ResultMetric.compute`.
 
-    At an upgrade: does `setup_optimizers` still read the period of model averaging, and does `_setup_model` still enter
-    a new stream?
+    At an upgrade: does `setup_optimizers` still read the period of model averaging, and does
+    `_setup_model` still enter a new stream?
     """
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = None
-        # a separate group, because in a shared group, gloo may pair DDP's collective call on one rank with the user's
-        # collective call on another rank, and abort
+        # a separate group, because in a shared group, gloo may pair DDP's collective call on one
+        # rank with the user's collective call on another rank, and abort
         if distributed.is_initialized() and distributed.get_backend() == "gloo":
             level = distributed.get_debug_level()
-            # at level DETAIL, torch would wrap the new group, and its DDP logger would crash on the wrapper
+            # at level DETAIL, torch would wrap the new group, and its DDP logger would crash on the
+            # wrapper
             distributed.set_debug_level(distributed.DebugLevel.OFF)
             group = distributed.new_group(backend="gloo", timeout=self._timeout)
             distributed.set_debug_level(level)
         devices = self.determine_ddp_device_ids()
-        return DistributedDataParallel(model, device_ids=devices, process_group=group, **self._ddp_kwargs)
+        return DistributedDataParallel(
+            model, device_ids=devices, process_group=group, **self._ddp_kwargs
+        )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks; compute the mean of integers in floating point."""
-        rounds = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and reduce_op == "mean"
+        rounds = (
+            isinstance(tensor, torch.Tensor)
+            and not tensor.is_floating_point()
+            and reduce_op == "mean"
+        )
         return super().reduce(tensor.float() if rounds else tensor, group, reduce_op)
 
     def keep_buffers(self) -> None:
         """Disable the broadcast of buffers, because virtual devices keep them equal."""
         names = inspect.signature(DistributedDataParallel).parameters
         # torch 2.14 renamed the argument, and warns about the earlier name
-        self._ddp_kwargs["forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"] = False
+        self._ddp_kwargs[
+            "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        ] = False
 
     def comm_state(self) -> object | None:
         """Return the communication hook's state, its first argument. Called once, after the processes are connected."""
@@ -267,7 +298,9 @@ class DDPWithHooks(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         self._ddp_comm_state = self.comm_state()
-        _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+        _register_ddp_comm_hook(
+            self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
+        )
 
 
 _LAUNCHER = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
@@ -292,7 +325,8 @@ def replace_launcher(strategy: Strategy, launcher: Any) -> None:
     strategy._launcher = launcher
 
 
-# -- loggers -------------------------------------------------------------------------------------------------
+# -- loggers
+# -------------------------------------------------------------------------------------------------
 
 
 @expects("lightning.pytorch.loggers.wandb:WandbLogger._wandb_init")
@@ -301,7 +335,12 @@ def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
     return logger._wandb_init
 
 
-@expects(*(f"lightning.pytorch.loggers.{name}._experiment" for name in ("wandb:WandbLogger", "csv_logs:CSVLogger")))
+@expects(
+    *(
+        f"lightning.pytorch.loggers.{name}._experiment"
+        for name in ("wandb:WandbLogger", "csv_logs:CSVLogger")
+    )
+)
 def open_experiment(logger: WandbLogger | CSVLogger) -> Any:
     """Return the logger's experiment if it is open, else None; the public `experiment` would open it."""
     return logger._experiment

@@ -35,7 +35,10 @@ def versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "nccl": nccl(),
         "app": app.__version__,
-        "commit": _output("git", "-C", *app.__path__, "describe", "--always", "--dirty", "--abbrev=12") or None,
+        "commit": _output(
+            "git", "-C", *app.__path__, "describe", "--always", "--dirty", "--abbrev=12"
+        )
+        or None,
     }
 
 
@@ -48,7 +51,9 @@ def nccl() -> str | None:
 def _output(*command: str) -> str:
     """Return a program's output; an empty string if the program is missing or fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -56,18 +61,26 @@ def _output(*command: str) -> str:
 def hardware() -> dict[str, Any]:
     """Return the names of processor and GPUs, and the number of cores."""
     info = Path("/proc/cpuinfo")
-    cpu = re.search(r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.MULTILINE)
+    cpu = re.search(
+        r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.MULTILINE
+    )
     gpus = []
     if torch.cuda.is_initialized():
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     elif torch.cuda.device_count():
         gpus = _nvidia_smi("name")  # not torch, which would allocate memory on unused GPUs
-    return {"cpu": cpu[1] if cpu else platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpus": gpus}
+    return {
+        "cpu": cpu[1] if cpu else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "gpus": gpus,
+    }
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use, by affinity and control-group quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     for group in _control_groups():
         quota, period = (group / "cpu.max").read_text().split()  # microseconds, or `max`
         cores = cores if quota == "max" else min(cores, max(int(quota) // int(period), 1))
@@ -77,23 +90,40 @@ def usable_cores() -> int:
 def busy() -> str | None:
     """Return a message about other processes' load, with a remedy; None if enough cores are free.
 
-    The one-minute load average counts the whole host. If this process may use only some of the cores, load that fits on
-    the other cores is ignored.
+    The one-minute load average counts the whole host. If this process may use only some of the
+    cores, load that fits on the other cores is ignored.
     """
     load = psutil.getloadavg()[0]
     cores = usable_cores()
     if load <= max(cores, (os.cpu_count() or 1) - cores):
         return None
-    remedy = "use fewer threads (OMP_NUM_THREADS=1)" if torch.get_num_threads() > 1 else "wait until they are done"
-    return f"other processes keep this machine busy: a load of {load:.1f} on {cores} cores; {remedy}"
+    remedy = (
+        "use fewer threads (OMP_NUM_THREADS=1)"
+        if torch.get_num_threads() > 1
+        else "wait until they are done"
+    )
+    return (
+        f"other processes keep this machine busy: a load of {load:.1f} on {cores} cores; {remedy}"
+    )
 
 
 def busy_seconds(cores: Collection[int] = ()) -> float:
     """Return the CPU seconds of all programs since boot, summed over the given cores; by default over all cores."""
     some = 0 < len(cores) < (os.cpu_count() or 1)
-    times = [t for i, t in enumerate(psutil.cpu_times(True)) if i in cores] if some else [psutil.cpu_times()]
-    idle = ("idle", "iowait", "guest", "guest_nice")  # guests are excluded, because user time includes them
-    return sum(seconds for row in times for name, seconds in row._asdict().items() if name not in idle)
+    times = (
+        [t for i, t in enumerate(psutil.cpu_times(True)) if i in cores]
+        if some
+        else [psutil.cpu_times()]
+    )
+    idle = (
+        "idle",
+        "iowait",
+        "guest",
+        "guest_nice",
+    )  # guests are excluded, because user time includes them
+    return sum(
+        seconds for row in times for name, seconds in row._asdict().items() if name not in idle
+    )
 
 
 def time_when_done(device: torch.device | None = None) -> float:
@@ -109,7 +139,9 @@ def time_when_done(device: torch.device | None = None) -> float:
 
 def own_seconds() -> float:
     """Return the CPU seconds of this process and its children."""
-    total = sum(psutil.Process().cpu_times()[:4])  # user and system time, then those of ended children
+    total = sum(
+        psutil.Process().cpu_times()[:4]
+    )  # user and system time, then those of ended children
     for child in multiprocessing.active_children():  # such as a loader's workers
         with suppress(psutil.Error):
             total += sum(psutil.Process(child.pid).cpu_times()[:2])
@@ -127,7 +159,9 @@ def _control_groups() -> list[Path]:
     """Return the folders of this process's control group and its parents that have a `cpu.max` file."""
     file = Path("/proc/self/cgroup")
     lines = file.read_text().splitlines() if file.exists() else []
-    folder = CONTROL_GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    folder = CONTROL_GROUPS / next(
+        (line.removeprefix("0::/") for line in lines if line.startswith("0::/")), ""
+    )
     around = [group for group in (folder, *folder.parents) if group.is_relative_to(CONTROL_GROUPS)]
     return [group for group in around if (group / "cpu.max").exists()]
 
@@ -135,7 +169,8 @@ def _control_groups() -> list[Path]:
 def driver() -> str | None:
     """Return the version of NVIDIA's driver, or None.
 
-    `torch.utils.collect_env` is no alternative: it expects a heading that nvidia-smi 610 no longer prints.
+    `torch.utils.collect_env` is no alternative: it expects a heading that nvidia-smi 610 no longer
+    prints.
     """
     return next(iter(_nvidia_smi("driver_version")), None)
 
@@ -149,8 +184,9 @@ def _nvidia_smi(field: str) -> list[str]:
 def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
     """Return this process's peak memory in GiB, on each of its devices and on the host.
 
-    On CUDA, `allocated_gib` and `reserved_gib` are the peaks of torch's allocator. `in_use_gib` is the driver's count
-    of memory in use now: it includes CUDA's context, libraries, NCCL's buffers and other processes.
+    On CUDA, `allocated_gib` and `reserved_gib` are the peaks of torch's allocator. `in_use_gib` is
+    the driver's count of memory in use now: it includes CUDA's context, libraries, NCCL's buffers
+    and other processes.
     """
     rows = []
     for device in devices:
@@ -158,9 +194,16 @@ def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, An
         sizes |= {"host_rss": _peak_rss(), "total": psutil.virtual_memory().total}
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
-            sizes |= {"in_use": total - free, "total": total, "allocated": torch.cuda.max_memory_allocated(device)}
+            sizes |= {
+                "in_use": total - free,
+                "total": total,
+                "allocated": torch.cuda.max_memory_allocated(device),
+            }
             sizes["reserved"] = torch.cuda.max_memory_reserved(device)
-        gib = {f"{name}_gib": None if size is None else round(size / GIB, 4) for name, size in sizes.items()}
+        gib = {
+            f"{name}_gib": None if size is None else round(size / GIB, 4)
+            for name, size in sizes.items()
+        }
         rows.append({"rank": rank, "device": str(device), **gib})
     return rows
 

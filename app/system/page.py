@@ -1,7 +1,7 @@
 """HTML page of a report: one self-contained file without scripts, for light and dark screens and for print.
 
-The title states the result. An introduction follows, then sections of Markdown with figures. Secondary
-sections are folded.
+The title states the result. An introduction follows, then sections of Markdown with figures.
+Secondary sections are folded.
 """
 
 import base64
@@ -18,14 +18,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, because notebooks share pyplot's state
 
 STYLE = Path(__file__).with_suffix(".css").read_text()
-LOOK: Any = matplotlib.rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
+LOOK: Any = matplotlib.rc_params_from_file(
+    Path(__file__).with_suffix(".mplstyle"), use_default_template=False
+)
 # colours of figures; in a page, they become CSS variables, with other values on a dark screen
 COLOURS = tuple(LOOK["axes.prop_cycle"].by_key()["color"])
 BLUE, ORANGE, GREEN, PURPLE, GREY = COLOURS
 INK = LOOK["text.color"]
 PAPER = "#fffffe"
 PALE = "#a9c1f0"
-NAMES = {PAPER: "paper", BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY: "grey", PALE: "pale"}
+NAMES = {
+    PAPER: "paper",
+    BLUE: "blue",
+    ORANGE: "orange",
+    GREEN: "green",
+    PURPLE: "purple",
+    GREY: "grey",
+    PALE: "pale",
+}
 VARIABLES = {INK: "currentColor"} | {colour: f"var(--{name})" for colour, name in NAMES.items()}
 
 
@@ -34,8 +44,8 @@ class Section(NamedTuple):
 
     Attributes:
         heading: Heading of the section.
-        text: Markdown. `![description](name "title")` inserts the figure of that name; figures on consecutive lines are
-            side by side if they fit.
+        text: Markdown. `![description](name "title")` inserts the figure of that name; figures on
+            consecutive lines are side by side if they fit.
         folded: Whether the section is folded at first.
     """
 
@@ -44,7 +54,9 @@ class Section(NamedTuple):
     folded: bool = False
 
 
-def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[str, Figure | bytes]) -> str:
+def page(
+    title: str, lead: str, sections: Iterable[Section], figures: Mapping[str, Figure | bytes]
+) -> str:
     """Return a page as HTML.
 
     Args:
@@ -67,13 +79,17 @@ def page(title: str, lead: str, sections: Iterable[Section], figures: Mapping[st
     body = [f"<h1>{html.escape(title)}</h1>", markdown.render(lead)]
     for heading, text, folded in sections:
         if text and folded:
-            body.append(f"<details><summary>{html.escape(heading)}</summary>\n{markdown.render(text)}</details>")
+            body.append(
+                f"<details><summary>{html.escape(heading)}</summary>\n{markdown.render(text)}</details>"
+            )
         elif text:
             body.append(f"<h2>{html.escape(heading)}</h2>\n{markdown.render(text)}")
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>\n{STYLE}</style>\n" + "\n".join(body) + "\n</html>\n"
+        f"<title>{html.escape(title)}</title>\n<style>\n{STYLE}</style>\n"
+        + "\n".join(body)
+        + "\n</html>\n"
     )
 
 
@@ -82,13 +98,16 @@ def plain(text: object) -> str:
     return re.sub(r"([\\`*\[\]<>|~#\"]|(?<!\w)_|_(?!\w))", r"\\\1", str(text))
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]], words: Container[int] = (0,)) -> str:
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[object]], words: Container[int] = (0,)
+) -> str:
     """Format a table in Markdown from cells of plain text.
 
     Args:
         headers: Headers of the columns.
         rows: Cells of each row.
-        words: Indices of columns with text; the other columns hold numbers, and are aligned on the right.
+        words: Indices of columns with text; the other columns hold numbers, and are aligned on the
+            right.
     """
     rule = [":--" if column in words else "--:" for column in range(len(headers))]
     lines = [map(plain, headers), rule, *(map(plain, row) for row in rows)]
@@ -100,7 +119,9 @@ def code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2, title: str | None = None) -> Figure:
+def draw(
+    paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2, title: str | None = None
+) -> Figure:
     """Draw a figure in the pages' style.
 
     Args:
@@ -159,7 +180,9 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     places = [value for value, _, _ in ends]
     for index in range(1, len(places)):
         places[index] = max(places[index], places[index - 1] + gap)
-    moved = sum(place - value for place, (value, _, _) in zip(places, ends, strict=True)) / max(len(ends), 1)
+    moved = sum(place - value for place, (value, _, _) in zip(places, ends, strict=True)) / max(
+        len(ends), 1
+    )
     for place, (_, name, colour) in zip(places, ends, strict=True):
         right = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in data units
         axes.text(1.02, place - moved, name, transform=right, va="center", color=colour, fontsize=9)
@@ -178,7 +201,9 @@ def _shown(figure: Figure | bytes, name: str, alt: str) -> str:
         figure.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>\s*|<style.*?</style>|<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    text = re.sub(
+        r"<metadata>.*?</metadata>\s*|<style.*?</style>|<!--.*?-->\s*", "", text, flags=re.DOTALL
+    )
     text = re.sub(r"(font: [^;\"]*?px)[^;\"]*", r"\1 system-ui, sans-serif", text)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)

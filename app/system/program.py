@@ -12,7 +12,8 @@ from app.system.deferred_imports import defer_imports
 IGNORED = (  # patterns of the first words of ignored warnings
     ".*LeafSpec",  # Lightning 2.6 uses a class that newer torch deprecates
     "Corrupt EXIF data",  # such images are read without their EXIF data
-    "The number of training batches",  # warns of fewer batches than log_every_n_steps; epochs are logged anyway
+    # warns of fewer batches than log_every_n_steps; epochs are logged anyway
+    "The number of training batches",
     "Experiment logs directory",  # the tracker creates the folder first
     "The `srun` command is available",  # the rules of `fit` check this
 )
@@ -30,7 +31,10 @@ class _Output(io.FileIO):
         except OSError as error:
             if self.fileno() == 1 and not self.is_noted:
                 self.is_noted = True
-                print(f"stdout cannot be written ({error.strerror}): the command continues", file=sys.stderr)
+                print(
+                    f"stdout cannot be written ({error.strerror}): the command continues",
+                    file=sys.stderr,
+                )
             return len(text)
 
 
@@ -62,12 +66,14 @@ def keep_output() -> None:
 def set_up() -> None:
     """Make output safe, defer imports that most runs never use, and hide warnings that users cannot fix.
 
-    Prepare deterministic training on a GPU, because torch reads the variable only once, at the first matrix product.
-    Safe to call again.
+    Prepare deterministic training on a GPU, because torch reads the variable only once, at the
+    first matrix product. Safe to call again.
     """
     keep_output()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     defer_imports()
     for message in IGNORED:
         warnings.filterwarnings("ignore", message)
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # hides a warning about a read-only home
+    logging.getLogger("matplotlib").setLevel(
+        logging.ERROR
+    )  # hides a warning about a read-only home

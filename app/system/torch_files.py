@@ -1,7 +1,7 @@
 """Files that `torch.save` wrote: found, verified by their checksums, and loaded without running their code.
 
-Torch's files are zip archives. They hold a checksum of each member, so that a copied file has its checksums, too, but
-torch does not verify them. Its old format has none.
+Torch's files are zip archives. They hold a checksum of each member, so that a copied file has its
+checksums, too, but torch does not verify them. Its old format has none.
 """
 
 import os
@@ -35,7 +35,9 @@ def load(path: Path, flag: str = "") -> Any:
             reason = _damage(file)
             if reason is None:
                 file.seek(0)
-                allowed = torch.serialization.safe_globals([Namespace])  # the options of many published trainings
+                allowed = torch.serialization.safe_globals(
+                    [Namespace]
+                )  # the options of many published trainings
                 with allowed, warnings.catch_warnings(action="ignore"):
                     return torch.load(file, "cpu", weights_only=True)
     except OSError as error:

@@ -9,9 +9,11 @@ from pathlib import Path
 from app.errors import UserError, one_line
 
 OURS = str(Path(__file__).parents[1]) + os.sep
-LIBRARY = re.compile(rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]|.*\.p(yx|xi)$")
-# `maker` stops its search at frames of Lightning's loops and of autograd, because the callers of these frames (an
-# optimizer, strategy or precision plugin) do not cause the error
+LIBRARY = re.compile(
+    rf"<|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\](site|dist)-packages[/\\]|.*\.p(yx|xi)$"
+)
+# `maker` stops its search at frames of Lightning's loops and of autograd, because the callers of
+# these frames (an optimizer, strategy or precision plugin) do not cause the error
 STEP = re.compile(r".*[/\\](lightning[/\\]pytorch[/\\]loops|torch[/\\]autograd)[/\\]")
 HEAD = "Traceback (most recent call last):\n"
 # beginning of a traceback, with the sentence that links it to the previous one in a chain
@@ -28,8 +30,8 @@ def _is_users(file: str) -> bool:
 def users_part(text: str) -> str | None:
     """Shorten tracebacks to the user's frames and the frame that calls them; return None if there are no user frames.
 
-    The text may contain several tracebacks: a chain of exceptions, or another process's traceback. Tracebacks without
-    user frames are omitted.
+    The text may contain several tracebacks: a chain of exceptions, or another process's traceback.
+    Tracebacks without user frames are omitted.
     """
     cut = ""
     for block in BEGIN.split(text):
@@ -37,7 +39,11 @@ def users_part(text: str) -> str | None:
         if any(kept):
             kept[max(kept.index(True) - 1, 0)] = True
             frames = iter(kept)
-            cut += HEAD + FRAME.sub(lambda frame, frames=frames: frame[0] * next(frames), block).strip("\n") + "\n"
+            cut += (
+                HEAD
+                + FRAME.sub(lambda frame, frames=frames: frame[0] * next(frames), block).strip("\n")
+                + "\n"
+            )
     return cut or None
 
 
@@ -58,7 +64,8 @@ def blamed(error: Exception, message: str | None = None) -> UserError | None:
 
     Args:
         error: The exception.
-        message: Message to use instead of the exception's; a message that starts with a flag is returned unchanged.
+        message: Message to use instead of the exception's; a message that starts with a flag is
+            returned unchanged.
     """
     flag = maker(error)
     if flag is None:

@@ -14,7 +14,8 @@ LIBRARIES = ("app", "torch", "torchvision", "lightning", "torchmetrics")
 INSTALLED = ("site-packages", "dist-packages")
 _local: list[
     str
-] = []  # the user's modules when they were last looked up; jsonargparse changes the folder while it parses
+    # the user's modules when they were last looked up; jsonargparse changes the folder while it parses
+] = []
 
 
 def chosen_modules() -> list[str]:
@@ -25,12 +26,19 @@ def chosen_modules() -> list[str]:
 def local_modules() -> list[str]:
     """Return the top-level modules in the current folder and in the folders of PYTHONPATH.
 
-    A folder is a module if it has an `__init__.py`. Otherwise, a config could name code inside a downloaded run.
+    A folder is a module if it has an `__init__.py`. Otherwise, a config could name code inside a
+    downloaded run.
     """
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    folders = [Path(folder).resolve() for folder in (os.curdir, *named) if Path(folder).name not in INSTALLED]
+    folders = [
+        Path(folder).resolve()
+        for folder in (os.curdir, *named)
+        if Path(folder).name not in INSTALLED
+    ]
     paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-    names = {path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    names = {
+        path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
     names -= {*sys.stdlib_module_names, *LIBRARIES, "__main__"}
     return [name for name in names if name.isidentifier() and _folder_of(name) in folders]
 
@@ -78,8 +86,8 @@ def module_of(value: Any) -> str:
 def may_run(value: Any, bases: tuple[type, ...]) -> bool:
     """Return whether a flag may call the class or function that its value names.
 
-    It counts as code of the module that defines it, not of one that re-exports it. The user's code may run; of a
-    library, only subclasses of the flag's type may.
+    It counts as code of the module that defines it, not of one that re-exports it. The user's code
+    may run; of a library, only subclasses of the flag's type may.
 
     Args:
         value: The class or function.

@@ -10,7 +10,8 @@ from app.system.patches import expects
 def forget_run() -> None:
     """Make wandb forget the parent's run in a forked process, because only the parent has the run's threads.
 
-    At an upgrade: does a forked process still inherit `wandb.run`? Does `wandb.setup` still start anew there?
+    At an upgrade: does a forked process still inherit `wandb.run`? Does `wandb.setup` still start
+    anew there?
     """
     from wandb.sdk.lib.module import unset_globals
 

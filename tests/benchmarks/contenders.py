@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from input_pipelines import crops_ours, crops_torchvision, feed_ours, feed_torchvision, shuffled, synthetic
+from input_pipelines import (
+    crops_ours,
+    crops_torchvision,
+    feed_ours,
+    feed_torchvision,
+    shuffled,
+    synthetic,
+)
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
@@ -72,7 +79,10 @@ def cost_of(command: list[str], **settings: Any) -> dict[str, float]:
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, **settings)
     seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, "seconds": seconds}
+    return {
+        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "seconds": seconds,
+    }
 
 
 def ours(*flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
@@ -82,7 +92,14 @@ def ours(*flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
             environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-            command = [sys.executable, "-m", "app", *FIT, *flags, *["--trainer.callbacks+=contenders.Clock"] * clock]
+            command = [
+                sys.executable,
+                "-m",
+                "app",
+                *FIT,
+                *flags,
+                *["--trainer.callbacks+=contenders.Clock"] * clock,
+            ]
             cost = cost_of([*command, "--run.root", folder], env=environment)
             return cost | (json.loads(Path(environment["CLOCK"]).read_text()) if clock else {})
 
@@ -111,14 +128,36 @@ def loop(
     return figures(sum(cpus[1:]), walls[1:], (epochs - 1) * steps)
 
 
-TINY = ["--model", "FashionMLP", "--model.repeats", "1", "--model.hidden", "[4]", "--data", "Synthetic"]
-TINY += ["--data.like", "FashionMNIST", "--data.images", "8100", "--data.val_size", "100", "--data.batch_size", "16"]
+TINY = [
+    "--model",
+    "FashionMLP",
+    "--model.repeats",
+    "1",
+    "--model.hidden",
+    "[4]",
+    "--data",
+    "Synthetic",
+]
+TINY += [
+    "--data.like",
+    "FashionMNIST",
+    "--data.images",
+    "8100",
+    "--data.val_size",
+    "100",
+    "--data.batch_size",
+    "16",
+]
 TINY += ["--trainer.max_epochs", "4"]
 
 
 def _tiny() -> tuple[nn.Module, Tensor, Tensor]:
     images, labels = synthetic("FashionMNIST", 8000)
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.ReLU(), nn.Linear(4, 10)), images.float() / 255, labels
+    return (
+        nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.ReLU(), nn.Linear(4, 10)),
+        images.float() / 255,
+        labels,
+    )
 
 
 def overhead_raw() -> dict[str, float]:
@@ -154,7 +193,9 @@ def _stock(**settings: Any) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CLOCK"] = f"{folder}/clock.json"
         stdout, sys.stdout = sys.stdout, sys.stderr
-        trainer = Trainer(max_epochs=4, accelerator="cpu", callbacks=[clock], default_root_dir=folder, **settings)
+        trainer = Trainer(
+            max_epochs=4, accelerator="cpu", callbacks=[clock], default_root_dir=folder, **settings
+        )
         trainer.fit(Module(), Batches())
         sys.stdout = stdout
     return clock.figures()
@@ -169,14 +210,28 @@ def overhead_stock() -> dict[str, float]:
 
 def overhead_stock_quiet() -> dict[str, float]:
     """Lightning's Trainer without logger, progress bar and checkpoints."""
-    return _stock(logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False)
+    return _stock(
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
 
 
 overhead_ours = ours(*TINY)
 overhead_ours_fast = ours("--config", "configs/fast.yaml", *TINY)
 
 
-LENET = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.images", "50000", "--data.val_size", "0"]
+LENET = [
+    "--model",
+    "CIFARCNN",
+    "--data",
+    "Synthetic",
+    "--data.images",
+    "50000",
+    "--data.val_size",
+    "0",
+]
 LENET += ["--data.batch_size", "64", "--trainer.max_epochs", "3", *UNTOUCHED]
 
 
@@ -198,7 +253,9 @@ class _Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
         images, labels = synthetic("CIFAR10", 50_000)
         self.images, self.labels = images.permute(0, 2, 3, 1).numpy(), labels.tolist()
-        self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.5,) * 3)])
+        self.transform = transforms.Compose(
+            [transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.5,) * 3)]
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -211,11 +268,16 @@ class _Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 def lenet_loader() -> dict[str, float]:
     """The usual loop: PIL images, torchvision's transforms, a DataLoader with two workers."""
-    from app.networks import LeNet
+    from app.modules.networks import LeNet
 
     network = LeNet()
     loader = torch.utils.data.DataLoader(_Pictures(), batch_size=64, shuffle=True, num_workers=2)
-    return loop(network, torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9), lambda: iter(loader), 2)
+    return loop(
+        network,
+        torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9),
+        lambda: iter(loader),
+        2,
+    )
 
 
 lenet_ours = ours(*LENET)
@@ -226,7 +288,9 @@ def start_import() -> dict[str, float]:
     return cost_of([sys.executable, "-c", "import lightning"])
 
 
-start_ours = ours("--data", "Synthetic", "--data.images", "640", "--trainer.max_steps", "1", clock=False)
+start_ours = ours(
+    "--data", "Synthetic", "--data.images", "640", "--trainer.max_steps", "1", clock=False
+)
 start_quickstart = ours("--config", "configs/quickstart.yaml", "--run.test", "true", clock=False)
 
 
@@ -234,10 +298,22 @@ def start_verify() -> dict[str, float]:
     """`verify --data Synthetic`: one device and all variants."""
     with tempfile.TemporaryDirectory() as folder:
         verify = [sys.executable, "-m", "app", "verify", "--data", "Synthetic", "--root", folder]
-        return cost_of(verify, env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"})
+        return cost_of(
+            verify,
+            env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
+        )
 
 
-DDP = ["--model", "CIFARCNN", "--data", "Synthetic", "--data.images", "12800", "--data.val_size", "0"]
+DDP = [
+    "--model",
+    "CIFARCNN",
+    "--data",
+    "Synthetic",
+    "--data.images",
+    "12800",
+    "--data.val_size",
+    "0",
+]
 DDP += ["--data.batch_size", "64", "--trainer.max_epochs", "3", *UNTOUCHED]
 
 
@@ -245,14 +321,19 @@ def _ddp_rank(rank: int, store: str, figures: str) -> None:
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
-    from app.networks import LeNet
+    from app.modules.networks import LeNet
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     images, labels = synthetic("CIFAR10", 12_800)
     shares = (images.float() / 127.5 - 1)[rank::2], labels[rank::2]
     network = DistributedDataParallel(LeNet())
-    measured = loop(network, torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9), shuffled(*shares, 32), 3)
+    measured = loop(
+        network,
+        torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9),
+        shuffled(*shares, 32),
+        3,
+    )
     if rank == 0:
         Path(figures).write_text(json.dumps(measured))
     distributed.destroy_process_group()
@@ -261,15 +342,35 @@ def _ddp_rank(rank: int, store: str, figures: str) -> None:
 def ddp_raw() -> dict[str, float]:
     """A hand-written loop with DistributedDataParallel, two processes, gloo."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_ddp_rank, (f"{folder}/store", f"{folder}/figures.json"), nprocs=2)
+        torch.multiprocessing.spawn(
+            _ddp_rank, (f"{folder}/store", f"{folder}/figures.json"), nprocs=2
+        )
         return json.loads(Path(folder, "figures.json").read_text())
 
 
 ddp_ours = ours(*DDP, *QUIET, "--trainer.strategy", "ddp", "--trainer.devices", "2")
 
 
-SHARDED = ["--model", "CIFARCNN", "--model.network", "resnet18_cifar", "--data", "Synthetic", "--data.images", "512"]
-SHARDED += ["--data.val_size", "0", "--data.batch_size", "128", "--trainer.max_epochs", "2", *UNTOUCHED, *QUIET]
+SHARDED = [
+    "--model",
+    "CIFARCNN",
+    "--model.network",
+    "resnet18_cifar",
+    "--data",
+    "Synthetic",
+    "--data.images",
+    "512",
+]
+SHARDED += [
+    "--data.val_size",
+    "0",
+    "--data.batch_size",
+    "128",
+    "--trainer.max_epochs",
+    "2",
+    *UNTOUCHED,
+    *QUIET,
+]
 TWO = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
 
 
@@ -293,7 +394,9 @@ while True:
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the program that stops and continues the rank; it ends with the rank."""
         if trainer.global_rank == 1:
-            subprocess.Popen([sys.executable, "-c", self.PROGRAM, str(os.getpid())], stderr=subprocess.DEVNULL)
+            subprocess.Popen(
+                [sys.executable, "-c", self.PROGRAM, str(os.getpid())], stderr=subprocess.DEVNULL
+            )
 
 
 # `Halved` leaves the second rank half of its core
@@ -302,8 +405,25 @@ UNEQUAL += ["--trainer.callbacks+=contenders.Halved"]
 balance_equal = ours(*UNEQUAL)
 balance_ours = ours(*UNEQUAL, "--run.balance", "true")
 
-WIDE = ["--model", "FashionMLP", "--model.hidden", "[256]", "--data", "Synthetic", "--data.like", "FashionMNIST"]
-WIDE += ["--data.images", "60000", "--data.val_size", "0", "--data.batch_size=0.25", "--trainer.max_epochs", "3"]
+WIDE = [
+    "--model",
+    "FashionMLP",
+    "--model.hidden",
+    "[256]",
+    "--data",
+    "Synthetic",
+    "--data.like",
+    "FashionMNIST",
+]
+WIDE += [
+    "--data.images",
+    "60000",
+    "--data.val_size",
+    "0",
+    "--data.batch_size=0.25",
+    "--trainer.max_epochs",
+    "3",
+]
 WIDE += [*UNTOUCHED, *QUIET, "--model.repeats"]
 mlp24_ours = ours(*WIDE, "24")
 mlp64_ours = ours(*WIDE, "64")
@@ -312,7 +432,7 @@ mlp64_ours = ours(*WIDE, "64")
 def mlp24_raw() -> dict[str, float]:
     """A hand-written loop over stored images, each repeated 24 times."""
     from app.modules import smooth_l1
-    from app.networks import MLP
+    from app.modules.networks import MLP
 
     images, labels = synthetic("FashionMNIST", 60_000)
     network = MLP(1, [256], 10)

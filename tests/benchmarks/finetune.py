@@ -25,7 +25,11 @@ def halves(images: Path, place: Path) -> list[Path]:
     for half, members in (("first", classes[:middle]), ("second", classes[middle:])):
         for label in members:
             files = sorted(label.iterdir())
-            splits = {"train": files} if half == "first" else {"train": files[:FEW], "val": files[FEW : 2 * FEW]}
+            splits = (
+                {"train": files}
+                if half == "first"
+                else {"train": files[:FEW], "val": files[FEW : 2 * FEW]}
+            )
             for split, chosen in splits.items():
                 (folder := place / half / split / label.name).mkdir(parents=True)
                 for file in chosen:
@@ -33,19 +37,35 @@ def halves(images: Path, place: Path) -> list[Path]:
     return [place / "first", place / "second"]
 
 
-def train(place: Path, name: str, images: Path, epochs: int, *flags: str | Path) -> tuple[Path, float]:
+def train(
+    place: Path, name: str, images: Path, epochs: int, *flags: str | Path
+) -> tuple[Path, float]:
     """Train a ResNet-18; return the run's folder and its best accuracy on the validation images."""
     command = [
-        *("fit", "--model", "resnet18", "--data", "ImageFolder", "--data.root", images, "--data.flip", "true"),
+        *(
+            "fit",
+            "--model",
+            "resnet18",
+            "--data",
+            "ImageFolder",
+            "--data.root",
+            images,
+            "--data.flip",
+            "true",
+        ),
         *("--data.crop_padding", "4", "--model.schedule", "cosine", "--trainer.max_epochs", epochs),
         *("--run.test", "false"),
         *("--run.root", place / "runs", "--run.name", name, *flags),
     ]
     words = list(map(str, command))
     print("python -m app", shlex.join(words), flush=True)
-    subprocess.run([sys.executable, "-m", "app", *words], check=True, stdout=subprocess.DEVNULL, timeout=3600)
+    subprocess.run(
+        [sys.executable, "-m", "app", *words], check=True, stdout=subprocess.DEVNULL, timeout=3600
+    )
     run = place / "runs" / name / "version_0"
-    return run, max(epoch["val_acc"] for epoch in json.loads((run / "run.json").read_text())["epochs"])
+    return run, max(
+        epoch["val_acc"] for epoch in json.loads((run / "run.json").read_text())["epochs"]
+    )
 
 
 def main() -> None:
@@ -56,7 +76,11 @@ def main() -> None:
         pretrained, accuracy = train(place, "pretrained", first, 15, *FIRST.split())
         results = {f"15 epochs on the first half ({accuracy:.1%})": accuracy}
         tuned, fresh = [*TUNED.split(), "--model.weights", pretrained], FRESH.split()
-        for epochs, start, flags in ((5, "these weights", tuned), (5, "scratch", fresh), (20, "scratch", fresh)):
+        for epochs, start, flags in (
+            (5, "these weights", tuned),
+            (5, "scratch", fresh),
+            (20, "scratch", fresh),
+        ):
             name = f"{epochs} epochs from {start}"
             results[name] = train(place, name.replace(" ", "_"), second, epochs, *flags)[1]
         print("\n| on the second half | best validation accuracy |\n|---|---|")

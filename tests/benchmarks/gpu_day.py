@@ -1,8 +1,8 @@
 """Run items of `gpu_items.py` one after the other, each in a separate process with a time limit.
 
-`gpu_day.sh` starts it. If an item fails or times out, its figures so far are kept, and the next item runs. A call ends
-at its deadline; its first items are worth most. Without a GPU, every item is skipped. `GPU_DAY_DEVICE=cpu` tests the
-items on the CPU, with small sizes.
+`gpu_day.sh` starts it. If an item fails or times out, its figures so far are kept, and the next
+item runs. A call ends at its deadline; its first items are worth most. Without a GPU, every item is
+skipped. `GPU_DAY_DEVICE=cpu` tests the items on the CPU, with small sizes.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ from app.system.files import write_json
 TRIED = os.environ.get("GPU_DAY_DEVICE") == "cpu"
 PATIENCE = 3 if TRIED else 1  # factor of the time limits, larger on the CPU because it is slower
 LEAST = 15  # seconds without which no item starts
-# items of each call, with their time limits in seconds; the sum of the limits is the call's deadline
+# items of each call, with their time limits in seconds; the sum of the limits is the call's
+# deadline
 CALLS = {
     "A": {"versions": 20, "step": 40, "smoke": 50, "synchronisations": 35},
     "B": {"lenet": 60, "resnet": 60, "apart": 75, "mlp": 50},
@@ -45,13 +46,18 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
     began, figures, log = time.monotonic(), folder / f"{item}.json", folder / f"{item}.log"
     command = [sys.executable, str(Path(__file__).with_name("gpu_items.py")), item, str(figures)]
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             status = "ok" if process.wait(seconds) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = f"cut off after {seconds:.0f} s"
         finally:
-            for number in (signal.SIGINT, signal.SIGKILL):  # SIGINT first, because pytest then ends its children
+            for number in (
+                signal.SIGINT,
+                signal.SIGKILL,
+            ):  # SIGINT first, because pytest then ends its children
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, number)
                     process.wait(3)
@@ -68,7 +74,11 @@ def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
     for row in rows:
         text = "; ".join(f"{name}: {value}" for name, value in row["figures"].items())
         end = " ".join(row["end"][-1:])
-        lines.append(f"| {row['item']} | {row['status']} | {row['seconds']} | {text or end} |".replace("\n", " "))
+        lines.append(
+            f"| {row['item']} | {row['status']} | {row['seconds']} | {text or end} |".replace(
+                "\n", " "
+            )
+        )
     (folder / "results.md").write_text("\n".join(lines) + "\n")
     with tarfile.open(folder / "logs.tar.gz", "w:gz") as archive:
         archive.add(logs, "logs")
@@ -82,7 +92,9 @@ def main(chosen: Sequence[str], folder: Path) -> None:
     limits = {item: limit for call in CALLS.values() for item, limit in call.items()}
     items = [item for name in chosen or CALLS for item in CALLS.get(name, [name])]
     if unknown := [item for item in items if item not in limits]:
-        raise SystemExit(f"gpu_day.sh: there is no {unknown[0]!r}: give wheels, {', '.join([*CALLS, *limits])}")
+        raise SystemExit(
+            f"gpu_day.sh: there is no {unknown[0]!r}: give wheels, {', '.join([*CALLS, *limits])}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     ends, reason = time.monotonic() + sum(limits[item] for item in items) * PATIENCE, why_not()
     rows: list[dict[str, Any]] = []

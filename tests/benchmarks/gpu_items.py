@@ -1,6 +1,7 @@
 """Measurements of `gpu_day.py`, one function per item: `python gpu_items.py ITEM FIGURES.json`.
 
-An item writes each figure as soon as it is known. Rates are samples/s, medians over logging windows.
+An item writes each figure as soon as it is known. Rates are samples/s, medians over logging
+windows.
 """
 
 import json
@@ -26,11 +27,11 @@ from torch import Tensor, nn
 from app.cli import main
 from app.data import Synthetic
 from app.modules import CIFARCNN
-from app.networks import LeNet
-from app.parallel import DataParallelStrategy
+from app.modules.networks import LeNet
 from app.system.files import write_json
 from app.system.machine import hardware, time_when_done
 from app.system.machine import versions as installed
+from app.training import DataParallelStrategy
 
 CPU = os.environ.get("GPU_DAY_DEVICE") == "cpu"  # set by a test of the items, with small sizes
 DEVICE = torch.device("cpu" if CPU else "cuda")
@@ -39,8 +40,17 @@ FIGURES = Path(sys.argv[2] if len(sys.argv) > 2 else "figures.json")
 PLACE = Path(tempfile.mkdtemp(prefix="gpu_day-"))
 ON = options(accelerator=DEVICE.type, wandb=False)
 DATA = tiny(SIZE, 64, val_size=128)
-SPEED = options(test=False, max_epochs=3, log_every_n_steps=20, limit_val_batches=1, warmup_epochs=1)
-SGD = ["--model.optimizer", "SGD", "--model.optimizer.lr", "0.001", "--model.optimizer.momentum", "0.9"]
+SPEED = options(
+    test=False, max_epochs=3, log_every_n_steps=20, limit_val_batches=1, warmup_epochs=1
+)
+SGD = [
+    "--model.optimizer",
+    "SGD",
+    "--model.optimizer.lr",
+    "0.001",
+    "--model.optimizer.momentum",
+    "0.9",
+]
 BF16, FLOAT16 = (["--trainer.precision", precision] for precision in ("bf16-mixed", "16-mixed"))
 TF32 = ["--model.matmul_precision", "high"]
 COMPILED, REDUCED = (["--model.compile", mode] for mode in ("default", "reduce-overhead"))
@@ -55,7 +65,9 @@ def note(name: str, value: Any) -> None:
         write_json(FIGURES, _figures)
 
 
-def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 150 if CPU else 65) -> tuple[int, str]:
+def start(
+    *args: Any, env: dict[str, str] | None = None, timeout: float = 150 if CPU else 65
+) -> tuple[int, str]:
     """Run `python -m app …` in a separate process; return exit code and output."""
     command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
     try:
@@ -64,7 +76,10 @@ def start(*args: Any, env: dict[str, str] | None = None, timeout: float = 150 if
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        return 124, f"{(error.stdout or b'').decode(errors='replace')}\nnot done after {timeout:.0f} s"
+        return (
+            124,
+            f"{(error.stdout or b'').decode(errors='replace')}\nnot done after {timeout:.0f} s",
+        )
     return done.returncode, done.stdout
 
 
@@ -107,7 +122,11 @@ def rate(name: str, *flags: str | Path, alone: bool = False) -> float | None:
 
 def versions() -> None:
     """Record versions and hardware."""
-    for name, value in {**installed(), "torchvision": torchvision.__version__, **hardware()}.items():
+    for name, value in {
+        **installed(),
+        "torchvision": torchvision.__version__,
+        **hardware(),
+    }.items():
         note(name, value)
 
 
@@ -125,7 +144,13 @@ def smoke() -> None:
 
     The log has full tracebacks.
     """
-    ways = {"default": [], "bf16": BF16, "16-mixed": FLOAT16, "compile": COMPILED, "reduce-overhead": REDUCED}
+    ways = {
+        "default": [],
+        "bf16": BF16,
+        "16-mixed": FLOAT16,
+        "compile": COMPILED,
+        "reduce-overhead": REDUCED,
+    }
     if CPU:
         ways = {name: ways[name] for name in ("default", "bf16")}
 
@@ -133,7 +158,10 @@ def smoke() -> None:
         flags = [*tiny(640, 64, root=PLACE, name=name, max_epochs=2), *ON, *ways[name]]
         code, out = start("fit", *flags)
         loss = record_of(newest(name))["train_loss"]["last"] if code == 0 else None
-        note(name, {"exit code": code, "loss": loss} if code == 0 else out.strip().splitlines()[-1][:200])
+        note(
+            name,
+            {"exit code": code, "loss": loss} if code == 0 else out.strip().splitlines()[-1][:200],
+        )
         print(f"---- {name}\n{out}")
 
     with ThreadPoolExecutor(6) as pool:
@@ -172,13 +200,15 @@ class Watch(Callback):
     def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
         if "synchroniz" in str(message).lower():
             frames = [f for f in traceback.extract_stack()[:-1] if "warnings.py" not in f.filename]
-            relevant = [f for f in frames if "/app/" in f.filename or "lightning" in f.filename] or frames
+            relevant = [
+                f for f in frames if "/app/" in f.filename or "lightning" in f.filename
+            ] or frames
             self.waits[f"{Path(relevant[-1].filename).name}:{relevant[-1].lineno}"] += 1
 
 
 def watched(*flags: str) -> Watch:
     """Train LeNet for 135 steps at batch 64, and return the `Watch` callback."""
-    import app.fit.command as command
+    import app.command.run as command
 
     original, watch = command.CLI.instantiate_trainer, Watch()
 
@@ -219,7 +249,9 @@ class Raw:
 
         def step(rows: Tensor) -> None:
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(network((table[rows].float() - 127.5) / 127.5), labels[rows])
+            loss = nn.functional.cross_entropy(
+                network((table[rows].float() - 127.5) / 127.5), labels[rows]
+            )
             loss.backward()
             optimizer.step()
 
@@ -229,7 +261,9 @@ class Raw:
         """Train without each epoch's incomplete batch, and return the seconds."""
         began = time_when_done(DEVICE)
         for _ in range(epochs):
-            for rows in torch.randperm(self.images, device=DEVICE).split(self.batch)[: self.images // self.batch]:
+            for rows in torch.randperm(self.images, device=DEVICE).split(self.batch)[
+                : self.images // self.batch
+            ]:
                 self.step(rows)
         return time_when_done(DEVICE) - began
 
@@ -238,17 +272,42 @@ def lenet() -> None:
     """Time LeNet with `fit` and with a hand-written loop, in turns: 5 epochs of 50,000 images at batch 64."""
     epochs, images = (1, SIZE) if CPU else (5, 50_000)
     raw = Raw(LeNet(), images, 64)
-    flags = [*SGD, "--data.drop_last", "true", *options(test=False, limit_val_batches=0, log_every_n_steps=50)]
+    flags = [
+        *SGD,
+        "--data.drop_last",
+        "true",
+        *options(test=False, limit_val_batches=0, log_every_n_steps=50),
+    ]
     for turn in (1,) if CPU else (1, 2):
-        seconds = record_of(fit("turn", *tiny(images + 8, 64, val_size=8, max_epochs=epochs), *flags))["train_s"]
+        seconds = record_of(
+            fit("turn", *tiny(images + 8, 64, val_size=8, max_epochs=epochs), *flags)
+        )["train_s"]
         by_hand = raw.train(epochs)
-        note(f"turn {turn}", {"ours_s": round(seconds, 3), "raw_s": round(by_hand, 3), "ratio": seconds / by_hand})
+        note(
+            f"turn {turn}",
+            {"ours_s": round(seconds, 3), "raw_s": round(by_hand, 3), "ratio": seconds / by_hand},
+        )
 
 
 def of_resnet() -> list[str]:
     """Return flags of resnet18_cifar at batch 512."""
-    flags = ["--model", "CIFARCNN", "--model.network", "lenet" if CPU else "resnet18_cifar", *DATA, *SPEED]
-    return [*flags, "--data.batch_size", "512", "--data.drop_last", "true", "--trainer.log_every_n_steps", "10"]
+    flags = [
+        "--model",
+        "CIFARCNN",
+        "--model.network",
+        "lenet" if CPU else "resnet18_cifar",
+        *DATA,
+        *SPEED,
+    ]
+    return [
+        *flags,
+        "--data.batch_size",
+        "512",
+        "--data.drop_last",
+        "true",
+        "--trainer.log_every_n_steps",
+        "10",
+    ]
 
 
 def resnet() -> None:
@@ -282,7 +341,11 @@ def mlp() -> None:
     """
     side = 512 if CPU else 8192
     peaks = {}
-    for name, dtype in (("float32", torch.float32), ("TF32", torch.float32), ("bf16", torch.bfloat16)):
+    for name, dtype in (
+        ("float32", torch.float32),
+        ("TF32", torch.float32),
+        ("bf16", torch.bfloat16),
+    ):
         if CPU and peaks:
             break
         torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
@@ -296,7 +359,15 @@ def mlp() -> None:
         note(f"TFLOP/s of a product in {name}", peaks[name] / 1e12)
     torch.set_float32_matmul_precision("highest")
     for repeats in (1,) if CPU else (24, 64):
-        flags = ["--model", "FashionMLP", "--model.repeats", str(repeats), "--data", "Synthetic", *SPEED]
+        flags = [
+            "--model",
+            "FashionMLP",
+            "--model.repeats",
+            str(repeats),
+            "--data",
+            "Synthetic",
+            *SPEED,
+        ]
         flags += options(like="FashionMNIST", images=SIZE if CPU else 60_000, batch_size=0.25)
         flags += options(log_every_n_steps=1, max_epochs=6)
         for name, more in (("float32", []), ("TF32", TF32), ("bf16", BF16))[: 1 if CPU else 3]:
@@ -308,9 +379,25 @@ def mlp() -> None:
 def gpu_tests() -> None:
     """Run the tests that need a GPU; record their progress, the failed ones and the final counts as they appear."""
     # a bare machine lacks packages that other test files import
-    files = [str(file) for file in sorted(ROOT.glob("tests/test_*.py")) if "@on_gpu" in file.read_text()]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-n", "6", *files]
-    process = subprocess.Popen([*command, "--timeout", "60"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    files = [
+        str(file) for file in sorted(ROOT.glob("tests/test_*.py")) if "@on_gpu" in file.read_text()
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "-n",
+        "6",
+        *files,
+    ]
+    process = subprocess.Popen(
+        [*command, "--timeout", "60"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     failed = []
     for line in process.stdout:
@@ -338,7 +425,10 @@ def dp() -> None:
                 precision=precision, logger=False, enable_checkpointing=False, enable_progress_bar=False,
                 enable_model_summary=False,
             )  # fmt: skip
-            trainer.fit(model, datamodule=Synthetic(images=32 * 8 + 1 + 10, val_size=10, batch_size=32, seed=0))
+            trainer.fit(
+                model,
+                datamodule=Synthetic(images=32 * 8 + 1 + 10, val_size=10, batch_size=32, seed=0),
+            )
             states.append({k: v.cpu().float() for k, v in model.state_dict().items()})
         note(precision, difference(*states))
 
@@ -348,7 +438,10 @@ def same_bits() -> None:
 
     One rank of `ddp` uses NCCL. Two or three ranks, each a "node", share the device and use gloo.
     """
-    flags = [*tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, threads=1, root=PLACE), *ON]
+    flags = [
+        *tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, threads=1, root=PLACE),
+        *ON,
+    ]
     virtual = options(virtual_devices=3)
     plain, sharded = fit("auto", *flags), fit("auto-virtual", *flags, *virtual)
     ways = {"ddp-virtual": (1, "ddp"), "gloo-virtual": (2, "ddp")}
@@ -363,7 +456,12 @@ def same_bits() -> None:
         way += virtual if "virtual" in name else []
         env: list[dict[str, str]] = [{}]
         if ranks > 1:
-            way += ["--trainer.num_nodes", str(ranks), "--trainer.strategy.process_group_backend", "gloo"]
+            way += [
+                "--trainer.num_nodes",
+                str(ranks),
+                "--trainer.strategy.process_group_backend",
+                "gloo",
+            ]
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             env = [{**address, "NODE_RANK": str(rank)} for rank in range(ranks)]
         with ThreadPoolExecutor(ranks) as pool:
@@ -373,7 +471,10 @@ def same_bits() -> None:
         if any(code for code, _ in done):
             return None
         run, expected = newest(name), sharded if "virtual" in name else plain
-        note(f"{name}: largest difference of losses", float(abs(losses(run) - losses(expected)).max()))
+        note(
+            f"{name}: largest difference of losses",
+            float(abs(losses(run) - losses(expected)).max()),
+        )
         note(f"{name}: largest difference of weights", difference(run, expected))
         return difference(run, expected)
 
@@ -384,11 +485,16 @@ def same_bits() -> None:
 
 def commands() -> None:
     """Record a run's memory, by the run's record and by nvidia-smi, and results of doctor, plan, compare and verify."""
-    memory = record_of(fit("memory", *DATA, "--trainer.max_epochs", "1", "--run.test", "false"))["peak_memory"][0]
+    memory = record_of(fit("memory", *DATA, "--trainer.max_epochs", "1", "--run.test", "false"))[
+        "peak_memory"
+    ][0]
     note("recorded", {key: value for key, value in memory.items() if key.endswith("gib")})
     if not CPU:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
-        note("nvidia-smi", subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip())
+        note(
+            "nvidia-smi",
+            subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip(),
+        )
 
     def command(*words: Any) -> None:
         code, out = start(*words)
@@ -398,10 +504,26 @@ def commands() -> None:
     def doctor() -> None:
         code, out = start("doctor", "--json")
         checks = json.loads(out[out.index("{") :])["checks"] if "{" in out else []
-        note("doctor", [f"{check['name']}: {check['found']}" for check in checks if check["level"] == "red"] or code)
+        note(
+            "doctor",
+            [f"{check['name']}: {check['found']}" for check in checks if check["level"] == "red"]
+            or code,
+        )
 
-    plan = ["plan", "--per_node", "8", "--bandwidth", "25GB/s", "--latency", "20us", "--root", PLACE]
-    plan += ["--run", newest("memory")] if CPU else [*ON, "--data", "Synthetic", "--data.images", "640"]
+    plan = [
+        "plan",
+        "--per_node",
+        "8",
+        "--bandwidth",
+        "25GB/s",
+        "--latency",
+        "20us",
+        "--root",
+        PLACE,
+    ]
+    plan += (
+        ["--run", newest("memory")] if CPU else [*ON, "--data", "Synthetic", "--data.images", "640"]
+    )
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(doctor), pool.submit(command, *plan)]
         if not CPU:

@@ -24,7 +24,9 @@ def synthetic(like: str, size: int) -> tuple[Tensor, Tensor]:
     return split.tensor(0), split.labels
 
 
-def shuffled(images: Tensor, labels: Tensor, batch: int) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
+def shuffled(
+    images: Tensor, labels: Tensor, batch: int
+) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
     """Return a function that yields batches of resident images, in a new order at each call."""
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -64,7 +66,11 @@ def feed_ours() -> dict[str, float]:
 
     images, _ = synthetic("CIFAR10", 512)
     transform = Transform((0.5,) * 3, (0.5,) * 3, crop_padding=4, flip=True, cutout=8)
-    return _fed(lambda: transform(images, torch.randint(DRAW_RANGE, (512, transform.draws), dtype=torch.int32)))
+    return _fed(
+        lambda: transform(
+            images, torch.randint(DRAW_RANGE, (512, transform.draws), dtype=torch.int32)
+        )
+    )
 
 
 PHOTOS, WORKERS, CROPPED = int(os.environ.get("PHOTOS", 2000)), 2, 64
@@ -88,18 +94,21 @@ def _photos(folder: str) -> None:
 def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 10) -> dict[str, float]:
     """Measure images/s and memory growth.
 
-    The images/s are those of the first epoch, including set-up, and the median of the later epochs. The memory growth
-    is the growth since the end of the second epoch.
+    The images/s are those of the first epoch, including set-up, and the median of the later epochs.
+    The memory growth is the growth since the end of the second epoch.
 
-    Before each reading of memory, `malloc_trim` returns free memory, because the amount that the allocator keeps varies
-    by hundreds of MiB.
+    Before each reading of memory, `malloc_trim` returns free memory, because the amount that the
+    allocator keeps varies by hundreds of MiB.
     """
     import psutil
 
     def memory() -> float:
         ctypes.CDLL(None).malloc_trim(0)
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        return sum(mapping.private_dirty for process in processes for mapping in process.memory_maps()) / 2**20
+        return (
+            sum(mapping.private_dirty for process in processes for mapping in process.memory_maps())
+            / 2**20
+        )
 
     walls, used, began = [], [], time.perf_counter()
     batches = begin()
@@ -109,7 +118,10 @@ def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 10) ->
         used.append(memory())
         assert seen == PHOTOS
         began = time.perf_counter()
-    rates = {"first_epoch_images_per_s": PHOTOS / walls[0], "images_per_s": PHOTOS / statistics.median(walls[1:])}
+    rates = {
+        "first_epoch_images_per_s": PHOTOS / walls[0],
+        "images_per_s": PHOTOS / statistics.median(walls[1:]),
+    }
     return {**rates, "mib_more": used[-1] - used[1]}
 
 
@@ -126,10 +138,16 @@ def crops_torchvision() -> dict[str, float]:
                 v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,) * 3, (0.5,) * 3),
             ]
         )  # fmt: skip
-        settings: dict[str, Any] = {"num_workers": WORKERS, "shuffle": True, "persistent_workers": True}
+        settings: dict[str, Any] = {
+            "num_workers": WORKERS,
+            "shuffle": True,
+            "persistent_workers": True,
+        }
 
         def begin() -> Callable[[], Iterator[Any]]:
-            loader = torch.utils.data.DataLoader(ImageFolder(f"{folder}/train", transform), CROPPED, **settings)
+            loader = torch.utils.data.DataLoader(
+                ImageFolder(f"{folder}/train", transform), CROPPED, **settings
+            )
             return lambda: iter(loader)
 
         return _read(begin)
@@ -141,11 +159,21 @@ def crops_ours() -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         _photos(folder)
-        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False)
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False
+        )
 
         def begin() -> Callable[[], Iterator[Any]]:
-            flags: dict[str, Any] = {"size": 224, "resize": 256, "crop": "random_resized", "flip": True, "val_size": 0}
-            data = ImageFolder(folder, batch_size=CROPPED, num_workers=WORKERS, cache=f"{folder}/cache", **flags)
+            flags: dict[str, Any] = {
+                "size": 224,
+                "resize": 256,
+                "crop": "random_resized",
+                "flip": True,
+                "val_size": 0,
+            }
+            data = ImageFolder(
+                folder, batch_size=CROPPED, num_workers=WORKERS, cache=f"{folder}/cache", **flags
+            )
             data.trainer = trainer
             data.prepare_data("fit")
             data.setup("fit")

@@ -3,9 +3,9 @@
     python tests/benchmarks/speed.py                     everything, about 20 minutes on two cores
     python tests/benchmarks/speed.py overhead --turns 9  one item, more often
 
-Each contender runs in a separate process, with the item's number of threads. A table lists the median and
-range of each figure, and of its ratio to the first contender's figure. Both figures of a ratio are from the same turn,
-so that load by other programs affects both.
+Each contender runs in a separate process, with the item's number of threads. A table lists the
+median and range of each figure, and of its ratio to the first contender's figure. Both figures of a
+ratio are from the same turn, so that load by other programs affects both.
 """
 
 import argparse
@@ -20,10 +20,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0))
 
-# -- items: threads and contenders; the first contender is the reference -------------------------------------------
+# -- items: threads and contenders; the first contender is the reference
+# -------------------------------------------
 
 ITEMS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "overhead": (1, ("overhead_raw", "overhead_stock_quiet", "overhead_stock", "overhead_ours", "overhead_ours_fast")),
+    "overhead": (
+        1,
+        (
+            "overhead_raw",
+            "overhead_stock_quiet",
+            "overhead_stock",
+            "overhead_ours",
+            "overhead_ours_fast",
+        ),
+    ),
     "lenet": (CORES, ("lenet_raw", "lenet_loader", "lenet_ours")),
     "start": (1, ("start_import", "start_ours")),
     "commands": (CORES, ("start_import", "start_quickstart", "start_verify")),
@@ -39,7 +49,12 @@ ITEMS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 def measure(contender: str, threads: int) -> dict[str, float]:
     """Run a contender in a separate process, and return its figures."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("contenders.py")), contender],
         env=environment, capture_output=True, text=True, timeout=600, check=False,
@@ -51,20 +66,28 @@ def measure(contender: str, threads: int) -> dict[str, float]:
 
 def table(contenders: Sequence[str], turns: list[dict[str, dict[str, float]]]) -> Iterator[str]:
     """Yield lines of Markdown: median and range of each figure, and of its ratio to the first contender's."""
-    figures = [name for name in turns[0][contenders[0]] if all(name in turns[0][other] for other in contenders)]
+    figures = [
+        name
+        for name in turns[0][contenders[0]]
+        if all(name in turns[0][other] for other in contenders)
+    ]
     for figure in figures:
         yield f"\n| {figure}, n = {len(turns)} | median | range | × {contenders[0]} | range |"
         yield "|---|---|---|---|---|"
         for name in contenders:
             values = sorted(turn[name][figure] for turn in turns)
             ratios = sorted(turn[name][figure] / turn[contenders[0]][figure] for turn in turns)
-            cells = [f"{statistics.median(v):.4g} | {v[0]:.4g}-{v[-1]:.4g}" for v in (values, ratios)]
+            cells = [
+                f"{statistics.median(v):.4g} | {v[0]:.4g}-{v[-1]:.4g}" for v in (values, ratios)
+            ]
             yield f"| {name} | {' | '.join(cells)} |"
 
 
 def read(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("items", nargs="*", choices=[*ITEMS, []], help="by default all")
     parser.add_argument("--turns", type=int, default=5)
     return parser.parse_args(arguments)

@@ -1,8 +1,9 @@
 """Virtual hosts on one machine, connected by a virtual switch.
 
-A host is a set of namespaces: network, host name, processes, mounts. All its processes descend from its first process.
-When the first process ends, the kernel removes the host's daemons, jobs, links and /dev/shm, also if the test run is
-killed. Names in a host are invisible outside, so that two tests cannot collide.
+A host is a set of namespaces: network, host name, processes, mounts. All its processes descend from
+its first process. When the first process ends, the kernel removes the host's daemons, jobs, links
+and /dev/shm, also if the test run is killed. Names in a host are invisible outside, so that two
+tests cannot collide.
 """
 
 import os
@@ -19,7 +20,9 @@ import psutil
 import pytest
 
 
-def awaited(condition: Callable[[], object], seconds: float, how_it_stands: Callable[[], str] = str) -> None:
+def awaited(
+    condition: Callable[[], object], seconds: float, how_it_stands: Callable[[], str] = str
+) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, how_it_stands()
@@ -43,14 +46,25 @@ class Host:
         children = psutil.Process(self.outer.pid).children
         awaited(children, 10, self.log.read_text)
         self.pid = children()[0].pid
-        self.enter = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--pid", "--wd=."]
+        self.enter = [
+            "nsenter",
+            "--target",
+            str(self.pid),
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--wd=.",
+        ]
 
     def go(self) -> None:
         assert self.outer.stdin
         self.outer.stdin.write("go\n")
         self.outer.stdin.flush()
 
-    def run(self, *command: str | Path, timeout: float = 60, env: dict[str, str] | None = None) -> str:
+    def run(
+        self, *command: str | Path, timeout: float = 60, env: dict[str, str] | None = None
+    ) -> str:
         """Run a command on this host, check that it succeeds, and return its output."""
         done = subprocess.run(
             [*self.enter, *map(str, command)], env={**os.environ, **(env or {})}, timeout=timeout,
@@ -68,7 +82,9 @@ class Host:
             os.kill(self.pid, signal.SIGKILL)
         self.outer.wait(30)
 
-    def start(self, *command: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str | Path, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """Start a command on this host."""
         return subprocess.Popen(
             [*self.enter, *map(str, command)], env={**os.environ, **(env or {})},
@@ -81,15 +97,24 @@ class Network:
 
     def __init__(self, count: int, place: Path, stack: ExitStack) -> None:
         self.place, self.stack = place, stack
-        self.addresses = {"ctl": "10.77.0.254", **{f"h{i}": f"10.77.0.{i}" for i in range(1, count + 1)}}
-        lines = [f"{ip} {name}\n" for name, ip in {"localhost": "127.0.0.1", **self.addresses}.items()]
+        self.addresses = {
+            "ctl": "10.77.0.254",
+            **{f"h{i}": f"10.77.0.{i}" for i in range(1, count + 1)},
+        }
+        lines = [
+            f"{ip} {name}\n" for name, ip in {"localhost": "127.0.0.1", **self.addresses}.items()
+        ]
         (place / "hosts").write_text("".join(lines))
         self.hosts: dict[str, Host] = {}
 
     def switch_on(self, command: str = "sleep infinity") -> Host:
         """Make the host `ctl` with the switch, and start a command on it."""
         switch = self._make("ctl", command)
-        for words in ("link add br0 type bridge", "addr add 10.77.0.254/24 dev br0", "link set br0 up"):
+        for words in (
+            "link add br0 type bridge",
+            "addr add 10.77.0.254/24 dev br0",
+            "link set br0 up",
+        ):
             switch.run("ip", *words.split())
         switch.go()
         return switch
@@ -98,7 +123,9 @@ class Network:
         """Make a host, connect it to the switch, and start a command on it."""
         switch, host = self.hosts["ctl"], self._make(name, command)
         ends = f"eth0 netns {host.pid} type veth peer name {name} netns {switch.pid}"
-        subprocess.run(["ip", "link", "add", *ends.split()], check=True, capture_output=True, timeout=20)
+        subprocess.run(
+            ["ip", "link", "add", *ends.split()], check=True, capture_output=True, timeout=20
+        )
         switch.run("ip", "link", "set", name, "master", "br0", "up")
         host.run("ip", "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")
         host.run("ip", "link", "set", "eth0", "up")
@@ -115,15 +142,23 @@ class Network:
         self.hosts["ctl"].run("ip", "link", "set", name, state)
 
     def logs(self) -> str:
-        return "\n".join(f"{host.name}: {host.log.read_text()[-2000:]}" for host in self.hosts.values())
+        return "\n".join(
+            f"{host.name}: {host.log.read_text()[-2000:]}" for host in self.hosts.values()
+        )
 
 
 @contextmanager
-def place_for_hosts(what: str, programs: Sequence[str] = (), packages: str = "") -> Iterator[tuple[Path, ExitStack]]:
+def place_for_hosts(
+    what: str, programs: Sequence[str] = (), packages: str = ""
+) -> Iterator[tuple[Path, ExitStack]]:
     """Yield a folder for virtual hosts, and the exit stack that ends them. Skip the test if hosts cannot run."""
     if os.geteuid() != 0:
         pytest.skip(f"{what} needs root")
-    if missing := [name for name in (*programs, "ip", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]:
+    if missing := [
+        name
+        for name in (*programs, "ip", "unshare", "nsenter", "setpriv")
+        if shutil.which(name) is None
+    ]:
         pytest.skip(f"{what} needs {', '.join(missing)}; Debian: {packages}iproute2 util-linux")
     tried = subprocess.run(
         ["unshare", "--net", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "true"],

@@ -61,7 +61,9 @@ class Slurm:
         (place / "key").write_bytes(os.urandom(1024))
         (place / "key").chmod(0o400)
         files = " ".join(f"--{name}-file={place}/{name}" for name in ("key", "seed", "pid", "log"))
-        self.ctl = self.network.switch_on(f"munged --foreground --socket={place}/socket {files} & slurmctld -D -c")
+        self.ctl = self.network.switch_on(
+            f"munged --foreground --socket={place}/socket {files} & slurmctld -D -c"
+        )
         self.nodes = {name: self.network.add(name, "slurmd -D -c") for name in NODES}
         awaited(lambda: self._states() == ["idle"] * len(NODES), 60, self.network.logs)
 
@@ -71,7 +73,9 @@ class Slurm:
         except AssertionError:  # slurmctld does not answer yet
             return []
 
-    def run(self, *command: str | Path, timeout: float = 60, env: dict[str, str] | None = None) -> str:
+    def run(
+        self, *command: str | Path, timeout: float = 60, env: dict[str, str] | None = None
+    ) -> str:
         """Run a command on `ctl`, check that it succeeds, and return its output."""
         return self.ctl.run(*command, timeout=timeout, env={**(env or {}), **self.conf})
 
@@ -101,8 +105,8 @@ class Slurm:
     def start_again(self, job: str, seconds: float = 60) -> None:
         """Start a requeued job two seconds after its processes have ended; SLURM itself would wait for two minutes.
 
-        SLURM waits because slurmd rejects a job that starts in the same second in which it was killed: "already killed,
-        do not launch batch job". slurm_cred_revoked counts whole seconds.
+        SLURM waits because slurmd rejects a job that starts in the same second in which it was
+        killed: "already killed, do not launch batch job". slurm_cred_revoked counts whole seconds.
         """
         self.reaches(job, "PENDING", seconds=seconds)
         self.run("scontrol", "update", f"jobid={job}", "StartTime=now+2seconds")
@@ -112,7 +116,11 @@ class Slurm:
         """Return the environments of a job's living processes on all hosts, by pid on the real machine."""
         environments = {pid: environ(pid) for pid in psutil.pids()}
         mark = {**self.conf, "SLURM_JOB_ID": job}
-        return {pid: variables for pid, variables in environments.items() if mark.items() <= variables.items()}
+        return {
+            pid: variables
+            for pid, variables in environments.items()
+            if mark.items() <= variables.items()
+        }
 
 
 @contextmanager

@@ -1,0 +1,94 @@
+"""Checkpoint files: written atomically, and verified by their checksums."""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+
+from app.errors import UserError
+from app.system.files import PART, sync_folder, whole
+from app.system.torch_files import load
+
+FLAG = "--ckpt_path"
+LAST = "last.ckpt"
+PREVIOUS = "last-1.ckpt"  # the `last.ckpt` that a newer one has replaced
+
+
+class CheckpointFiles(TorchCheckpointIO):
+    """Checkpoint plugin for local files; Lightning handles remote paths."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint; if it replaces `last.ckpt`, keep the old file as `last-1.ckpt`.
+
+        Raises:
+            UserError: When the file cannot be written. An existing file is kept.
+        """
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        buffer = io.BytesIO()
+        file = Path(path)
+        torch.save(checkpoint, buffer)
+        try:
+            try:
+                _write(buffer, file)
+            except FileNotFoundError:  # another process has deleted the folder: create it again
+                _write(buffer, file)
+        except OSError as error:
+            kept = "the previous one is kept" if file.exists() else "no previous one exists"
+            raise UserError(
+                f"{file}: the checkpoint cannot be written ({error.strerror}), and {kept}: "
+                "make room there, or give another --run.root"
+            ) from error
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint on the host; load only tensors and plain values."""
+        if "://" in str(path):
+            return super().load_checkpoint(path, weights_only=True)
+        return load(Path(path), FLAG)
+
+
+def _write(buffer: io.BytesIO, file: Path) -> None:
+    with whole(file) as stream:
+        stream.write(buffer.getbuffer())
+        stream.flush()
+        os.fsync(stream.fileno())
+        if file.name == LAST and file.exists():
+            _keep(file, file.with_name(PREVIOUS))
+
+
+def _keep(file: Path, name: Path) -> None:
+    """Keep a file under a second name, as a hard link. If the file system has no hard links, rename the file.
+
+    One of the two files always exists.
+    """
+    if name.exists() and name.samefile(
+        file
+    ):  # a run made this link, and was killed before it replaced `file`
+        return
+    link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
+    try:
+        link.hardlink_to(file)
+        link.replace(name)
+    except OSError:  # a file system without hard links
+        file.replace(name)
+    sync_folder(file.parent)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Verify a checkpoint's checksums, and load it on the host.
+
+    Raises:
+        UserError: When the file is missing, damaged, or not a checkpoint.
+    """
+    checkpoint = load(path, FLAG)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise UserError(f"{FLAG} {path}: not a checkpoint: it holds no weights")
+    return checkpoint

@@ -1,0 +1,408 @@
+"""Checkpoints: lookup by name, checks before use, and the callback that saves them."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.parameter import is_lazy
+
+from app.command.checkpoint_file import FLAG, read
+from app.data import ImageData
+from app.errors import UserError
+from app.modules import ImageClassifier
+from app.modules.execution import IMPLEMENTATION
+from app.modules.networks import checkpoint_of
+from app.record import Record
+from app.record.words import listed
+from app.system.lightning_patches import is_stopped
+from app.system.patches import expects
+from app.system.torch_files import check_exists
+from app.training.virtual_devices import ShardedLoop
+
+WEIGHTS_ALONE = "it holds only weights"
+NEWEST = "keeping the newest checkpoint: give --best_checkpoint.monitor NAME, and for a loss --best_checkpoint.mode min"
+_CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
+
+
+@expects(
+    *(
+        f"{_CHECKPOINT}._{name}"
+        for name in ("every_n_train_steps", "train_time_interval", "monitor_candidates")
+    ),
+    *(
+        f"{_CHECKPOINT}._{name}"
+        for name in ("should_skip_saving_checkpoint", "save_topk_checkpoint")
+    ),
+)
+class RunCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint`, adapted to resumed runs and to any model.
+
+    A run resumed in a new directory keeps the best score so far. For a model that does not log
+    `val_acc`, the best checkpoint is the one with the lowest `val_loss`; if the model logs neither
+    metric, the newest checkpoint is kept.
+    """
+
+    @cached_property
+    def state_key(self) -> str:
+        """Key of this callback's state in a checkpoint. Cached, because the monitored metric in the key may change."""
+        return super().state_key
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the scores, which Lightning would drop in a new directory."""
+        if (self.monitor, state_dict["monitor"]) == ("val_acc", "val_loss"):
+            self._minimise("val_loss")
+        super().load_state_dict({**state_dict, "dirpath": self.dirpath})
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Add epoch and step to the file name if several checkpoints are kept, so that none is overwritten."""
+        if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
+            self.filename += "-{epoch}-{step}"
+        with warnings.catch_warnings():  # a resumed run uses its existing folder
+            warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+            super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop monitoring a validation metric in a run without validation."""
+        if (self.monitor or "").startswith("val") and not sum(trainer.num_val_batches):
+            rank_zero_info(
+                "There is no validation: keeping the newest checkpoint instead of the best."
+            )
+            self.monitor = None
+        super().on_train_start(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Save within an epoch, if a checkpoint is due or training stops.
+
+        After an epoch's last step, `on_train_epoch_end` saves instead, once the validation has
+        ended. A checkpoint from before the validation would make a resumed run skip the validation.
+        """
+        if not trainer.is_last_batch:
+            if self._every_n_train_steps or self._train_time_interval is not None:
+                super().on_train_batch_end(trainer, *args, **kwargs)
+            self._save_if_stopped(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save after a complete epoch.
+
+        Lightning also calls this hook after an interrupted epoch. A checkpoint saved then would
+        make a resumed run skip the rest of the epoch.
+        """
+        if trainer.is_last_batch:
+            super().on_train_epoch_end(trainer, pl_module)
+            self._save_if_stopped(trainer)
+
+    def _save_if_stopped(self, trainer: Trainer) -> None:
+        """Save if no metric is monitored, and training ends or a checkpoint is due. Never save a step twice.
+
+        When you upgrade Lightning, compare this method with `ModelCheckpoint.on_train_batch_end`.
+        """
+        is_complete = 0 <= trainer.max_steps <= trainer.global_step
+        every = self._every_n_train_steps
+        is_due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
+        saves = self.monitor is None and (is_stopped(trainer) or is_complete or is_due)
+        if saves and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace the default metric if validation did not log it. Then save if a checkpoint is due."""
+        logged = trainer.callback_metrics
+        if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in logged:
+            loss = "val_loss" if "val_loss" in logged else None
+            kept = f"the best checkpoint is the one with the lowest {loss}" if loss else NEWEST
+            rank_zero_info(f"{type(pl_module).__name__} does not log val_acc: {kept}")
+            self._minimise(loss)
+        super().on_validation_end(trainer, pl_module)
+        if (
+            not trainer.is_last_batch
+        ):  # early stopping may end training after a validation within an epoch
+            self._save_if_stopped(trainer)
+
+    def _minimise(self, metric: str | None) -> None:
+        self.monitor = metric
+        self.mode = "min"
+        self.kth_value = torch.tensor(torch.inf)
+
+
+def find_checkpoint(
+    name: str, configs: Sequence[str], root: str, run: str, resumes: bool = False
+) -> str:
+    """Resolve `last`, `best` and a run's folder to the path of a checkpoint; return a file's path unchanged.
+
+    A config file in a run's directory selects that run. Otherwise, the newest checkpoint of
+    this name under `root/run` is used.
+
+    Args:
+        name: `last`, `best` or a path.
+        configs: Config files of the command line.
+        root: Directory of all runs.
+        run: Name of the runs: `--run.name` or its default. Several runs may share it.
+        resumes: Whether a run's folder stands for its last checkpoint instead of its best.
+
+    Raises:
+        UserError: When the checkpoint is missing or damaged.
+    """
+    if name in ("last", "best"):
+        records = [
+            path for config in configs if (path := Path(config).with_name("run.json")).is_file()
+        ]
+        path = _named(name, records[-1] if records else None, Path(root, run))
+    else:
+        path = checkpoint_of(Path(name), resumes)
+    check_exists(path, FLAG)
+    reason = _wrong_with(path)
+    if reason:
+        intact = next(
+            (other for other in _newest_first([path.parent]) if not _wrong_with(other)), None
+        )
+        raise UserError(f"{reason}: {f'use {intact}' if intact else 'give another one'}")
+    return str(path)
+
+
+def _named(name: str, record: Path | None, folder: Path) -> Path:
+    """Return the checkpoint `last` or `best` of one run.
+
+    Without `record`, return the newest checkpoint of that name among all runs in `folder`.
+
+    Args:
+        name: `last` or `best`.
+        record: Path of the run's `run.json`, or None to search the folder.
+        folder: Folder with the runs of one name.
+
+    Raises:
+        UserError: When no checkpoint has this name.
+    """
+    kept = Path(getattr(read_earlier(record).checkpoint, name) or "") if record else Path()
+    if kept.is_file():
+        return kept
+    # the run may have been moved since its record was written, or killed in its first epoch
+    folder, pattern = (
+        (record.parent, "checkpoints") if record else (folder, "version_*/checkpoints")
+    )
+    for path in _newest_first(folder.glob(pattern)):
+        if path.name == kept.name or path.stem.startswith(name):
+            return path
+    raise UserError(
+        f"--ckpt_path {name}: no {name}.ckpt under {folder}: give --run.name, or a file's path"
+    )
+
+
+def _newest_first(folders: Iterable[Path]) -> list[Path]:
+    paths = (path for folder in folders for path in folder.glob("*.ckpt"))
+    return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def _wrong_with(path: Path, whole: bool = False) -> str | None:
+    """Return the reason why a checkpoint is unusable, or None.
+
+    If `whole` is set, a checkpoint that holds only weights is unusable, too.
+    """
+    try:
+        checkpoint = read(path)
+    except UserError as error:
+        return str(error)
+    return (
+        f"{path}: {WEIGHTS_ALONE}"
+        if whole and not checkpoint.keys() >= {"loops", "optimizer_states"}
+        else None
+    )
+
+
+def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
+    """Return the newest checkpoint that training can resume from, or None if no checkpoint exists.
+
+    Rename damaged checkpoints that are newer than the returned one to `*.damaged`.
+
+    Args:
+        root: Directory of all runs.
+        run: Name of the runs: `--run.name` or its default. Several runs may share it.
+        of: Command line and launcher ids. Only runs with this command line and one of these
+            launchers are searched; None searches all runs.
+
+    Raises:
+        UserError: When checkpoints exist, but training can resume from none of them.
+    """
+    folders = list(Path(root, run).glob("version_*/checkpoints"))
+    if of is not None:
+        records = ((folder, read_earlier(folder.with_name("run.json"))) for folder in folders)
+        folders = [
+            folder
+            for folder, record in records
+            if record.command == of[0] and {*of[1]} & {*record.launchers}
+        ]
+    damaged: list[Path] = []
+    paths = _newest_first(folders)
+    for path in paths:
+        reason = _wrong_with(path, whole=True)
+        if reason is None:
+            for other in damaged:
+                aside = other.replace(other.with_name(f"{other.name}.damaged"))
+                rank_zero_info(
+                    f"{other} is damaged: it is kept as {aside.name}, and the run continues from {path}"
+                )
+            return str(path)
+        rank_zero_info(reason)
+        damaged += [path] * (not reason.endswith(WEIGHTS_ALONE))
+    if paths:
+        raise UserError(
+            f"training can resume from none of the {len(paths)} checkpoints under {Path(root, run)}: "
+            "give another --run.name to begin anew, or --ckpt_path with another checkpoint"
+        )
+    return None
+
+
+def is_newest(path: Path) -> bool:
+    """Return whether a checkpoint is the newest of its run; ignore newer `best` checkpoints."""
+    return path.samefile(
+        next(file for file in _newest_first([path.parent]) if file == path or file.stem != "best")
+    )
+
+
+def read_earlier(path: Path) -> Record:
+    """Read an earlier run's record. If the file is missing or unreadable, return an empty record.
+
+    Print the reason why a file is unreadable.
+    """
+    if not path.exists():
+        return Record()
+    try:
+        return Record.load(path)
+    except ValueError as error:
+        rank_zero_info(f"{error}: continuing without it")
+        return Record()
+
+
+def check_checkpoint(
+    path: str,
+    model: LightningModule,
+    data: LightningDataModule,
+    resumed_by: Trainer | None,
+    may_be_finished: bool,
+) -> None:
+    """Check that a checkpoint fits model and data; before resuming, also check optimizer and training limits.
+
+    Args:
+        path: Path of the checkpoint.
+        model: The model.
+        data: The data module.
+        resumed_by: Trainer that resumes the checkpoint's training, or None.
+        may_be_finished: Accept a checkpoint whose training has already reached `max_epochs` or
+            `max_steps`.
+
+    Raises:
+        UserError: When the file is missing or damaged, or training cannot resume from it. When
+            model, classes or optimizer settings differ; the message names the first difference.
+            When the checkpoint's training has already reached `max_epochs` or `max_steps`, and
+            `may_be_finished` is false.
+    """
+    checkpoint = read(Path(path))
+    trained = (checkpoint.get("images") or {}).get("class_names")
+    if trained and isinstance(data, ImageData) and trained != list(data.class_names):
+        difference = listed(sorted({*trained} ^ {*data.class_names})) or "in another order"
+        raise UserError(
+            f"--ckpt_path {path} was trained on other classes ({difference}) than --data has: "
+            "give images with the same class names"
+        )
+    saved = checkpoint["state_dict"]
+    weights = model.state_dict()
+    known = [key for key, value in weights.items() if not is_lazy(value)]
+    later = any(
+        is_overridden(hook, model) for hook in ("configure_model", "setup")
+    )  # these hooks may create layers
+    is_whole = isinstance(model, ImageClassifier) or (
+        model.strict_loading and known == [*weights] and not later
+    )
+    for key in [*weights, *saved] if is_whole else [key for key in known if key in saved]:
+        here, there = (
+            tuple(getattr(d[key], "shape", ())) if key in d else None for d in (weights, saved)
+        )
+        if here != there:
+            raise UserError(
+                f"--ckpt_path {path} is of another model than {type(model).__name__}: "
+                f"{key} is {there or 'missing'} in the checkpoint and {here or 'missing'} in the model: "
+                "give the --model (or --config) that it was trained with"
+            )
+    if resumed_by is not None:
+        _check_resumable(path, checkpoint, model, resumed_by, may_be_finished)
+
+
+def _check_resumable(
+    path: str,
+    checkpoint: dict[str, Any],
+    model: LightningModule,
+    trainer: Trainer,
+    may_be_finished: bool,
+) -> None:
+    """Reject a checkpoint that training cannot resume from, or that contradicts the flags."""
+    for key in ("global_step", "callbacks", "optimizer_states", "lr_schedulers", "loops"):
+        if key not in checkpoint:
+            raise UserError(
+                f"--ckpt_path {path}: it has no {key}, so training cannot resume from it: give another"
+            )
+    try:
+        loop = checkpoint["loops"]["fit_loop"]
+        epochs = loop["epoch_progress"]["current"]["processed"]
+        state = loop.get("epoch_loop.state_dict", {})
+        progress = loop["epoch_loop.batch_progress"]
+        trained = progress["current"]["processed"]
+        is_last = progress["is_last_batch"]
+        groups = [
+            dict(group)
+            for optimizer in checkpoint["optimizer_states"]
+            for group in optimizer["param_groups"]
+        ]
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"--ckpt_path {path}: Lightning's Trainer did not save it: give another one"
+        ) from error
+    limits = (
+        (epochs, trainer.max_epochs, "epochs"),
+        (checkpoint["global_step"], trainer.max_steps, "steps"),
+    )
+    for done, limit, unit in () if may_be_finished else limits:
+        if limit is not None and 0 <= limit <= done:
+            raise UserError(
+                f"--ckpt_path {path} has been trained for {done} {unit}, "
+                f"as many as --trainer.max_{unit} {limit}: give more"
+            )
+    every = trainer.accumulate_grad_batches
+    if trained % every and not is_last:
+        raise UserError(
+            f"--trainer.accumulate_grad_batches {every}: {path} was saved after batch {trained} of an epoch, "
+            "inside an optimizer step: give another one, or the number that it was trained with"
+        )
+    sharded = trainer.fit_loop.epoch_loop
+    for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
+        if (
+            state.get(name, value) != value
+        ):  # another number of shards or threads rounds sums differently
+            raise UserError(
+                f"--run.{name} {value}: {path} was trained with {state[name]}, which affects rounding: "
+                f"give --run.{name} {state[name]}, or leave --run.virtual_devices out"
+            )
+    if isinstance(model, ImageClassifier) and not is_overridden(
+        "configure_optimizers", model, ImageClassifier
+    ):
+        _check_optimizer(path, groups[0] if groups else {}, model)
+
+
+def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -> None:
+    here = model.make_optimizer().param_groups[0]
+    if not here.keys() - IMPLEMENTATION <= saved.keys():  # not `==`, because a scheduler adds keys
+        raise UserError(
+            f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was made with"
+        )
+    # do not compare settings that schedulers change
+    scheduled = {"lr", "momentum", "betas"} if "initial_lr" in saved else set()
+    for key in here.keys() - {"params", *IMPLEMENTATION} - scheduled:
+        if saved[key] != here[key]:
+            raise UserError(
+                f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer, "
+                f"whose value is {saved[key]}: leave it out, or start a new run"
+            )

@@ -1,0 +1,279 @@
+"""Resolved configuration: strategy, devices, processes and launcher, derived without building a Trainer."""
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry, MPSAccelerator
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.strategies import (
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+from app.data import ImageData
+from app.errors import UserError
+from app.launch.cluster_environment import Launched
+from app.modules import ImageClassifier
+from app.system.patches import expects
+from app.training.traits import Traits
+
+
+def class_of(section: Any) -> type | None:
+    """Return the class of a section's `class_path`, or None."""
+    path = getattr(section, "class_path", None)
+    return pkgutil.resolve_name(path) if path else None
+
+
+def classes_of(sections: Any) -> list[type]:
+    """Return the classes of one section or of a list of sections."""
+    classes = map(class_of, sections if isinstance(sections, list) else [sections])
+    return [cls for cls in classes if cls is not None]
+
+
+@expects(f"{_AcceleratorConnector.__module__}:_AcceleratorConnector._choose_auto_accelerator")
+@dataclass(frozen=True)
+class Resolved:
+    """Configuration with everything derived from it and from this process's launcher.
+
+    Attributes:
+        config: Configuration with all defaults.
+        command: Name of the command: `fit`, `test`, ….
+        launcher: Launcher that started this process, or None.
+    """
+
+    config: Namespace
+    command: str = "fit"
+    launcher: Launched | None = None
+
+    # -- strategy
+    # -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def strategy(self) -> type[Strategy]:
+        """The strategy's class; for `auto`, Lightning's choice.
+
+        Raises:
+            KeyError: When `--trainer.strategy` is an unknown name.
+        """
+        flag = self.trainer.strategy
+        cls = class_of(flag)
+        if cls:
+            return cls
+        if flag == "auto":
+            several = self.trainer.num_nodes > 1 or self.devices > 1
+            flag = "ddp" if several else SingleDeviceStrategy.strategy_name
+        return StrategyRegistry[flag.lower()]["strategy"]
+
+    @cached_property
+    def traits(self) -> type[Traits]:
+        """The strategy's traits."""
+        return self.strategy if issubclass(self.strategy, Traits) else Traits
+
+    @cached_property
+    def name(self) -> str:
+        """The strategy's name."""
+        flag = self.trainer.strategy
+        return (
+            flag
+            if isinstance(flag, str)
+            else getattr(self.strategy, "strategy_name", self.strategy.__name__)
+        )
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The strategy's options: the configured ones, or those that a registered name such as `ddp_spawn` implies."""
+        flag = self.trainer.strategy
+        if isinstance(flag, str):
+            return StrategyRegistry[flag]["init_params"] if flag in StrategyRegistry else {}
+        return vars(flag.get("init_args") or Namespace())
+
+    @property
+    def hook(self) -> Callable | None:
+        """The communication hook, or None."""
+        return self.traits.fixed_hook or self.options.get("ddp_comm_hook")
+
+    # -- devices and processes
+    # ----------------------------------------------------------------------------
+
+    @cached_property
+    def accelerator(self) -> str:
+        """The accelerator's name, with `auto` and `gpu` resolved: `cpu`, `cuda`, `mps`, …."""
+        flag = self.trainer.accelerator
+        if flag == "auto":
+            return _AcceleratorConnector._choose_auto_accelerator()
+        if flag == "gpu":
+            return "mps" if MPSAccelerator.is_available() else "cuda"
+        cls: Any = class_of(flag)
+        return flag if cls is None else cls.name()
+
+    @cached_property
+    def accelerator_class(self) -> type[Accelerator] | None:
+        """Lightning's class of the accelerator, or None for an unknown name."""
+        known = self.accelerator in AcceleratorRegistry
+        flag = self.trainer.accelerator
+        return AcceleratorRegistry[self.accelerator]["accelerator"] if known else class_of(flag)
+
+    @cached_property
+    def devices(self) -> int:
+        """Number of devices per node.
+
+        On a single node, this is 1 if strategy and devices are both `auto`. Otherwise, Lightning's
+        rules apply.
+
+        Raises:
+            UserError: When `devices` is neither a count nor a list.
+        """
+        trainer = self.trainer
+        text = str(trainer.devices).strip()
+        if text == "auto" and trainer.strategy == "auto" and trainer.num_nodes == 1:
+            return 1
+        if text in ("auto", "-1"):
+            return (
+                max(self.accelerator_class.auto_device_count(), 1) if self.accelerator_class else 1
+            )
+        if isinstance(trainer.devices, list) or "," in text:
+            count = sum(bool(name.strip()) for name in text.strip("[]").split(","))
+        else:
+            count = int(text) if text.isdecimal() else 0
+        if count < 1:
+            raise UserError(
+                f"--trainer.devices {trainer.devices}: give a count from 1 on, a list such as 0,1, or auto"
+            )
+        return count
+
+    @property
+    def replicas(self) -> int:
+        """Number of devices on all nodes."""
+        return self.devices * self.nodes
+
+    @cached_property
+    def trainer(self) -> Namespace:
+        """Section `trainer`, with missing numbers of devices and nodes filled in from the launcher.
+
+        The number of devices stays `auto` under a strategy with several devices per process, such
+        as `ddp_dp`, because a launcher counts processes, not devices.
+        """
+        trainer = self.config.trainer.clone()
+        if self.launcher is not None:
+            if (
+                trainer.devices == "auto"
+                and Resolved(self.config).traits.processes_per_node is None
+            ):
+                trainer.devices = self.launcher.per_node or self.launcher.world_size
+            if trainer.num_nodes == 1:
+                trainer.num_nodes = self.launcher.nodes
+        return trainer
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.trainer.num_nodes
+
+    @cached_property
+    def processes(self) -> int:
+        """Number of processes per node."""
+        if not issubclass(self.strategy, ParallelStrategy):
+            return 1
+        return self.traits.processes_per_node or self.devices
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes on all nodes."""
+        return self.nodes * self.processes if issubclass(self.strategy, ParallelStrategy) else 1
+
+    @property
+    def spawns(self) -> bool:
+        """Whether the strategy starts its processes itself, by spawn or fork."""
+        return self.options.get("start_method", "popen") != "popen"
+
+    @cached_property
+    def agent_processes(self) -> int:
+        """Number of ranks that this process starts as its node's agent.
+
+        It is 0 if the run has one rank, or if a launcher, a cluster plugin or the strategy starts
+        the ranks.
+        """
+        is_agent = self.stands_alone and not self.spawns and self.world_size > 1
+        return self.processes if is_agent else 0
+
+    # -- launcher
+    # -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def plugins(self) -> list[type]:
+        """Classes of the plugins."""
+        return classes_of(self.trainer.plugins)
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether the process runs without a launcher and without a cluster plugin."""
+        return self.launcher is None and not any(
+            issubclass(plugin, ClusterEnvironment) for plugin in self.plugins
+        )
+
+    # -- model and data
+    # -----------------------------------------------------------------------------------
+
+    @cached_property
+    def model(self) -> type[ImageClassifier] | None:
+        """The model's class if it is an `ImageClassifier`, else None."""
+        cls = class_of(self.config.model)
+        return cls if cls is not None and issubclass(cls, ImageClassifier) else None
+
+    @cached_property
+    def checked(self) -> Namespace:
+        """The configuration, without the arguments of a model or data module whose class the rules do not know.
+
+        The rules know only subclasses of `ImageClassifier` and `ImageData`.
+        """
+        config = self.config.clone()
+        for section, base in (("model", ImageClassifier), ("data", ImageData)):
+            if not issubclass(class_of(config.get(section)) or object, base):
+                config.pop(f"{section}.init_args", None)
+        return config
+
+    def given(self, flag: str) -> Any:
+        """Return the value of a model or data flag such as `data.batch_size`.
+
+        Return None if the class lacks this flag, or is no `ImageClassifier` or `ImageData`.
+        """
+        section, _, name = flag.partition(".")
+        return self.checked[section].get(f"init_args.{name}")
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several backward passes accumulate before an update."""
+        return self.trainer.accumulate_grad_batches > 1
+
+    @property
+    def virtual_devices(self) -> int | None:
+        """Value of `--run.virtual_devices`, or None."""
+        count = self.config.run.virtual_devices
+        return (
+            None if count is None else int(count)
+        )  # a plain int, because checkpoints hold only plain values
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the network is compiled."""
+        return self.given("model.compile") not in (None, False, "off")
+
+    @property
+    def reduces_overhead(self) -> bool:
+        """Whether the network is compiled to CUDA graphs."""
+        return self.given("model.compile") == "reduce-overhead"
+
+    @property
+    def sync_batchnorm(self) -> bool:
+        """Whether a flag or a plugin requests SyncBatchNorm."""
+        return self.trainer.sync_batchnorm or any(
+            issubclass(plugin, LayerSync) for plugin in self.plugins
+        )

@@ -1,0 +1,253 @@
+"""Options of a run, and rank zero's decisions before the start: checkpoint and directory."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import Namespace, dict_to_namespace
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from app.command.arguments import load_yaml, read_yaml
+from app.command.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
+from app.launch.cluster_environment import may_resume
+from app.modules.networks import title
+from app.monitor.loggers import claim_version
+from app.record import Record
+from app.system.files import remove_parts
+
+
+@dataclass
+class Run:
+    """Options of a run: folder, tracking, threads and training loop.
+
+    Args:
+        name: Name of the experiment; by default network and data, such as LeNet-CIFAR10.
+        root: Directory of all runs; a run is saved in `root/name/version_N`.
+        test: Test the best checkpoint at the end of fit.
+        wandb: Mode of Weights & Biases: `online`, `offline` (sends nothing) or `off`; by default
+            WANDB_MODE, else `offline`. If flag and variable differ, the more private mode is used.
+        track_images: Upload the most confidently wrong test images.
+        project: Project in Weights & Biases.
+        group: Group of the run in Weights & Biases.
+        tags: Tags of the run in Weights & Biases.
+        top_k: Number of classes per image in predictions.csv, most likely first.
+        warmup_epochs: Epochs excluded from the throughput in run.json.
+        on_nonfinite: Reaction to an infinite or NaN loss: `stop` before the next checkpoint, `warn`
+            and continue, or `skip` updates with non-finite gradients, at the cost of a device read
+            per step.
+        threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal share of the
+            cores.
+        virtual_devices: Train as if on this many devices, with bitwise equal results on 1 to this
+            many processes. Each global batch is cut into this many shards, whose gradients are
+            added in a fixed order.
+        balance: Give slow processes fewer shards, adjusted after each epoch.
+        global_order: Distribute the samples of your own DataLoader in one seeded order, the same on
+            any number of processes. Its batch_size is then the global batch.
+        loop: Training step: `straight` calls only overridden hooks and is faster; `lightning` is
+            Lightning's own.
+    """
+
+    name: str | None = None
+    root: str = "runs"
+    test: bool = True
+    wandb: Literal["online", "offline", "off"] | bool | None = None
+    track_images: bool = False
+    project: str = "data-parallel-lab"
+    group: str | None = None
+    tags: list[str] | None = None
+    top_k: PositiveInt = 1
+    warmup_epochs: NonNegativeInt = 0
+    on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
+    threads: PositiveInt | Literal["auto"] = "auto"
+    virtual_devices: PositiveInt | None = None
+    balance: bool = False
+    global_order: bool = False
+    loop: Literal["straight", "lightning"] = "straight"
+
+
+def default_name(config: Namespace) -> str:
+    """Return the default name of a run: its network and its data, such as LeNet-CIFAR10.
+
+    Args:
+        config: Resolved configuration.
+    """
+    model, data = (config[section].class_path.rpartition(".")[2] for section in ("model", "data"))
+    network = (
+        config.model.get("init_args.network")
+        if config.model.class_path.startswith("app.modules.")
+        else None
+    )
+    if network is not None:
+        model = title(network)
+    return f"{model}-{data}"
+
+
+def is_recorded(trainer: Namespace) -> bool:
+    """Return whether a run writes files; `fast_dev_run` and `barebones` do not."""
+    return not (trainer.fast_dev_run or trainer.barebones)
+
+
+_HELD: list[int] = []  # descriptors of locked folders
+TRAINING = (  # prefixes of flags that define a training
+    *("seed_everything", "model.", "data.", "trainer.precision", "trainer.accumulate_grad_batches"),
+    *(
+        "trainer.gradient_clip",
+        "trainer.limit_train_batches",
+        "trainer.overfit_batches",
+        "trainer.sync_batchnorm",
+    ),
+    *("run.virtual_devices", "run.global_order"),
+)
+# exceptions to TRAINING, by suffix: paths and settings of execution, which a resumed run may change
+EXECUTION = (
+    *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement"),
+    *("model.channels_last", "model.compile", "model.matmul_precision"),
+)
+
+
+def decide(
+    stage: str,
+    config: Namespace,
+    dump: Callable[[], str],
+    checkpoint: str | None,
+    command: str,
+    launchers: list[str],
+) -> dict[str, Any]:
+    """Decide the run's checkpoint and folder, on rank zero.
+
+    Args:
+        stage: `fit`, `validate`, `test` or `predict`.
+        config: Resolved configuration.
+        dump: Function that returns the configuration as YAML.
+        checkpoint: Value of `--ckpt_path`, or None.
+        command: The command line.
+        launchers: Ids of the launchers of the run's processes.
+
+    Returns:
+        `checkpoint` and `folder`: paths, or None. `may_be_finished`: see `check_checkpoint`.
+        `earlier`: record of the run that this one continues, or None. `launchers`: as above.
+
+    Raises:
+        UserError: When the checkpoint is missing, or the run's folder cannot be created.
+    """
+    root = config.run.root
+    name = config.run.name or default_name(config)
+    for pattern in ("version_*", "version_*/checkpoints"):
+        for folder in Path(root, name).glob(pattern):
+            remove_parts(folder)
+    restarts = stage == "fit" and may_resume()  # a launcher may have restarted this run
+    newest = newest_checkpoint(root, name, (command, launchers)) if restarts else None
+    if newest is None and checkpoint == "auto":
+        newest = newest_checkpoint(root, name, None)
+    may_be_finished = (
+        newest is not None or checkpoint == "auto" or (restarts and checkpoint is None)
+    )
+    if newest is not None:
+        rank_zero_info(f"resuming from {newest}")
+    elif checkpoint not in (None, "auto"):
+        newest = requested_checkpoint(config, checkpoint, resumes=stage == "fit")
+    is_kept = is_recorded(config.trainer)
+    place, earlier = (
+        _folder(stage, config.run, Path(root, name), newest, dump) if is_kept else (None, None)
+    )
+    if place is not None and place.is_relative_to(root):
+        place = place.relative_to(root)
+    return {
+        "checkpoint": newest,
+        "may_be_finished": may_be_finished,  # a run killed after training must still run its test
+        # relative to --run.root if inside it, because the root may differ between nodes
+        "folder": place,
+        "earlier": earlier,
+        "launchers": launchers,
+    }
+
+
+def requested_checkpoint(config: Namespace, checkpoint: str, resumes: bool = False) -> str:
+    """Return the path of the checkpoint that `--ckpt_path` names.
+
+    Raises:
+        UserError: When the checkpoint is missing or damaged.
+    """
+    configs = [str(file) for file in config.config or []]
+    name = config.run.name or default_name(config)
+    return find_checkpoint(checkpoint, configs, config.run.root, name, resumes)
+
+
+def _folder(
+    stage: str, run: Namespace, new: Path, checkpoint: str | None, dump: Callable[[], str]
+) -> tuple[Path, Record | None]:
+    """Return this run's folder, and the record of the earlier training. The record is None if the folder is new.
+
+    `fit` continues in an ended run's folder if it resumes from that run's newest checkpoint with
+    the same settings. Otherwise, `fit` creates a new folder. Other commands create a folder inside
+    the folder of the checkpoint's run.
+
+    Every command creates a new folder if the checkpoint belongs to no run. It also does so if
+    `--run.name` or `--run.root` is given, and the checkpoint's run lies elsewhere.
+    """
+    used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
+    is_chosen = run.name is not None or run.root != Run.root
+    if (
+        used is None
+        or not (used / "run.json").exists()
+        or (is_chosen and used.parent.resolve() != new.resolve())
+    ):
+        return _held(claim_version(new)), None
+    if stage != "fit":
+        return _held(claim_version(used, stage)), None
+    record = read_earlier(used / "run.json")
+    file = used / "config.yaml"
+    flags = _settings(load_yaml(dump()))
+    before = _settings(read_yaml(str(file)) if file.is_file() else {})
+    reason = next(
+        (f"--{name} differs" for name in flags if before.get(name, flags[name]) != flags[name]),
+        None,
+    )
+    if reason is None and not is_newest(Path(str(checkpoint))):
+        reason = "it has newer checkpoints"
+    if reason is None:
+        try:
+            return _held(used), record
+        except BlockingIOError:
+            reason = "it is still running"
+    rank_zero_info(f"not continuing {used}: {reason}")
+    return _held(claim_version(new)), None
+
+
+def _held(folder: Path) -> Path:
+    """Lock a folder, so that no other process continues in it.
+
+    Raises:
+        BlockingIOError: When another process has locked it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:  # a file system without locks
+        pass
+    _HELD.append(descriptor)
+    return folder
+
+
+def release_folders() -> None:
+    """Unlock the folders of this process's runs."""
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config's flags that define the training."""
+    flat = vars(dict_to_namespace(config).as_flat())
+    settings = {name.replace(".init_args", ""): value for name, value in flat.items()}
+    return {
+        key: value
+        for key, value in settings.items()
+        if key.startswith(TRAINING) and not key.endswith(EXECUTION)
+    }

@@ -1,0 +1,1 @@
+"""Commands that train many runs, or examine a run or this machine."""

@@ -1,0 +1,249 @@
+"""Functions that run `python -m app fit` in separate processes, and return the run's record.
+
+`compare`, `verify`, `plan`, `replay` and `doctor` run `fit` this way, because a new process has a
+fresh accelerator, its own threads, and default settings.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from app.command.configuration import (
+    FIT_FLAGS,
+    MADE,
+    classes_of,
+    find_class,
+    parameters,
+    read_arguments,
+    resolve,
+)
+from app.command.run_options import default_name
+from app.errors import UserError
+from app.launch.process import environment_of_a_run
+from app.record import Record
+from app.system.machine import busy_seconds, own_seconds
+
+GRACE = 15.0  # seconds that a run has to stop cleanly, before it is killed
+POLL = 0.5  # seconds between two checks of a run
+QUIET = [
+    "--trainer.enable_progress_bar",
+    "false",
+    "--trainer.enable_model_summary",
+    "false",
+    "--run.test",
+    "false",
+]
+COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class CommandLine(NamedTuple):
+    """Command line of one process of a run.
+
+    Attributes:
+        arguments: Arguments of `python -m app`.
+        environment: Variables that differ from this process's environment.
+    """
+
+    arguments: list[str]
+    environment: Mapping[str, str] = {}
+
+    def __str__(self) -> str:
+        """Format the command for a shell."""
+        variables = "".join(
+            f"{name}={shlex.quote(value)} " for name, value in self.environment.items()
+        )
+        return variables + shlex.join(["python", "-m", "app", *self.arguments])
+
+
+def on_nodes(
+    arguments: Sequence[str], nodes: Sequence[Mapping[str, str]], place: str
+) -> list[CommandLine]:
+    """Return the command lines, one for each node.
+
+    Args:
+        arguments: Arguments of `python -m app`.
+        nodes: Environment variables of each node.
+        place: Rendezvous of several nodes, as for `--cluster.init_method`.
+    """
+    if len(nodes) == 1:
+        return [CommandLine([*arguments], nodes[0])]
+    meeting = [*arguments, "--cluster.init_method", place, "--cluster.node_rank"]
+    return [CommandLine([*meeting, str(rank)], variables) for rank, variables in enumerate(nodes)]
+
+
+def run_fit(
+    flags: Sequence[str],
+    limit: float,
+    folder: Path | None = None,
+    nodes: Sequence[Mapping[str, str]] = ({},),
+) -> Record:
+    """Run a training to its end or its time limit, and return its record.
+
+    The output of node N is written to `folder/output_nodeN.txt`.
+
+    Args:
+        flags: Arguments of `fit`, such as `["--config", "a.yaml", "--trainer.max_steps", "30"]`.
+        limit: Seconds after which the run is stopped.
+        folder: Folder in which the run creates its directory, the next free `version_N`; temporary
+            by default.
+        nodes: Environment variables of each node; several nodes share this machine.
+
+    Returns:
+        The record. `status` is `completed`, `interrupted` for a run that stopped at the limit, or
+        `failed` with the reason in `error`. `time_limit` is set if the limit ended the run.
+
+    Raises:
+        KeyboardInterrupt: On Ctrl-C, after stopping the run.
+        SystemExit: On SIGTERM, after stopping the run.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            return run_fit(flags, limit, Path(temporary, "run"), nodes)
+    folder.mkdir(parents=True, exist_ok=True)
+    outputs = [folder / f"output_node{node}.txt" for node in range(len(nodes))]
+    earlier = _records(folder)
+    arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
+    commands = on_nodes(arguments, nodes, f"file://{(folder / 'rendezvous').resolve()}")
+    began = time.monotonic()
+    busy = busy_seconds() - own_seconds()
+    late = False
+    with ExitStack() as stack:
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_stop, processes)
+        for command, output in zip(commands, outputs, strict=True):
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "app", *command.arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=stack.enter_context(output.open("w")),
+                    stderr=subprocess.STDOUT,
+                    env=environment_of_a_run() | dict(command.environment),
+                    start_new_session=True,  # so that only the parent receives Ctrl-C
+                )
+            )
+        codes = [process.poll() for process in processes]
+        # stop if a node fails, because the other nodes would wait for it
+        while None in codes and not any(codes) and not late:
+            with suppress(subprocess.TimeoutExpired):
+                processes[codes.index(None)].wait(POLL)
+            codes = [process.poll() for process in processes]
+            late = time.monotonic() > began + limit
+    path = next((path for path, _ in _records(folder) - earlier), folder / "run.json")
+    try:
+        record = Record.load(path)
+    except ValueError as error:
+        record = Record(error=str(error) if path.exists() else None)
+    record.wall_s = round(time.monotonic() - began, 3)
+    record.others_cores = round(
+        max((busy_seconds() - own_seconds() - busy) / record.wall_s, 0.0), 2
+    )
+    if late and not any(codes) and record.status != "completed":
+        record.time_limit = limit
+        if record.status != "interrupted" or record.setup_s is None:
+            state = "no progress" if record.setup_s is not None else "still setting up"
+            record.status = "failed"
+            record.error = f"{state} after {limit:g} s"
+    elif record.status != "completed" or any(codes):
+        record.status = "failed"
+        record.error = _reason(record, codes, outputs)
+    if record.run_dir is not None:
+        record.save(path)
+    return record
+
+
+def last_lines(folder: Path) -> list[str]:
+    """Return the last 12 lines of a failed run's output, preferably of a node with an error message."""
+    nodes = [_lines(path) for path in sorted(folder.glob("output_node*.txt"))]
+    nodes.sort(key=lambda lines: "error: " not in "\n".join(lines))
+    return [line[:300] for line in nodes[0][-12:]] if nodes else []
+
+
+def _records(folder: Path) -> set[tuple[Path, int]]:
+    """Return the paths of the records in a folder, with the times of their last change."""
+    return {(path, path.stat().st_mtime_ns) for path in folder.glob("version_*/run.json")}
+
+
+def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:
+    """Return why a run failed, in one line. Prefer the error of a crashed node to a user error (exit code 2)."""
+    node = min(
+        range(len(codes)), key=lambda node: (codes[node] in (None, 0), codes[node] == 2, node)
+    )
+    lines = _lines(outputs[node])
+    errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
+    reason = errors[-1] if errors else record.error or (lines[-1] if lines else "no output")
+    return reason if codes[node] == 2 else f"exit code {codes[node]}: {reason}"
+
+
+def _lines(output: Path) -> list[str]:
+    text = COLOURS.sub("", output.read_text(errors="replace")).expandtabs()
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Terminate a run's processes, and kill those that do not stop in time."""
+    running = [psutil.Process(process.pid) for process in processes if process.poll() is None]
+    children = [child for process in running for child in process.children(recursive=True)]
+    for process in running:
+        process.terminate()
+    for process in psutil.wait_procs([*running, *children], timeout=GRACE)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    for started in processes:  # kill processes that were started after `children` was read
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+
+
+def fit(**flags: Any) -> Record:
+    """Train in separate processes, as `python -m app fit` does, and return the run's record (`run.json`).
+
+        record = app.fit(model="resnet18", data="Synthetic", max_epochs=2, name="shapes")
+
+    The processes write their output to `output_node0.txt`, in the folder that contains the run's
+    directory.
+
+    Args:
+        **flags: Flags of `fit` without their section, such as `max_epochs=2` for
+            `--trainer.max_epochs 2`, or by their whole name, such as `**{"model.optimizer.lr":
+            0.1}`.
+
+    Raises:
+        UserError: When a flag is invalid or ambiguous, or when the run fails.
+    """
+    values = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in flags.items()}
+    chosen = [f"--{flag}={values[flag]}" for flag in ("config", "model", "data") if flag in values]
+    sections = {name: parameters(MADE[name]) for name in ("trainer", "run")}
+    for name, path in classes_of(read_arguments(["fit", *chosen])).items():
+        sections[name] = parameters(find_class(name, path))
+    words = []
+    for flag, value in values.items():
+        is_whole = "." in flag or f"--{flag}" in (*FIT_FLAGS, "--ckpt_path")
+        names = (
+            [flag]
+            if is_whole
+            else [f"{name}.{flag}" for name in sections if flag in sections[name]]
+        )
+        if len(names) > 1:
+            raise UserError(
+                f"app.fit({flag}={value}): give **{{'{names[0]}': {value}}}, or {names[1]}"
+            )
+        words.append(f"--{names[0] if names else f'model.{flag}'}={value}")
+    config = resolve(["fit", *words])
+    folder = Path(config.run.root, config.run.name or default_name(config))
+    record = run_fit([f"--run.test={config.run.test}".lower(), *words], math.inf, folder)
+    if record.status == "failed":
+        raise UserError(f"{record.error} (see {folder / 'output_node0.txt'})")
+    return record

@@ -1,0 +1,83 @@
+"""Command `python -m app verify`: trains on one device, and again in each variant that this machine allows.
+
+Prints the first differences, their causes, and remedies. Exit code: 0 if all variants train the
+same, 1 if any differs or fails, 2 if the training on one device cannot run.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from app.command.arguments import read_yaml
+from app.command.configuration import by_name, split_flags
+from app.command.parser import PlainParser
+from app.errors import UserError
+from app.lab.runs import CommandLine
+from app.lab.verify.proof import Prover, Settings
+from app.lab.verify.report import write_report
+from app.monitor.loggers import claim_version
+from app.system.files import write_json
+from app.system.terminal import make_console
+
+USAGE = "python -m app verify [--model my.Model] [--data my.Data] [--steps N] [--ways FILE] [--FLAG.OF.FIT VALUE ...]"
+
+
+def run(arguments: list[str]) -> int:
+    """Run the verification, and write the report.
+
+    Args:
+        arguments: The arguments after `verify`.
+
+    Returns:
+        Exit code: 0 if all variants are the same training, else 1.
+
+    Raises:
+        UserError: For invalid flags, or when the training fails on one device.
+    """
+    console = make_console()
+    options, prover = _parse(arguments)
+    prover.say = lambda line: console.print(line, style="dim", highlight=False)
+    prover.folder = claim_version(Path(options.root, "verify"))
+    verdict = prover.run()
+    verdict.show(console)
+    command = str(CommandLine(["verify", *arguments]))
+    console.print(
+        f"report  {write_report(verdict, command, prover.folder)}", soft_wrap=True, highlight=False
+    )
+    if options.json is not None:
+        write_json(Path(options.json), verdict.as_json())
+    return int(not verdict)
+
+
+def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
+    """Return the options of `verify`, and a prover with the command line's flags for `fit`."""
+    remaining, flags = split_flags(arguments)
+    parser = PlainParser(usage=USAGE, description=__doc__)
+    parser.add_argument("--root", default="runs", help="the report and its runs go to ROOT/verify")
+    parser.add_argument(
+        "--json", default=None, type=str | None, help="write the result to this file, too"
+    )
+    parser.add_argument(
+        "--ways", default=None, type=str | None, help="YAML file of variants, NAME: {FLAG: VALUE}"
+    )
+    parser.add_class_arguments(Settings, skip={"ways"})
+    options = parser.parse_args(remaining)
+    if options.json is not None and (
+        Path(options.json).is_dir() or not Path(options.json).parent.is_dir()
+    ):
+        raise UserError(f"--json {options.json}: no file can be written there: give another path")
+    values = {field.name: options[field.name] for field in fields(Settings)}
+    settings = Settings(**values | {"ways": _ways(options.ways)})
+    return options, Prover(settings, *by_name(flags), Path(options.root))
+
+
+def _ways(file: str | None) -> dict[str, dict[str, Any]]:
+    ways = {} if file is None else read_yaml(file, "--ways")
+    for name, flags in ways.items():
+        if not isinstance(name, str) or not isinstance(flags, dict):
+            raise UserError(
+                f"--ways {file}: {name}: expected a name and its flags of fit, as in compare's variants"
+            )
+    return ways

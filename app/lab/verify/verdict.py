@@ -1,0 +1,203 @@
+"""Verdict of a verification: each variant's differences from the run on one device, as a table and as text."""
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from app.lab.verify.causes import Cause
+from app.lab.verify.differences import COLUMNS, Difference, Recorded
+
+LEGEND = "✓ the same · ≈ rounding · ✗ different, from this step on · — unknown"
+
+
+@dataclass
+class Result:
+    """Result of a variant.
+
+    Attributes:
+        name: Name of the variant.
+        command: Arguments of `python -m app`, from `fit` on.
+        recorded: Recording of the run; None for a failed or skipped run.
+        differences: Difference from one device, by column; see
+            `app.lab.verify.differences.differences`.
+        causes: Known causes of the differences.
+        first_operation: First operation whose output bits differ; only with `--bits true`.
+        rounding: Differences that are only rounding, by column.
+        in_float64: Largest difference in float64, if the variant was repeated in float64.
+        failed: Reason of a failure, or None.
+        skipped: Reason of a skip, or None.
+        behind: Further causes, found by repeating the variant with flags that remove `causes`.
+        remedied: Outcome of the last repetition with flags that remove causes, or None.
+    """
+
+    name: str
+    command: list[str]
+    recorded: Recorded | None = None
+    differences: dict[str, Difference] = field(default_factory=dict)
+    causes: list[Cause] = field(default_factory=list)
+    first_operation: str | None = None
+    rounding: dict[str, Difference] = field(default_factory=dict)
+    in_float64: float | None = None
+    failed: str | None = None
+    skipped: str | None = None
+    behind: list[Cause] = field(default_factory=list)
+    remedied: str | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether the variant trains as the reference does. True for a skipped variant."""
+        return self.failed is None and not self.differences
+
+    @property
+    def fault(self) -> str:
+        """Key that is equal for variants with the same failure or causes."""
+        causes = [cause.text for cause in self.causes] or [*self.differences]
+        return (
+            self.name if self.same else re.sub(r"\d", "", "; ".join([self.failed or "", *causes]))
+        )
+
+    @property
+    def by_effect(self) -> list[Cause]:
+        """All causes, the largest effect on the loss first."""
+        return sorted([*self.causes, *self.behind], key=lambda cause: -(cause.effect or 0.0))
+
+    def cell(self, column: str) -> str:
+        """Return the variant's table cell for a column."""
+        difference = self.differences.get(column)
+        steps = self.recorded.steps if self.recorded else []
+        known = {
+            "samples": any(step.samples for step in steps),
+            "loss": any(step.loss == step.loss for step in steps),
+        }
+        if not steps or (difference is None and not known.get(column, True)):
+            return "—"
+        if difference is None:
+            return "≈" if column in self.rounding else "✓"
+        return "✗" if difference.step is None else f"✗ {difference.step + 1}"
+
+    def explained(self) -> Iterator[str]:
+        """Yield lines that explain the variant's row: differences, then causes."""
+        yield self.name
+        if self.skipped:
+            yield f"  skipped: {self.skipped}"
+        if self.failed:
+            yield f"  does not run: {self.failed}"
+        if self.rounding:
+            sizes = ", ".join(
+                f"{name} by {difference.size:.1g}" for name, difference in self.rounding.items()
+            )
+            yield f"  rounding ({sizes}): in float64 they agree to {self.in_float64:.1g}"
+        for column, difference in self.differences.items():
+            yield f"  {column}, {difference}"
+        if self.in_float64 is not None and not self.rounding:
+            yield f"  in float64 the difference is {self.in_float64:.1g}; rounding would nearly vanish"
+        if self.first_operation:
+            yield f"  first different bits: {self.first_operation}"
+        for cause in self.by_effect:
+            change = f" (changes the loss by up to {cause.effect:.1g})" if cause.effect else ""
+            yield f"  because {cause.text}{change}"
+            yield f"  do      {cause.remedy}"
+        explains_loss = (
+            any(cause.changes_loss for cause in self.causes) or "loss" not in self.differences
+        )
+        if self.differences and not (self.causes and explains_loss) and not self.first_operation:
+            yield f"  the cause{' of the loss' if self.causes else ''} is not known"
+        if self.remedied:
+            yield f"  with    {self.remedied}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as a JSON object, without the recording."""
+        way = asdict(replace(self, recorded=None, causes=self.by_effect)) | {"same": self.same}
+        del way["recorded"], way["behind"]
+        return way
+
+
+@dataclass(repr=False)
+class Verdict:
+    """Verdict of a verification; true if every variant is the same training.
+
+    Attributes:
+        reference: Recording of the run on one device.
+        results: Results of the other variants.
+        bits: Whether equal bits were required.
+    """
+
+    reference: Recorded
+    results: list[Result]
+    bits: bool = False
+
+    def __bool__(self) -> bool:
+        return all(result.same for result in self.results)
+
+    def __repr__(self) -> str:
+        """Return the table and the causes, because pytest prints the repr."""
+        console = Console(width=110, file=io.StringIO(), record=True)
+        self.show(console)
+        return f"\n{console.export_text()}"
+
+    def table(self) -> list[list[str]]:
+        """Return the rows of the table, the header first."""
+        rows = [
+            [result.name, *(result.cell(column) for column in COLUMNS)] for result in self.results
+        ]
+        return [["", *(column.removeprefix("learning ") for column in COLUMNS)], *rows]
+
+    def explained(self) -> Iterator[str]:
+        """Yield lines that explain the table.
+
+        Variants with the same fault share a block of lines. Each variant that is skipped, or
+        differs only by rounding, has its own block.
+        """
+        faults: dict[str, list[Result]] = {}
+        for result in self.results:
+            if not result.same or result.rounding or result.skipped:
+                faults.setdefault(result.fault, []).append(result)
+        for first, *others in faults.values():
+            yield from first.explained()
+            if others:
+                yield f"  also    {'; '.join(result.name for result in others)}"
+
+    @property
+    def conclusion(self) -> str:
+        """Result in one sentence."""
+        tried = [result for result in self.results if result.skipped is None]
+        different = [result.name for result in tried if not result.same]
+        trained = sum(step.micro_batches for step in self.reference.epoch(0))
+        batches = self.reference.facts["batches"]
+        cut = (
+            f", in the first {trained} of {batches} batches of an epoch"
+            if trained < batches
+            else ""
+        )
+        if not different:
+            return f"The same {'bits' if self.bits else 'training'} in all {len(tried) + 1} ways of running{cut}."
+        return f"Not the same {'bits' if self.bits else 'training'} as on one device: {', '.join(different)}{cut}."
+
+    def show(self, console: Console) -> None:
+        """Print the table and the causes."""
+        header, *rows = self.table()
+        table = Table(*header, box=None, padding=(0, 1, 0, 0))
+        for row in rows:
+            table.add_row(
+                *(f"[red]{escape(text)}[/red]" if text[0] == "✗" else escape(text) for text in row)
+            )
+        console.print(table)
+        console.print(LEGEND, style="dim", highlight=False)
+        for line in self.explained():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(self.conclusion, highlight=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict as a JSON object."""
+        return {
+            "same": bool(self),
+            "said": self.conclusion,
+            "steps": len(self.reference.steps),
+            "ways": [result.as_json() for result in self.results],
+        }

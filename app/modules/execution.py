@@ -1,0 +1,167 @@
+"""Execution of a network: memory layout, matmul precision, compilation, fused updates.
+
+These settings change results only by rounding.
+"""
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from app.errors import UserError
+
+Compile = Literal["off", "default", "reduce-overhead"]
+MatmulPrecision = Literal["highest", "high", "medium"]
+
+# optimizer settings that select an implementation; a resumed run ignores the checkpoint's values
+IMPLEMENTATION = {"fused", "foreach", "capturable"}
+
+# convolutions with fewer channels, such as LeNet's, gain nothing from channels_last on a GPU
+TENSOR_CORE_CHANNELS = 32
+
+
+class Execution:
+    """Execution settings of a model.
+
+    Args:
+        channels_last: Store images and convolution weights as (N, H, W, C). `auto` does so on a CPU
+            if the network has convolutions, and on a GPU in 16 bits if a convolution has 32
+            channels or more.
+        compile: Mode of `torch.compile`, or `off`.
+        matmul_precision: Precision of float32 matrix products and convolutions on a GPU: `highest`
+            is float32, `high` is TF32, `medium` is bfloat16 or TF32.
+    """
+
+    def __init__(
+        self,
+        channels_last: bool | Literal["auto"],
+        compile: Compile | bool,
+        matmul_precision: MatmulPrecision,
+    ) -> None:
+        self.channels_last = channels_last
+        # YAML reads an unquoted `off` as false
+        self.compile = compile if isinstance(compile, str) else "default" if compile else "off"
+        self.matmul_precision = matmul_precision
+        self._is_prepared = False
+
+    def prepare(self, network: nn.Module, device: torch.device, precision: str) -> dict[str, Any]:
+        """Prepare a network for a device. Safe to call once per stage; the network may be on any device.
+
+        Args:
+            network: The network.
+            device: Device of the computation.
+            precision: The Trainer's precision, such as `bf16-mixed`.
+
+        Returns:
+            The settings for the run record; null for a setting without effect on the device.
+
+        Raises:
+            UserError: When `matmul_precision` is not `highest` and the GPU has no TF32.
+        """
+        cuda = device.type == "cuda"
+        channels_last = self.channels_last
+        if channels_last == "auto":
+            channels = [
+                min(parameter.shape[:2])
+                for parameter in network.parameters()
+                if parameter.ndim == 4
+            ]
+            wide = cuda and "16" in precision and max(channels, default=0) >= TENSOR_CORE_CHANNELS
+            channels_last = wide or (device.type == "cpu" and bool(channels))
+        if channels_last and not self._is_prepared:
+            network.to(memory_format=torch.channels_last)
+            network.register_forward_pre_hook(_to_channels_last)
+        if cuda:
+            if self.matmul_precision != "highest" and torch.cuda.get_device_capability(device) < (
+                8,
+                0,
+            ):
+                name = torch.cuda.get_device_name(device)
+                raise UserError(
+                    f"--model.matmul_precision {self.matmul_precision}: {name} has no TF32: leave it out"
+                )
+            torch.set_float32_matmul_precision(self.matmul_precision)
+            torch.backends.cudnn.allow_tf32 = (
+                self.matmul_precision != "highest"
+            )  # torch's own default is true
+        if self.compile != "off" and not self._is_prepared:
+            network.compile(mode=self.compile)
+        self._is_prepared = True
+        return {
+            "channels_last": channels_last,
+            "compile": self.compile,
+            "matmul_precision": self.matmul_precision if cuda else None,
+            "benchmark": torch.backends.cudnn.benchmark if cuda else None,
+        }
+
+
+def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        arg.contiguous(memory_format=torch.channels_last)
+        if isinstance(arg, Tensor) and arg.ndim == 4
+        else arg
+        for arg in args
+    )
+
+
+def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> Optimizer:
+    """Return the optimizer with its fastest update: fused for SGD, Adam and AdamW on a GPU.
+
+    Keep an implementation that the user chose. A fused update does not work with gradient clipping
+    under float16's loss scaler. With any other update, this scaler synchronizes with the device
+    once per step.
+
+    Args:
+        optimizer: An optimizer that has not stepped.
+        device: Device of the weights.
+        clips_scaled: Whether gradients are clipped under float16's loss scaler.
+    """
+    cls = type(optimizer)
+    options = inspect.signature(type(optimizer)).parameters
+    chosen = any(
+        group.get(name)
+        for group in optimizer.param_groups
+        for name in {*IMPLEMENTATION, "differentiable"}
+    )
+    refused = any(group.get("fused") is False for group in optimizer.param_groups)
+    if (
+        device.type == "cuda"
+        and cls in (SGD, Adam, AdamW)
+        and not (chosen or refused or clips_scaled)
+    ):
+        groups = [
+            {k: v for k, v in group.items() if k not in IMPLEMENTATION}
+            for group in optimizer.param_groups
+        ]
+        defaults = {name: value for name, value in optimizer.defaults.items() if name in options}
+        # Adagrad is excluded, because its fused update is for CPUs only
+        optimizer = cls(groups, **{**defaults, "foreach": None, "fused": True})
+    optimizer.register_load_state_dict_pre_hook(_implemented_as_here)
+    optimizer.register_load_state_dict_post_hook(_laid_out_as_here)
+    return optimizer
+
+
+def _implemented_as_here(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Replace a checkpoint's `fused`, `foreach` and `capturable` by this optimizer's values."""
+    groups = [
+        {**saved_group, **{name: group[name] for name in IMPLEMENTATION if name in group}}
+        # torch raises a clear error if the numbers of groups differ
+        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
+    ]
+    return {**saved, "param_groups": groups + saved["param_groups"][len(groups) :]}
+
+
+def _laid_out_as_here(optimizer: Optimizer) -> None:
+    """Copy optimizer states into the weights' memory layout, because a fused update needs equal layouts."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if (
+                isinstance(value, Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                state[name] = torch.empty_like(
+                    parameter, dtype=value.dtype, device=value.device
+                ).copy_(value)

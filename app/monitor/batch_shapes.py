@@ -1,0 +1,88 @@
+"""Callbacks that a user may add to a run."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from app.launch.agree import gather_objects
+from app.training import SplitForward
+
+
+class BatchShapes(Callback):
+    """Callback that prints the shapes of each replica's input and output, once per distinct set of shapes.
+
+    The shapes show how a global batch is split. Under `dp`, another line shows the gathered output.
+    In a run of one process, new shapes are printed immediately. In a run of several processes, rank
+    zero prints all ranks' new shapes at the end of each epoch.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, ...]] = set()
+        self._new: list[str] = []  # lines to print
+        self._replicas: dict[int, tuple[list[int], list[int]]] = {}
+        self._handles: list[Any] = []
+
+    def _watch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Register the forward hooks, unless they are registered already."""
+        if self._handles:
+            return
+
+        def on_replica(replica: Any, args: Any, kwargs: Any, output: Any) -> None:
+            self._replicas[replica.index] = _shapes(args, kwargs, output)
+
+        def on_module(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            # under DDP, Lightning calls `training_step` through the module's forward pass; skip its
+            # output, a loss
+            if not isinstance(output, Tensor) or not output.ndim:
+                return
+            shapes = _shapes(args, kwargs, output)
+            lines = [
+                f"rank {trainer.global_rank}, replica {index}: input {input_shape} -> output {output_shape}"
+                for index, (input_shape, output_shape) in sorted(
+                    (self._replicas or {0: shapes}).items()
+                )
+            ]
+            lines += [f"gathered: {shapes[1]}"] * bool(self._replicas)
+            self._replicas = {}
+            if tuple(lines) not in self._seen:
+                self._seen.add(tuple(lines))
+                self._new += lines
+                if trainer.world_size == 1:
+                    self._print(trainer)
+
+        self._handles = [pl_module.register_forward_hook(on_module, with_kwargs=True)]
+        if isinstance(trainer.strategy, SplitForward):
+            assert trainer.strategy.replica is not None
+            self._handles.append(
+                trainer.strategy.replica.register_forward_hook(on_replica, with_kwargs=True)
+            )
+
+    on_fit_start = on_validation_start = on_test_start = on_predict_start = _watch
+
+    def _print(self, trainer: Trainer, pl_module: LightningModule | None = None) -> None:
+        """Print new shapes of all ranks, in order of rank. Collective."""
+        for lines in gather_objects(self._new):
+            if trainer.is_global_zero and lines:
+                print("\n".join(lines), flush=True)
+        self._new = []
+
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _print
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove the hooks, and warn if they saw no batch."""
+        if not self._seen:
+            rank_zero_warn(
+                f"BatchShapes saw no batch: {type(pl_module).__name__} never calls self(batch) in its step"
+            )
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _shapes(args: Any, kwargs: Any, output: Any) -> tuple[list[int], list[int]]:
+    first = next(
+        (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), output
+    )
+    return list(first.shape), list(output.shape)

@@ -1,0 +1,27 @@
+"""Training over devices and processes: the step, virtual devices, strategies, communication hooks, sums over shards."""
+
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from app.training.comm_hooks import BF16, FP16, PowerSGD, Ring
+from app.training.data_parallel import DataParallelStrategy, SplitForward
+from app.training.ddp import DDP, Hybrid
+
+__all__ = [
+    "BF16",
+    "DDP",
+    "FP16",
+    "DataParallelStrategy",
+    "Hybrid",
+    "PowerSGD",
+    "Ring",
+    "SplitForward",
+]
+
+
+def register_strategies() -> None:
+    """Register the strategies' names for `--trainer.strategy`; `ddp` and its variants become our own `DDP`."""
+    for name, entry in StrategyRegistry.items():
+        if entry["strategy"] is DDPStrategy:
+            StrategyRegistry.register(name, DDP, override=True, **entry["init_params"])
+    for cls in (DataParallelStrategy, FP16, BF16, PowerSGD, Ring, Hybrid):
+        StrategyRegistry.register(cls.strategy_name, cls, override=True)

@@ -1,0 +1,173 @@
+"""Variants of `ddp` that compress gradients, or use an explicit ring all-reduce."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from app.training.ddp import DDP
+from app.training.tree import exchange
+
+
+class FixedHook(DDP):
+    """`ddp` with a fixed communication hook.
+
+    Args:
+        kwargs: Arguments of `DDP`, except hook and state.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, **kwargs)
+
+
+class FP16(FixedHook):
+    """`ddp` that communicates float16 gradients: half the bytes, but gradients above 65,504 overflow.
+
+    Sums are rounded, too, so that losses differ from `ddp`'s. Source: torch's `fp16_compress_hook`.
+    """
+
+    strategy_name = "ddp_fp16"
+    fixed_hook = staticmethod(default_hooks.fp16_compress_hook)
+
+
+class BF16(FixedHook):
+    """`ddp` that communicates bfloat16 gradients: half the bytes, no overflow, but only 8 bits of precision.
+
+    Sums are rounded, too, so that losses differ from `ddp`'s. Source: torch's `bf16_compress_hook`.
+    """
+
+    strategy_name = "ddp_bf16"
+    fixed_hook = staticmethod(default_hooks.bf16_compress_hook)
+
+
+class PowerSGD(FixedHook):
+    """`ddp` that sends each matrix's gradient as a product of two thin matrices.
+
+    Losses differ from `ddp`'s. Each rank adds the error of its last product to its next gradient.
+    Checkpoints lack this error, so a resumed run differs from an uninterrupted one. Source: Vogels
+    et al., https://arxiv.org/abs/1905.13727; torch's `powerSGD_hook`.
+
+    Args:
+        matrix_approximation_rank: Number of columns of the thin matrices; more columns approximate
+            better.
+        start_powersgd_iter: Number of steps before compression starts; torch suggests 10 % of all
+            steps.
+        kwargs: Arguments of `DDP`.
+    """
+
+    strategy_name = "ddp_powersgd"
+    fixed_hook = staticmethod(powerSGD_hook)
+    not_in_checkpoint = "the error feedback of PowerSGD: the run continues without the last error"
+
+    def __init__(
+        self,
+        matrix_approximation_rank: PositiveInt = 1,
+        start_powersgd_iter: int = 1000,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.options = matrix_approximation_rank, start_powersgd_iter
+
+    def comm_state(self) -> PowerSGDState:
+        """Return a new state, without compression errors of an earlier training."""
+        self.state = PowerSGDState(None, *self.options)
+        return self.state
+
+    def on_train_end(self) -> None:
+        """Print the compression rate, or warn if no step was compressed."""
+        super().on_train_end()
+        start = f"--trainer.strategy.start_powersgd_iter {self.state.start_powerSGD_iter}"
+        if self.state.iter <= self.state.start_powerSGD_iter:
+            rank_zero_warn(
+                f"ddp_powersgd: nothing was compressed in {self.state.iter} steps: lower {start}"
+            )
+        else:
+            rate, *_ = self.state.compression_stats()
+            rank_zero_info(f"ddp_powersgd: 1 of {rate:.1f} numbers was sent ({start})")
+
+
+def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> int:
+    """Sum a tensor over all ranks, in place, in a ring: each rank communicates only with its two neighbours.
+
+    First a reduce-scatter: the buffer is cut into N chunks, one per rank. In each of N−1 steps, a
+    rank sends one chunk to the next rank, which adds its own values to it. Afterwards, each rank
+    has the sum of one chunk. Then an all-gather: in N−1 more steps, the sums pass around the ring.
+    Every rank sends 2(N−1)/N of the buffer, the minimum.
+
+    Sources: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations
+    (2009), https://doi.org/10.1016/j.jpdc.2008.09.002; Baidu's ring all-reduce,
+    https://github.com/baidu-research/baidu-allreduce.
+
+    Args:
+        buffer: Tensor of shape (n,). If n is below the number of ranks, empty chunks are not sent.
+        group: Process group; by default all ranks.
+
+    Returns:
+        Number of bytes that this rank sent; all ranks together send 2(N−1) times the buffer.
+    """
+    rank = dist.get_rank(group)
+    world = dist.get_world_size(group)
+    following = (rank + 1) % world
+    previous = (rank - 1) % world
+    chunks = buffer.tensor_split(world)
+    received = torch.empty_like(chunks[0])  # no chunk is longer than the first
+    sent = 0
+    for step in range(world - 1):
+        out = chunks[(rank - step) % world]
+        mine = chunks[(rank - step - 1) % world]
+        other = received[: len(mine)]
+        exchange({following: out}, {previous: other}, group)
+        mine += other
+        sent += out.nbytes
+    for step in range(world - 1):
+        out = chunks[(rank - step + 1) % world]
+        exchange({following: out}, {previous: chunks[(rank - step) % world]}, group)
+        sent += out.nbytes
+    return sent
+
+
+def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients by `ring_all_reduce`, and count the traffic.
+
+    For learning and measuring only. This hook blocks the backward pass. The all-reduce of torch
+    overlaps with the backward pass, and should be faster.
+    """
+    buffer = bucket.buffer().div_(dist.get_world_size())  # divide before the sum, to avoid overflow
+    traffic.update(
+        sent=ring_all_reduce(buffer), gradients=buffer.nbytes, steps=int(bucket.is_last())
+    )
+    future: torch.futures.Future[Tensor] = torch.futures.Future(
+        devices=[buffer.device] if buffer.is_cuda else None
+    )
+    future.set_result(buffer)
+    return future
+
+
+class Ring(FixedHook):
+    """`ddp` with an explicit ring all-reduce, for learning and measuring: see `ring_all_reduce`."""
+
+    strategy_name = "ddp_ring"
+    fixed_hook = staticmethod(ring_hook)
+
+    def comm_state(self) -> Counter[str]:
+        """Return new counters of steps, bytes of gradients, and bytes sent by this rank."""
+        self.traffic = Counter[str]()
+        return self.traffic
+
+    def on_train_end(self) -> None:
+        """Print the traffic per step."""
+        super().on_train_end()
+        steps = self.traffic["steps"]
+        if steps:
+            sent = self.traffic["sent"] / steps / 1e6
+            gradients = self.traffic["gradients"] / steps / 1e6
+            rank_zero_info(
+                f"ddp_ring: rank 0 sent {sent:.4g} MB a step, "
+                f"2(N−1)/N of {gradients:.4g} MB of gradients, N = {self.world_size}"
+            )

@@ -1,0 +1,222 @@
+"""Strategy `dp`: one process that splits every batch over its devices.
+
+Lightning removed this strategy in 2.0. As in `net = nn.DataParallel(net)`, only the forward pass
+runs on the replicas. Loss, metrics and logging run once, on the main device, with the gathered
+output.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.nn.parallel import gather, parallel_apply, replicate
+from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+from app.errors import UserError
+from app.modules import ImageClassifier
+from app.system.lightning_patches import set_device
+from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tree_unflatten
+from app.training.traits import Traits
+
+
+class Replica(nn.Module):
+    """Replica of the model on one device, with the calling thread's autocast state.
+
+    For an `ImageClassifier` without test-time views, only the network is copied, because `forward`
+    calls nothing else. Any other LightningModule is copied whole.
+
+    The replica sets the autocast state itself, because `parallel_apply` enables autocast without
+    its dtype. Otherwise, bf16 would silently become fp16.
+
+    Attributes:
+        index: Number of this replica.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module: nn.Module = module
+        if (
+            isinstance(module, ImageClassifier)
+            and type(module).forward is ImageClassifier.forward
+            and not module.views
+        ):
+            self.module = module.network
+        self.index = 0
+        self.inference = False
+
+    def capture(self, device_type: str) -> None:
+        """Save the calling thread's autocast state and inference mode."""
+        self.inference = torch.is_inference_mode_enabled()
+        dtype = torch.get_autocast_dtype(device_type)
+        enabled = torch.is_autocast_enabled(device_type)
+        self.autocast = partial(torch.autocast, device_type, dtype, enabled)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward pass on this replica."""
+        inference = torch.inference_mode() if self.inference else nullcontext()
+        with inference, self.autocast():
+            # call the class's `forward`, because `SplitForward` replaced the instance's
+            if isinstance(self.module, LightningModule):
+                return type(self.module).forward(self.module, *args, **kwargs)
+            return self.module(*args, **kwargs)
+
+
+class SplitForward(Traits, Strategy):
+    """Mixin that splits a model's forward pass over the devices of one process.
+
+    Attributes:
+        parallel_devices: Devices; the first one holds the model and computes the loss.
+        replica: Module to copy to each device.
+    """
+
+    replicas_communicate = False  # SyncBatchNorm communicates between processes only
+    parallel_devices: Any  # list[torch.device]; Lightning sets it
+    replica: Replica | None = None
+    _forwards = 0
+    # One thread for each replica, because autograd numbers the operations of each forward thread
+    # separately, and orders the backward pass by these numbers. In a shared pool, a replica's
+    # thread would vary between steps. Then the order of the backward pass's additions would vary,
+    # too.
+    _threads: Sequence[ThreadPoolExecutor] = ()
+
+    def setup(self, trainer: Any) -> None:
+        """Move the model to the main device, and prepare the replicas."""
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        self.replica = Replica(self.lightning_module)
+        if self.root_device.type != "cuda":
+            self._threads = [ThreadPoolExecutor(1) for _ in self.parallel_devices]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the threads: a spawned worker may unpickle the Trainer."""
+        return {**super().__getstate__(), "_threads": ()}
+
+    def teardown(self) -> None:
+        """Shut down the threads."""
+        for thread in self._threads:
+            thread.shutdown()
+        super().teardown()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step with its forward pass split over the replicas."""
+        return self._spread(super().training_step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step with its forward pass split over the replicas."""
+        return self._spread(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step with its forward pass split over the replicas."""
+        return self._spread(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step with its forward pass split over the replicas."""
+        return self._spread(super().predict_step, args, kwargs)
+
+    def _spread(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        before = self._forwards
+        module.__dict__["forward"] = self._forward
+        try:
+            result = step(*args, **kwargs)
+        finally:
+            del module.__dict__["forward"]
+        if self._forwards == before:
+            name = type(module).__name__
+            raise UserError(
+                f"dp splits {name}.forward over the devices, but its step never calls self(batch), "
+                "so only one device would work: "
+                "call self(...) in the step, or use --trainer.strategy ddp"
+            )
+        return result
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.replica is not None
+        self._forwards += 1
+        devices = self.parallel_devices
+        self.replica.capture(devices[0].type)
+        if len(devices) == 1:  # one device needs no scatter
+            return self.replica(*args, **kwargs)
+        if devices[0].type != "cuda":
+            return _forward_in_threads(self.replica, self._threads, args, kwargs)
+        replica_args, replica_kwargs = scatter_kwargs(args, kwargs, devices)
+        devices = devices[: len(replica_args)]
+        replicas = replicate(self.replica, devices, detach=not torch.is_grad_enabled())
+        for index, replica in enumerate(replicas):
+            replica.index = index
+            if isinstance(replica.module, LightningModule):
+                set_device(replica.module, devices[index])
+        return gather(parallel_apply(replicas, replica_args, replica_kwargs, devices), devices[0])
+
+
+class DataParallelStrategy(SplitForward, SingleDeviceStrategy):
+    """Strategy that splits every batch over the devices of one process.
+
+    On CUDA it works as `torch.nn.DataParallel`: each forward pass creates new replicas. On a CPU,
+    `devices: N` runs N replicas in threads that share the parameters. As in `DataParallel`, only
+    the running statistics of replica 0's BatchNorm persist.
+
+    Args:
+        parallel_devices: Devices; the first one holds the model and computes the loss.
+    """
+
+    strategy_name = "dp"
+    single_process = True
+
+    def __init__(self, parallel_devices: list[torch.device] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.parallel_devices = parallel_devices or []
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device that holds the model and computes the loss."""
+        return self.parallel_devices[0]
+
+
+def _forward_in_threads(
+    replica: Replica, threads: Sequence[ThreadPoolExecutor], args: Any, kwargs: Any
+) -> Any:
+    """Run `nn.DataParallel`'s forward pass on one CPU: scatter, apply in threads, gather."""
+    leaves, structure = tree_flatten((args, kwargs))
+    chunks = [
+        leaf.chunk(len(threads)) if isinstance(leaf, Tensor) and leaf.ndim else None
+        for leaf in leaves
+    ]
+    used = max((len(chunk) for chunk in chunks if chunk is not None), default=1)
+    calls = [
+        tree_unflatten(
+            [leaf if c is None else c[i] for leaf, c in zip(leaves, chunks, strict=True)], structure
+        )
+        for i in range(used)
+    ]
+    grad = torch.is_grad_enabled()
+
+    def apply(index: int, copy: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        copy.index = index
+        with torch.set_grad_enabled(grad):
+            return copy(*args, **kwargs)
+
+    copies = shallow_copies(replica, used)
+    work = enumerate(zip(copies, calls, strict=True))
+    started = [threads[index].submit(apply, index, copy, *call) for index, (copy, call) in work]
+    wait(started)
+    return tree_map(_gather, *(future.result() for future in started))
+
+
+def _gather(*outputs: Any) -> Any:
+    """Gather an output from all replicas: concatenate tensors along the batch, or stack scalars into a vector.
+
+    If the output is not a tensor, return replica 0's.
+    """
+    if not isinstance(outputs[0], Tensor):
+        return outputs[0]
+    return torch.cat([output if output.ndim else output[None] for output in outputs])

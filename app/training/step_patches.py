@@ -1,0 +1,249 @@
+"""Parts of the straight step that use Lightning's private names. The rest is in `straight_step.py`.
+
+That module overrides public methods of Lightning's loop.
+
+When you upgrade Lightning, compare
+
+* `LoggingLoop` with the methods of the same names, and `update_train_step_metrics`, in
+  trainer/connectors/logger_connector/logger_connector.py;
+* `in_hook` and `Hook` with trainer/call.py.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from types import MethodType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from app.errors import UserError
+from app.system.lightning_patches import in_window
+from app.system.patches import expects
+
+_TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
+_CONNECTORS = "lightning.pytorch.trainer.connectors"
+_LOGGERS = f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector"
+EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
+AUTOMATIC = "lightning.pytorch.loops.optimization.automatic"
+
+
+@expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
+def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a call of a hook, so that `self.log` finds the hook's name in the module."""
+    attributes = vars(module)  # a write to this dictionary avoids nn.Module's slow __setattr__
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = name
+        result = call(*args, **kwargs)
+        attributes["_current_fx_name"] = before
+        return result
+
+    return called
+
+
+@expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
+class Hook:
+    """Hook of all callbacks and of the module.
+
+    Every call reads the Trainer's callbacks and the methods anew, because any hook may replace
+    them.
+
+    Args:
+        trainer: The Trainer.
+        name: Name of the hook.
+    """
+
+    def __init__(self, trainer: Any, name: str) -> None:
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        self._name = name
+        self._method = attrgetter(name)  # unlike getattr, not a call for Python's profiler
+        idle = [MethodType(getattr(Callback, name), callback) for callback in trainer.callbacks]
+        self._idle = {None, MethodType(getattr(LightningModule, name), self._module), *idle}
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the overridden methods, and return the module's result."""
+        trainer = self._trainer
+        module = self._module
+        method = self._method
+        idle = self._idle
+        attributes = module.__dict__
+        before = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = self._name
+        for callback in trainer.callbacks:  # the list itself, because a hook may change it
+            if method(callback) not in idle:
+                method(callback)(trainer, module, *args)
+        result = method(module)(*args) if method(module) not in idle else None
+        attributes["_current_fx_name"] = before
+        return result
+
+
+@expects(
+    *(f"lightning.pytorch.strategies:Strategy.{name}" for name in ("_precision_plugin", "_model")),
+    "lightning.pytorch.strategies:Strategy._lightning_optimizers",
+    "lightning.pytorch.core.module:LightningModule._automatic_optimization",
+)
+def watch(
+    module: Sequence[str] = (),
+    data: Sequence[str] = (),
+    strategy: Sequence[str] = (),
+    precision: Sequence[str] = (),
+) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that reads the Trainer's profiler and these attributes, for a `Step`.
+
+    It reads private attributes of the strategy instead of properties, because `attrgetter` then
+    makes no Python call.
+    """
+    owners = {
+        "module": module,
+        "data": data,
+        "strategy": strategy,
+        "strategy._precision_plugin": precision,
+    }
+    return attrgetter(
+        "trainer.profiler",
+        *(f"{owner}.{name}" for owner, names in owners.items() for name in names),
+    )
+
+
+@expects(
+    f"{_TRAINER}._data_connector",
+    f"{_CONNECTORS}.data_connector:_DataConnector._datahook_selector",
+    f"{_CONNECTORS}.data_connector:_DataHookSelector.get_instance",
+)
+def hook_owner(trainer: Trainer, name: str) -> Any:
+    """Return the module or data module whose batch hook Lightning calls."""
+    owners = trainer._data_connector._datahook_selector
+    assert owners is not None  # set before training
+    return owners.get_instance(name)
+
+
+@expects("lightning.pytorch.strategies.ddp:DDPStrategy._model_averager")
+def averages_models(strategy: Strategy) -> bool:
+    """Return whether the strategy averages the ranks' weights after an optimizer step."""
+    return getattr(strategy, "_model_averager", None) is not None
+
+
+class WindowLoop(_TrainingEpochLoop):
+    """Lightning's loop over the batches of an epoch, which stops and saves only between accumulation windows.
+
+    A window is the batches of one optimizer step. See `in_window`.
+    """
+
+    @classmethod
+    def put_into(cls, trainer: Trainer) -> None:
+        """Replace a Trainer's epoch loop by an instance of this class."""
+        before = trainer.fit_loop.epoch_loop
+        trainer.fit_loop.epoch_loop = cls(trainer, before.min_steps, before.max_steps)
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        """Make all checkpoint callbacks wait for the end of a window.
+
+        Raises:
+            UserError: When checkpoints would be due inside a window, because a validation is.
+        """
+        super().on_run_start(data_fetcher)
+        trainer = self.trainer
+        batches = trainer.accumulate_grad_batches
+        if batches == 1 or not trainer.checkpoint_callbacks:
+            return
+        every = trainer.val_check_batch
+        epoch = trainer.num_training_batches
+        # without check_val_every_n_epoch, batches are counted over all epochs; an interval of time
+        # ends anywhere
+        counted = 0 if trainer.check_val_every_n_epoch else epoch
+        fits = every in (epoch, float("inf")) or (
+            every is not None and every % batches == counted % batches == 0
+        )
+        if trainer.enable_validation and not fits:
+            raise UserError(
+                f"--trainer.val_check_interval {trainer.val_check_interval} validates and saves inside the "
+                f"{batches} batches of an optimizer step: give a whole number, a multiple of {batches}"
+            )
+        for callback in trainer.checkpoint_callbacks:
+            for name in ("on_train_batch_end", "on_exception"):
+                hook = getattr(callback, name)
+                if not isinstance(hook, partial):
+                    setattr(callback, name, partial(_call_between_windows, hook))
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Validate if it is due, but because of a stop only at the end of a window."""
+        trainer = self.trainer
+        is_stopped = trainer.should_stop
+        trainer.should_stop = is_stopped and not in_window(trainer)
+        super().on_advance_end(data_fetcher)
+        trainer.should_stop = is_stopped or trainer.should_stop
+
+    @property
+    def done(self) -> bool:
+        """Whether the epoch has ended. A stop waits for the end of a window, where checkpoints are saved."""
+        return super().done and not (self.trainer.should_stop and in_window(self.trainer))
+
+
+def _call_between_windows(
+    hook: Callable[..., Any], trainer: Trainer, module: LightningModule, *args: Any
+) -> None:
+    """Call a checkpoint callback's hook, except inside an accumulation window."""
+    if not in_window(trainer):
+        hook(trainer, module, *args)
+    elif isinstance(args[0], BaseException) and getattr(hook.__self__, "save_on_exception", True):  # type: ignore[attr-defined]
+        rank_zero_info(
+            f"no checkpoint is saved on the {type(args[0]).__name__}, because it would lose the "
+            "gradients of an optimizer step's first batches"
+        )
+
+
+@expects(
+    *(f"{_TRAINER}._logger_connector", "lightning.pytorch.loops.loop:_Loop._restarting"),
+    *(f"{_LOGGERS}.{name}" for name in ("_first_loop_iter", "_current_fx")),
+    *(f"{_LOGGERS}.{name}" for name in ("on_batch_end", "update_train_step_metrics")),
+    *(f"{EPOCH_LOOP}.{name}" for name in ("_results", "_batches_that_stepped")),
+    f"{AUTOMATIC}:_AutomaticOptimization._skip_backward",
+)
+class LoggingLoop(WindowLoop):
+    """Lightning's loop over the batches of an epoch. Separate methods do its logging before and after a batch."""
+
+    @property
+    def skips_backward(self) -> bool:
+        """Whether a callback, such as StochasticWeightAveraging, makes Lightning skip the backward pass."""
+        return self.automatic_optimization._skip_backward
+
+    def end_resumption(self) -> None:
+        """Mark the epoch as not resumed, because Lightning skips ReduceLROnPlateau at the end of a resumed epoch.
+
+        Source: fit_loop.py, `on_advance_end`.
+        """
+        self.val_loop.restarting = self.trainer.fit_loop._restarting = False
+
+    def on_batch_start(self, batch: Any, size: int | None = None) -> None:
+        """Tell `self.log` the batch, its size if known, and whether the batch is the epoch's first."""
+        connector = self.trainer._logger_connector
+        results = self._results
+        connector._first_loop_iter = connector._first_loop_iter is None
+        connector._current_fx = None  # set by the first call of `self.log`
+        results.batch = batch
+        results.batch_size = size
+        results.dataloader_idx = None
+
+    def on_batch_end(self) -> None:
+        """Store this step's metrics; pass them to the loggers every `log_every_n_steps` steps and when training stops.
+
+        Unlike Lightning, do not read metrics for the progress bar on every step.
+        """
+        trainer: Any = self.trainer
+        connector = trainer._logger_connector
+        every = trainer.log_every_n_steps
+        if connector._current_fx is not None:
+            connector.on_batch_end()
+        self._results.batch = self._results.batch_size = None
+        self.batch_progress.increment_completed()
+        window_ends = every and (
+            (self._batches_that_stepped + 1) % every == 0 or trainer.should_stop
+        )
+        if window_ends:
+            connector.update_train_step_metrics()

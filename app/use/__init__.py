@@ -1,0 +1,1 @@
+"""A trained classifier: load and predict in Python, export for other runtimes."""

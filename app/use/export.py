@@ -1,0 +1,165 @@
+"""Command `python -m app export`: writes a trained classifier as one file, for ONNX Runtime or torch.
+
+The graph maps uint8 images (B, C, H, W) to class probabilities (B, classes), for any batch size B.
+The graph includes the normalisation. The file also holds the class names.
+"""
+
+import io
+import json
+import os
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import torch
+from jsonargparse import Namespace
+from torch import Tensor
+
+from app.command.checkpoints import find_checkpoint
+from app.command.parser import PlainParser
+from app.command.run_options import Run
+from app.errors import UserError
+from app.use.inference import Classifier, load
+
+USAGE = """\
+python -m app export --run.name NAME [--ckpt_path best|last|FILE] [--format onnx|torch]
+
+Writes model.onnx or model.pt2 into the run's folder: a graph from uint8 images (B, C, H, W) to class probabilities
+(B, classes), with normalisation, for any batch size. Compares its predictions with the model's on 64 images."""
+
+LOADING = {  # code that loads the file and classifies `images`, by format
+    "onnx": """\
+import json, onnxruntime
+session = onnxruntime.InferenceSession("{file}")
+names = json.loads(session.get_modelmeta().custom_metadata_map["class_names"])
+probabilities = session.run(None, {{"images": images}})[0]  # images: array, uint8 (B, {shape}), sized as in training
+print([names[label] for label in probabilities.argmax(1)])""",
+    "torch": """\
+import json, torch
+names = {{"class_names": ""}}
+model = torch.export.load("{file}", extra_files=names).module()
+probabilities = model(images)  # images: tensor, uint8 (B, {shape}), sized as in training
+print([json.loads(names["class_names"])[label] for label in probabilities.argmax(1)])""",
+}
+
+
+def read(arguments: list[str]) -> Namespace:
+    """Return the options of `export`."""
+    parser = PlainParser(prog="python -m app export", usage=USAGE)
+    parser.add_argument(
+        "--ckpt_path", type=str, default="best", help="best or last of --run.name; or a file"
+    )
+    parser.add_argument("--run.name", type=str, default="", help="name of the run")
+    parser.add_argument("--run.root", type=str, default=Run.root, help="directory of all runs")
+    parser.add_argument(
+        "--format", type=Literal["onnx", "torch"], default="onnx", help="model.onnx or model.pt2"
+    )
+    return parser.parse_args(arguments)
+
+
+def run(arguments: list[str]) -> int:
+    """Export a classifier, check the file, and print how to load it.
+
+    Args:
+        arguments: The arguments after `export`.
+
+    Raises:
+        UserError: When there is no checkpoint, a package is missing, or the model cannot be
+            exported.
+    """
+    options = read(arguments)
+    classifier = load(
+        find_checkpoint(options.ckpt_path, [], options.run.root, options.run.name), "cpu"
+    )
+    shape = classifier.image_shape
+    file = classifier.folder / {"onnx": "model.onnx", "torch": "model.pt2"}[options.format]
+    images = torch.randint(
+        256, (64, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    try:
+        with warnings.catch_warnings(action="ignore"), torch.no_grad():
+            difference = replace(classifier, images, file)
+    except ImportError as error:
+        raise UserError(
+            f'--format {options.format} needs {error.name}: pip install "data-parallel-lab[export]", '
+            "or onnx onnxscript onnxruntime"
+        ) from error
+    except OSError as error:
+        kept = ", and the previous one is kept" * file.exists()
+        raise UserError(
+            f"{file} cannot be written ({error.strerror}){kept}: make room there, or copy the run elsewhere"
+        ) from error
+    except UserError:
+        raise
+    except Exception as error:  # torch.export raises many types
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise UserError(f"{file} cannot be written ({reason}): --verbose shows where") from error
+    sides = ", ".join(map(str, shape))
+    print(
+        f"exported  {file}: uint8 images (B, {sides}) to probabilities (B, {len(classifier.class_names)})"
+    )
+    print(
+        f"checked   on {len(images)} random images: probabilities differ by at most {difference:.1g}"
+    )
+    print(
+        f"load it   in Python, without this application:\n\n{LOADING[options.format].format(file=file, shape=sides)}"
+    )
+    return 0
+
+
+def replace(classifier: Classifier, images: Tensor, file: Path) -> float:
+    """Write a classifier's file, check it, and let it replace an earlier one.
+
+    Returns:
+        Largest difference between the probabilities of the file and of the classifier.
+
+    Raises:
+        UserError: When the difference is too large. An earlier file is kept.
+    """
+    with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
+        difference = float(
+            (write(classifier, images, Path(folder, file.name)) - classifier(images)).abs().max()
+        )
+        if not difference < 1e-4:
+            raise UserError(
+                f"{file}: its probabilities would differ from the model's by {difference:.1g}: give another --format"
+            )
+        # the graph of a large network is the last to be replaced, because it reads its weights from
+        # a second file
+        for written in sorted(
+            Path(folder).iterdir(), key=lambda written: written.name == file.name
+        ):
+            with written.open("rb") as stream:
+                os.fsync(stream.fileno())
+            written.replace(file.with_name(written.name))
+    return difference
+
+
+def write(classifier: Classifier, images: Tensor, file: Path) -> Tensor:
+    """Write a classifier's file, `.onnx` or `.pt2`, and return the probabilities that the file computes for images.
+
+    Args:
+        classifier: The classifier.
+        images: uint8 (B, C, H, W).
+        file: Path of the file.
+    """
+    names = json.dumps(classifier.class_names)
+    dynamic = {"images": {0: torch.export.Dim("batch")}}
+    # two images, because torch.export would treat a batch size of 1 as a constant
+    program = torch.export.export(classifier, (images[:2],), dynamic_shapes=dynamic)
+    if file.suffix == ".pt2":
+        buffer = io.BytesIO()  # because torch's own writer ends the process on a full disk
+        torch.export.save(program, buffer, extra_files={"class_names": names})
+        file.write_bytes(buffer.getbuffer())
+        return torch.export.load(file).module()(images)
+    import onnxruntime  # type: ignore[import-untyped]
+
+    exported = torch.onnx.export(
+        program, dynamo=True, verbose=False, input_names=["images"], output_names=["probabilities"]
+    )
+    assert exported is not None  # with dynamo, torch returns the program
+    exported.model.metadata_props["class_names"] = names
+    exported.save(file)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])

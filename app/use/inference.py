@@ -1,0 +1,188 @@
+"""A trained classifier in Python: `load("runs/NAME/version_0").predict("cat.jpg")`."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from PIL import Image
+from torch import Tensor, nn
+
+from app.command.arguments import read_yaml
+from app.command.checkpoint_file import read
+from app.command.parser import PlainParser, import_trusted_only
+from app.data.geometry import Geometry
+from app.data.image_files import FileSplit, files_in, pixels
+from app.data.transforms import Transform
+from app.errors import UserError, one_line
+from app.modules import ImageClassifier
+from app.modules.networks import checkpoint_of, load_weights
+
+
+class Prediction(NamedTuple):
+    """Most likely classes of an image.
+
+    Attributes:
+        names: Names of the classes, the most likely first.
+        probabilities: Their probabilities.
+        file: Path of the image; None for a PIL image, an array or a tensor.
+    """
+
+    names: tuple[str, ...]
+    probabilities: tuple[float, ...]
+    file: str | None
+
+
+class Classifier(nn.Module):
+    """Trained classifier: a LightningModule with normalisation and softmax, in evaluation mode.
+
+    Args:
+        module: The LightningModule.
+        images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of the training images.
+        geometry: Resizing and cropping of input images.
+        folder: Folder of the run's config.yaml.
+    """
+
+    def __init__(
+        self, module: LightningModule, images: dict[str, Any], geometry: Geometry, folder: Path
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.geometry = geometry
+        self.folder = folder
+        self.class_names = tuple(images["class_names"])
+        self.image_shape = tuple(images["image_shape"])
+        self.transform = Transform(images["mean"], images["std"])
+        self.eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return class probabilities (B, classes) of images in the training's shape, uint8 (B, C, H, W)."""
+        return self.module(self.transform(images)).float().softmax(1)
+
+    @torch.inference_mode()
+    def predict(self, images: Any, k: int = 1, batch_size: int = 64) -> Any:
+        """Return the most likely classes of images. The images are resized and cropped as for validation.
+
+        Args:
+            images: A file, a folder, a PIL image, a uint8 array (H, W, C), or a uint8 tensor (C, H,
+                W). Several images are a list of these, an array (B, H, W, C), or a tensor (B, C, H,
+                W).
+            k: Number of classes to return.
+            batch_size: Number of images per forward pass.
+
+        Returns:
+            A `Prediction` for a single image; a list of them for a folder, a list or a batch.
+
+        Raises:
+            UserError: When an image is unreadable or not uint8, or k is below 1 or above the number
+                of classes.
+        """
+        if not 1 <= k <= len(self.class_names):
+            raise UserError(f"k={k}: the model has {len(self.class_names)} classes")
+        is_path = isinstance(images, str | os.PathLike)
+        is_single = os.path.isfile(images) if is_path else getattr(images, "ndim", 4) == 3
+        is_single |= isinstance(images, Image.Image)
+        items: list[Any] = []
+        for item in [images] if is_path or is_single else images:
+            items += (
+                files_in([os.fspath(item)], Counter())
+                if isinstance(item, str | os.PathLike)
+                else [item]
+            )
+        predictions = []
+        for start in range(0, len(items), batch_size):
+            chunk = items[start : start + batch_size]
+            batch = torch.stack(
+                [self._pixels(item).to(self.module.device) for item in chunk]
+            )  # (B, C, H, W)
+            for item, *best in zip(
+                chunk, *(tensor.tolist() for tensor in self(batch).topk(k)), strict=True
+            ):
+                names = tuple(self.class_names[label] for label in best[1])
+                predictions.append(
+                    Prediction(names, tuple(best[0]), item if isinstance(item, str) else None)
+                )
+        return predictions[0] if is_single else predictions
+
+    def _pixels(self, item: Any) -> Tensor:
+        """Return an image in the training's shape, uint8 (C, H, W)."""
+        if isinstance(item, str):
+            return FileSplit([item], [-1], self.image_shape, self.geometry)[0]
+        if isinstance(item, Image.Image):
+            return self.geometry.evaluated(pixels(item, self.image_shape[0]))
+        if isinstance(item, Tensor):
+            if item.shape == self.image_shape and item.dtype == torch.uint8:
+                return item
+            item = item.movedim(0, -1).cpu()
+        array = np.asarray(item)
+        if (
+            array.dtype != np.uint8
+            or array.ndim != 3
+            or array.shape[2] not in (1, 3, 4)
+            or not array.size
+        ):
+            raise UserError(
+                f"an image of {array.dtype} and shape {array.shape}: "
+                "give pixels of uint8, 0 to 255: arrays (H, W, C), tensors (C, H, W)"
+            )
+        picture = Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
+        return self.geometry.evaluated(pixels(picture, self.image_shape[0]))
+
+
+def load(run: str | Path, device: torch.device | str | None = None) -> Classifier:
+    """Load a trained classifier, without its data set.
+
+    Args:
+        run: A checkpoint file, or a run's folder, such as `runs/NAME/version_0`. In a folder, the
+            best checkpoint is loaded; if there is none, the last one.
+        device: Device to compute on; by default the accelerator, if there is one.
+
+    Raises:
+        UserError: When the checkpoint or the run's config.yaml is missing, the checkpoint is not of
+            an `ImageClassifier` trained on an `ImageData`, or the network's module is not trusted.
+    """
+    file = checkpoint_of(Path(run))
+    checkpoint = read(file)
+    folder = file.parent
+    if not (folder / "config.yaml").is_file():
+        folder = Path(os.path.normpath(file / "../.."))
+    images = checkpoint.get("images")
+    if not isinstance(images, dict) or not images.keys() >= {
+        "class_names",
+        "image_shape",
+        "mean",
+        "std",
+    }:
+        raise UserError(
+            f"{file} has no class names: it is not of an ImageClassifier trained on an ImageData"
+        )
+    config = read_yaml(str(folder / "config.yaml"))
+    try:
+        module = _model(config.get("model") or {}, len(images["class_names"]))
+        load_weights(module, checkpoint["state_dict"], str(file), may_start_anew=False)
+        sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
+        device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        return Classifier(
+            module.to(device), images, Geometry(tuple(images["image_shape"][1:]), **sizes), folder
+        )
+    except (
+        Exception
+    ) as error:  # a damaged config or checkpoint raises anything; jsonargparse wraps our errors
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, UserError):
+            cause = cause.__cause__ or cause.__context__
+        problem = f"{folder}/config.yaml and {file} make no classifier ({type(error).__name__}: {one_line(str(error))})"
+        raise cause or UserError(f"{problem[:400]}: give another run") from error
+
+
+def _model(settings: dict[str, Any], num_classes: int) -> ImageClassifier:
+    """Instantiate the model of a run's config, from trusted modules only."""
+    import_trusted_only()
+    parser = PlainParser()
+    parser.add_subclass_arguments(ImageClassifier, "model", required=True)
+    arguments = {**settings.get("init_args", {}), "num_classes": num_classes}
+    parsed = parser.parse_object({"model": {**settings, "init_args": arguments}})
+    return parser.instantiate_classes(parsed).model
