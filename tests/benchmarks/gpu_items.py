@@ -155,7 +155,13 @@ def smoke() -> None:
         ways = {name: ways[name] for name in ("default", "bf16")}
 
     def train(name: str) -> None:
-        flags = [*tiny(640, 64, root=PLACE, name=name, max_epochs=2), *ON, *ways[name]]
+        steep = [
+            "--model.optimizer",
+            "SGD",
+            "--model.optimizer.lr",
+            "0.05",
+        ]  # so that precisions differ
+        flags = [*tiny(640, 64, root=PLACE, name=name, max_epochs=5), *ON, *steep, *ways[name]]
         code, out = start("fit", *flags)
         loss = record_of(newest(name))["train_loss"]["last"] if code == 0 else None
         note(
