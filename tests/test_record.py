@@ -183,7 +183,6 @@ def test_phases_on_cuda(strategy: str, tmp_path: Path) -> None:
     record = record_of(tmp_path / "x" / "version_0")
     times = record["time_per_step"]
     assert 0 < times["launch"] <= times["forward_backward"] * 1.01
-    assert record["throughput"]["n"] < 17, "the windows that were timed do not count"
     assert (times["communication"] > 0) == (torch.cuda.device_count() > 1 and strategy != "auto")
 
 

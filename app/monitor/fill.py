@@ -12,7 +12,7 @@ from app.modules import ImageClassifier
 from app.modules.networks import count_parameters, title
 from app.monitor.nonfinite import NonFinite
 from app.monitor.step_clock import StepClock, scaled
-from app.monitor.windows import Window, Windows
+from app.monitor.windows import Windows
 from app.record import (
     Course,
     DataSet,
@@ -71,10 +71,11 @@ def fill_model(record: Record, trainer: Trainer, module: LightningModule) -> Non
     record.model = Model(type(module).__name__, count_parameters(module))
     if isinstance(module, ImageClassifier):
         record.model.name += f", {title(module.network_name)}"
-        record.channels_last = module.executed["channels_last"]
-        record.compile = module.executed["compile"]
-        record.matmul_precision = module.executed["matmul_precision"]
-        record.benchmark = module.executed["benchmark"]
+        executed = module.executed
+        record.channels_last = executed.get("channels_last")
+        record.compile = executed.get("compile")
+        record.matmul_precision = executed.get("matmul_precision")
+        record.benchmark = executed.get("benchmark")
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     record.fused = any(group.get("fused") for group in groups)
 
@@ -101,9 +102,8 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows, before
     record.loop = "lightning" if record.loop_reason else "straight"
     if isinstance(loop, ShardedLoop) and loop.sums is not None:
         record.shards = loop.sums.tree.shares
-    rates = _continued(before.samples_per_s, windows.course.points, earlier)
-    record.course = Course(rates, before.memory_gib)
-    record.time_per_step = None
+    course = _continued(before.samples_per_s, windows.course.points, earlier)
+    record.course = Course(course, before.memory_gib)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, NonFinite):
             record.not_finite_since = callback.since
@@ -115,19 +115,15 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows, before
             record.ranks = ranks.ranks
             record.others_cores = ranks.others_cores
             record.course.memory_gib = _continued(before.memory_gib, ranks.memory.points, earlier)
-    if windows.kept:
-        _fill_throughput(record, windows.kept)
-
-
-def _fill_throughput(record: Record, windows: list[Window]) -> None:
-    """Fill in throughput from the windows without profiled steps, and scale the phases to it."""
-    windows = [window for window in windows if not window.profiled] or windows
-    rates = sorted(round(window.rate, 1) for window in windows)
-    median = statistics.median(window.rate for window in windows)
-    record.throughput = Throughput(round(median, 1), rates[0], rates[-1], len(rates))
-    if record.time_per_step is not None:
-        step = 1000 * statistics.median(window.samples for window in windows) / median
-        record.time_per_step = scaled(record.time_per_step, step, record.ranks)
+    if windows.rates:
+        rates = windows.rates
+        median = statistics.median(rates)
+        low = round(min(rates), 1)
+        high = round(max(rates), 1)
+        record.throughput = Throughput(round(median, 1), low, high, len(rates))
+        if record.time_per_step is not None:
+            step = 1000 * statistics.median(windows.samples_per_step) / median
+            record.time_per_step = scaled(record.time_per_step, step, record.ranks)
 
 
 def _continued(

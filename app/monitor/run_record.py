@@ -32,7 +32,6 @@ from app.monitor.fill import (
     metrics_of,
 )
 from app.monitor.loggers import MetricsFile, trackers
-from app.monitor.step_clock import StepClock
 from app.monitor.summary import epoch_line
 from app.monitor.windows import Windows
 from app.record import Checkpoints, Course, Epoch, Metrics, Record
@@ -62,7 +61,6 @@ class RunRecord(Callback):
         self.path: Path | None = None  # None on ranks that write no record
         self._checkpoints = checkpoints
         self._started = float(os.environ.get(BEGAN, time.monotonic()))
-        self._clock: StepClock | None = None
         self._before = Course()  # time series of the training before it was resumed
         self._open_epoch: Epoch | None = None
         self._validated = False
@@ -188,9 +186,6 @@ class RunRecord(Callback):
                         f"--data.on_bad_image skip: node {node} reads other images than node 0 "
                         f"({content}, {first}): give all nodes the same files"
                     )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StepClock):
-                self._clock = callback
         fill_model(self.record, trainer, pl_module)
         for device in devices_of(trainer):
             if device.type == "cuda":  # a run on the CPU must not start CUDA
@@ -226,8 +221,7 @@ class RunRecord(Callback):
         else:
             sizes = (len(leaf) for leaf in tensors(batch) if leaf.ndim)
             samples = next(sizes, 0) * trainer.world_size
-        profiled = self._clock is not None and self._clock.timing
-        self.windows.add_step(trainer, samples, profiled)
+        self.windows.add_step(trainer, samples)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restart the window that validation interrupted."""

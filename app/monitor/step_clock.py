@@ -104,7 +104,6 @@ class StepClock(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock, and register gradient hooks. Collective."""
         device = trainer.strategy.root_device.type
-        self._on_gpu = device != "cpu"
         self._now = time.perf_counter
         self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
         if device == "cuda":
@@ -214,11 +213,6 @@ class StepClock(Callback):
 
     # -- phases of a few steps
     # ------------------------------------------------------------------------------
-
-    @property
-    def timing(self) -> bool:
-        """Whether the clock slows the current step by synchronising a GPU between its phases."""
-        return self._on_gpu and self._seen <= self.skipped + self.window
 
     @property
     def time_per_step(self) -> Phases | None:

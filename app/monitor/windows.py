@@ -2,27 +2,12 @@
 
 import math
 import time
-from typing import NamedTuple
 
 from lightning.pytorch import Trainer
 
 from app.modules.sums import log_window
 from app.monitor.course import Course
 from app.system.machine import time_when_done
-
-
-class Window(NamedTuple):
-    """Logging window.
-
-    Attributes:
-        rate: Samples/s of all ranks together.
-        samples: Samples per step.
-        profiled: Whether `StepClock` slowed the window's steps.
-    """
-
-    rate: float
-    samples: float
-    profiled: bool
 
 
 class Windows:
@@ -34,7 +19,8 @@ class Windows:
         warmup_epochs: Number of first epochs whose windows are not kept.
 
     Attributes:
-        kept: Windows after the run's first window and its first `warmup_epochs` epochs.
+        rates: Samples/s of each window after the run's first window and `warmup_epochs` epochs.
+        samples_per_step: Samples per step of the same windows.
         epoch_rates: Samples/s of all windows of the epoch.
         course: Samples/s of all windows over the seconds since the first step.
         rate: Samples/s of the last window; None before the first window's end.
@@ -44,7 +30,8 @@ class Windows:
 
     def __init__(self, warmup_epochs: int) -> None:
         self._warmup_epochs = warmup_epochs
-        self.kept: list[Window] = []
+        self.rates: list[float] = []
+        self.samples_per_step: list[float] = []
         self.epoch_rates: list[float] = []
         self.course = Course()
         self.rate: float | None = None
@@ -81,19 +68,16 @@ class Windows:
         self._start = now
         self._samples = 0
         self._steps = 0
-        self._profiled = False
 
-    def add_step(self, trainer: Trainer, samples: int, profiled: bool) -> None:
+    def add_step(self, trainer: Trainer, samples: int) -> None:
         """Count a step that has ended; at the window's last step, compute its samples/s.
 
         Args:
             trainer: The trainer.
             samples: Samples of all ranks; 0 if unknown.
-            profiled: Whether `StepClock` slowed the step.
         """
         self._samples += samples
         self._steps += 1
-        self._profiled |= profiled
         self.last_step = time.perf_counter()
         if self._steps < self._length:
             return
@@ -106,8 +90,8 @@ class Windows:
             self.epoch_rates.append(self.rate)
             self.course.add(now - self.first_step, self.rate)
             if not is_first and trainer.current_epoch >= self._warmup_epochs:
-                samples_per_step = self._samples / self._steps
-                self.kept.append(Window(self.rate, samples_per_step, self._profiled))
+                self.rates.append(self.rate)
+                self.samples_per_step.append(self._samples / self._steps)
         self._begin_window(now)
 
     @property
