@@ -85,8 +85,9 @@ class RankTimes:
             return []
         medians = 1000 * np.median(list(self._windows), axis=0)  # (ranks, 3)
         rows = []
-        for rank, times in enumerate(medians.round(4).tolist()):
-            rows.append(RankTime(rank, self.places[rank][0], *times, slow=self._is_slow(rank)))
+        for rank, (data, compute, wait) in enumerate(medians.round(4).tolist()):
+            node, _ = self.places[rank]
+            rows.append(RankTime(rank, node, data, compute, wait, self._is_slow(rank)))
         return rows
 
     def share(self, trainer: Trainer, steps: list[Sequence[float]]) -> None:

@@ -288,7 +288,7 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
         return
     figures = min(size, 1.4 * cell / len(str(counts.max())))
     if figures >= 5:  # smaller ones cannot be read
-        centre = {"ha": "center", "va": "center", "fontsize": figures}
+        centre: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": figures}
         for row, column in np.argwhere(counts):
             colour = "white" if shares[row, column] > 0.5 else page.INK
             axes.text(column, row, str(counts[row, column]), color=colour, **centre)
