@@ -11,7 +11,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
@@ -19,6 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from torch import Tensor
 
 from app.errors import UserError, one_line
 from app.record import Record
@@ -264,7 +264,7 @@ class MetricsFile(CSVLogger):
             step = len(self._logged)
         row: dict[str, Any] = {"step": step}
         for name, value in metrics.items():
-            row[name] = torch.as_tensor(value).item()
+            row[name] = value.item() if isinstance(value, Tensor) else value
         self._logged.append(row)
         if (step + 1) % 100 == 0:
             self.save()

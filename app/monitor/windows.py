@@ -103,11 +103,9 @@ class Windows:
 
     def time_left(self, trainer: Trainer) -> float | None:
         """Estimate the seconds to the end of training, validation included; None if unknown."""
-        batches = math.inf
-        if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            batches = trainer.max_epochs * trainer.num_training_batches
-        if trainer.max_steps > 0:
-            batches = min(batches, trainer.max_steps * trainer.accumulate_grad_batches)
+        by_epochs = (trainer.max_epochs or -1) * trainer.num_training_batches
+        by_steps = trainer.max_steps * trainer.accumulate_grad_batches
+        batches = min((limit for limit in (by_epochs, by_steps) if limit > 0), default=math.inf)
         done = _batches(trainer)
         if self.first_step is None or batches == math.inf or done <= self._first_batch:
             return None
