@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace, capture_parser
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import app.data
@@ -24,7 +23,7 @@ from app.command.run_options import Run
 from app.errors import ExitStatus, UserError, one_line
 from app.launch.rendezvous import Cluster
 from app.modules.networks import checkpoint_of, image_settings
-from app.monitor.loggers import SaveConfig
+from app.monitor.loggers import RateMonitor, SaveConfig
 from app.system.patches import expects
 from app.training import register_strategies
 
@@ -119,7 +118,7 @@ class Flags(LightningCLI):
         parser.add_class_arguments(Cluster, "cluster")
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
-        parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
+        parser.add_lightning_class_args(RateMonitor, "lr_monitor")
         for section in MORE:
             parser.add_argument(f"--{section}.help", action=SectionHelp)
         parser.set_defaults(

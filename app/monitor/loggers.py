@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
@@ -307,6 +308,20 @@ class MetricsFile(CSVLogger):
         rows = self._rows()
         if rows:
             self._write([row for row in rows if int(row["step"]) < step], list(rows[0]))
+
+
+class RateMonitor(LearningRateMonitor):
+    """Learning rate monitor that logs a rate per window only if a scheduler changes it per step.
+
+    Otherwise it logs once per epoch, because each log reads the metrics from the device.
+    """
+
+    def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Choose the interval, unless the user did."""
+        super().on_train_start(trainer, *args, **kwargs)
+        by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+        if self.logging_interval is None and not by_step:
+            self.logging_interval = "epoch"
 
 
 class SaveConfig(SaveConfigCallback):
