@@ -9,8 +9,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +27,7 @@ from app.errors import UserError, one_line
 from app.record import Record
 from app.system.files import read_csv, whole, write_csv
 from app.system.lightning_patches import open_experiment, tracker_settings
+from app.system.patches import expects
 from app.system.wandb_patches import forget_run
 
 MODES = ("off", "offline", "online")  # tracking modes, the most private first
@@ -310,6 +313,7 @@ class MetricsFile(CSVLogger):
             self._write([row for row in rows if int(row["step"]) < step], list(rows[0]))
 
 
+@expects(f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_stats")
 class RateMonitor(LearningRateMonitor):
     """Learning rate monitor that logs a rate per window only if a scheduler changes it per step.
 
@@ -322,6 +326,16 @@ class RateMonitor(LearningRateMonitor):
         by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         if self.logging_interval is None and not by_step:
             self.logging_interval = "epoch"
+
+    def _extract_stats(self, trainer: Any, interval: str) -> dict[str, float]:
+        """Keep the rates on the host, because copying each one to a GPU would wait for the GPU."""
+        on_host: Any = SimpleNamespace(
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+            lr_scheduler_configs=trainer.lr_scheduler_configs,
+            optimizers=trainer.optimizers,
+            callback_metrics=trainer.callback_metrics,
+        )
+        return super()._extract_stats(on_host, interval)
 
 
 class SaveConfig(SaveConfigCallback):
