@@ -454,7 +454,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
             callback for callback in step.trainer.callbacks if isinstance(callback, StepClock)
         )
         ends = (step.trainer.global_step + 1) % log_window(step.trainer) == 0
-        fake.place = "profiled" if clock.timing else "window" if ends else "step"
+        profiled = clock._seen <= clock.skipped + clock.window
+        fake.place = "profiled" if profiled else "window" if ends else "step"
         fake.counts[fake.place] += 1
         take_step(step, fetcher)
         fake.place = "between"

@@ -18,8 +18,8 @@ SAVED = ["--last_checkpoint.every_n_train_steps", "1"]
 
 
 @pytest.mark.parametrize("every", [[], SAVED, ["--trainer.log_every_n_steps", "4"]])
-def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
-    """A NaN loss stops the run at the end of the logging window or epoch, or before the next checkpoint is saved."""
+def test_stop_names_step_and_batch(every: list[str], app: App, tmp_path: Path) -> None:
+    """A NaN loss stops the run at the end of the window or epoch, or before a checkpoint."""
     message = error_of(*app("fit", *POISONED, *every))
     since = "step 7 (batch 7 of epoch 1, rank 0)"
     assert message.startswith(f"error: the training loss is not finite since {since}: lower the")
@@ -29,13 +29,12 @@ def test_it_stops(every: list[str], app: App, tmp_path: Path) -> None:
     last = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
     assert last.exists() == (every == SAVED)
     if last.exists():
-        assert f"and resume from {last}" in message
         assert torch.load(last, weights_only=True)["global_step"] == 6
         assert all(weight.isfinite().all() for weight in weights(last).values())
 
 
 @pytest.mark.slow
-def test_it_names_the_rank(tmp_path: Path) -> None:
+def test_stop_names_the_rank(tmp_path: Path) -> None:
     flags = [
         *on_cpu("ddp_fork", log_every_n_steps=7, root=tmp_path),
         "--last_checkpoint.every_n_train_steps=3",
@@ -47,23 +46,19 @@ def test_it_names_the_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alone", ["false", "true"])
-def test_weights_that_are_not_finite_are_not_saved(alone: str, app: App, tmp_path: Path) -> None:
-    """Weights are checked before each checkpoint, because no later loss shows that the last step made them non-finite.
+def test_non_finite_weights_are_not_saved(alone: str, app: App, tmp_path: Path) -> None:
+    """Weights are checked before each checkpoint, because no loss follows the last step.
 
     Weights-only checkpoints are included, for which Lightning does not call `on_save_checkpoint`.
     """
-    flags = ["--trainer.max_steps", "1"]
-    flags += [
-        word
-        for name in ("best", "last")
-        for word in (f"--{name}_checkpoint.save_weights_only", alone)
-    ]
+    flags = ["--trainer.max_steps", "1", "--best_checkpoint.save_weights_only", alone]
+    flags += ["--last_checkpoint.save_weights_only", alone]
     message = error_of(*app("fit", "--model", "user_code.PoisonedUpdate", *DATA, *flags))
     assert "the weights are not finite after step 1" in message
     assert not list((tmp_path / "runs").rglob("*.ckpt"))
 
 
-def test_it_goes_on(app: App, tmp_path: Path) -> None:
+def test_warn_continues(app: App, tmp_path: Path) -> None:
     out = output_of(*app("fit", *POISONED, "--run.on_nonfinite", "warn"))
     assert (
         out.count("the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0)") == 1
@@ -73,7 +68,7 @@ def test_it_goes_on(app: App, tmp_path: Path) -> None:
     assert (written["status"], written["not_finite_since"]) == ("completed", 0)
 
 
-def test_it_leaves_the_step_out(app: App, tmp_path: Path) -> None:
+def test_skip_leaves_weights_unchanged(app: App, tmp_path: Path) -> None:
     """The skipped step changes no weight, and later steps still train, with finite weights."""
     flags = ["--run.on_nonfinite", "skip", *SAVED, "--model.optimizer.momentum", "0.9"]
     flags += ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
@@ -83,7 +78,9 @@ def test_it_leaves_the_step_out(app: App, tmp_path: Path) -> None:
     written = record(tmp_path / "runs")
     assert (written["skipped_steps"], written["not_finite_since"]) == (1, None)
     saved = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints"
-    six, seven, eight = (weights(saved / f"step={step}.ckpt") for step in (6, 7, 8))
+    six = weights(saved / "step=6.ckpt")
+    seven = weights(saved / "step=7.ckpt")
+    eight = weights(saved / "step=8.ckpt")
     assert all(torch.equal(six[name], seven[name]) for name in six)
     assert not all(torch.equal(seven[name], eight[name]) for name in six)
     assert all(weight.isfinite().all() for weight in weights(saved / "step=30.ckpt").values())

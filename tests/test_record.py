@@ -28,11 +28,9 @@ from harness import (
     start_app,
     tiny,
 )
-from PIL import Image
 from stuck_code import never_ends
 
 from app.monitor.loggers import claim_version
-from app.monitor.report import draw_confusion_matrix
 from app.record import PHASES
 
 SLOW = pytest.mark.slow
@@ -40,8 +38,8 @@ SMALL = tiny(200, 20)
 
 
 @pytest.mark.usefixtures("drawn")
-def test_a_run_directory(app: App, tmp_path: Path) -> None:
-    """A run writes its files and record; drawing does not change pyplot's state, which notebooks share."""
+def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path) -> None:
+    """Drawing does not change pyplot's state, which notebooks share."""
     import matplotlib.pyplot
 
     matplotlib.use("pdf")
@@ -52,47 +50,38 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     assert not matplotlib.pyplot.get_fignums()
     files = {path.name for path in run.iterdir()}
     assert "wandb" not in files
-    assert files >= {
-        "config.yaml",
-        "metrics.csv",
-        "run.json",
-        "checkpoints",
-        "confusion_matrix.png",
-        "most_wrong.png",
-    }
+    assert files >= {"config.yaml", "metrics.csv", "run.json", "checkpoints"}
+    assert files >= {"confusion_matrix.png", "most_wrong.png"}
     assert str(run) in out
     assert f"--ckpt_path {run}/checkpoints/last.ckpt --trainer.max_epochs 6" in out
+    assert "slow" not in out
 
     record = record_of(run)
-    assert (record["status"], record["error"]) == ("completed", None)
     assert record["command"].startswith("python -m app fit --run.root")
     assert Path(record["checkpoint"]["best"]).exists()
     assert Path(record["checkpoint"]["last"]).exists()
     assert yaml.safe_load(Path(record["config"]).read_text())["run"]["name"] == "x"
     resolved = {
+        "status": "completed",
+        "error": None,
         "strategy": "single_device",
         "devices": 1,
         "num_nodes": 1,
         "world_size": 1,
         "replicas": 1,
-    }
-    resolved |= {
         "precision": "32-true",
         "global_batch_size": 20,
         "placement": "memory",
         "seed": 42,
         "threads": 1,
+        "tested": record["checkpoint"]["best"],
     }
-    assert {key: record[key] for key in resolved} == resolved
+    assert resolved.items() <= record.items()
     assert [row["epoch"] for row in record["epochs"]] == [0, 1, 2]
-    assert all(
-        row["train_loss"] > 0 and row["val_loss"] > 0 and row["seconds"] > 0
-        for row in record["epochs"]
-    )
-    losses = [row["train_loss"] for row in record["epochs"]]
-    assert record["train_loss"] == {"first": losses[0], "middle": losses[1], "last": losses[2]}
+    for row in record["epochs"]:
+        assert min(row["train_loss"], row["val_loss"], row["seconds"]) > 0
+    assert record["train_loss"] == {"last": record["epochs"][-1]["train_loss"]}
     assert 0 <= record["test"]["acc"] <= 1
-    assert record["tested"] == record["checkpoint"]["best"]
     assert min(record["setup_s"], record["train_s"]) > 0
     # 9 steps per epoch make 4 windows of 2; the first of 12 windows is excluded
     speed = record["throughput"]
@@ -101,54 +90,39 @@ def test_a_run_directory(app: App, tmp_path: Path) -> None:
     times = record["time_per_step"]
     assert (times["n"], times["unit"]) == (20, "ms")
     assert [phase for phase in PHASES if not times[phase] > 0] == ["communication"]
-    assert times["communication"] == 0
     memory = record["peak_memory"][0]
     assert memory["rank"] == 0
     assert memory["total_gib"] > memory["host_rss_gib"] > 0.1
     (row,) = record["ranks"]
     assert row["compute"] > row["data"] > row["wait"] == 0
-    assert "slow" not in out
-    assert set(record["versions"]) == {
-        "python",
-        "torch",
-        "lightning",
-        "cuda",
-        "nccl",
-        "app",
-        "commit",
-    }
+    assert {"python", "torch", "lightning", "app", "commit"} <= record["versions"].keys()
     assert set(record["hardware"]) == {"cpu", "cores", "gpus"}
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("batches", ["NamedData", "HiddenData"])
-def test_batches_that_begin_with_names(batches: str, app: App, tmp_path: Path) -> None:
+def test_throughput_of_batches_that_begin_with_names(
+    batches: str, app: App, tmp_path: Path
+) -> None:
     data = ["--model", "user_code.TheirModel", "--data", f"user_code.{batches}", *QUIET]
     output_of(*app("fit", *data, *options(max_epochs=2, log_every_n_steps=1, name="x")))
-    rates = [
-        epoch["samples_per_s"]
-        for epoch in record_of(tmp_path / "runs" / "x" / "version_0")["epochs"]
-    ]
-    assert rates == [None, None] if batches == "HiddenData" else all(rate > 0 for rate in rates)
+    for epoch in record_of(tmp_path / "runs" / "x" / "version_0")["epochs"]:
+        assert (epoch["samples_per_s"] is None) == (batches == "HiddenData")
 
 
 @SLOW
 def test_threads_where_cores_are_busy(tmp_path: Path) -> None:
-    """The number of threads follows the cores or `--run.threads`, not the load. A line at the end reports the load."""
+    """The number of threads follows the cores or `--run.threads`; the end reports the load."""
     context = multiprocessing.get_context("fork")
     busy = [context.Process(target=never_ends, daemon=True) for _ in range(os.cpu_count() or 1)]
     for process in busy:
         process.start()
     try:
         flags = [*SMALL, *options(max_epochs=2, log_every_n_steps=2, test=False, root=tmp_path)]
-        for name, more, threads in (
-            ("auto", [], os.cpu_count()),
-            ("one", ["--run.threads", "1"], 1),
-        ):
-            out = output_of(
-                *start_app("fit", *flags, *more, "--run.name", name, env={"OMP_NUM_THREADS": None})
-            )
-            assert record_of(tmp_path / name / "version_0")["threads"] == threads
+        for requested, threads in (("auto", os.cpu_count()), ("1", 1)):
+            flags += ["--run.threads", requested, "--run.name", requested]
+            out = output_of(*start_app("fit", *flags, env={"OMP_NUM_THREADS": None}))
+            assert record_of(tmp_path / requested / "version_0")["threads"] == threads
             pattern = rf"^time .*; other programs took [\d.]+ of {os.cpu_count()} cores$"
             assert re.search(pattern, out, re.MULTILINE), out
     finally:
@@ -157,20 +131,23 @@ def test_threads_where_cores_are_busy(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_set_up_begins_with_the_command(tmp_path: Path) -> None:
+def test_set_up_time_begins_with_the_command(tmp_path: Path) -> None:
     """Set-up time counts from the start of the command, not of its process.
 
     The process may be older: in `bash -c "sleep 30 && python -m app fit"`, the shell's process
     becomes Python's.
     """
     flags = [*SMALL, *options(max_steps=2, test=False, root=tmp_path, name="x")]
-    waits = "import os, sys, time; p = sys.executable; time.sleep(5); os.execv(p, [p, '-m', 'app', *sys.argv[1:]])"
+    waits = (
+        "import os, sys, time; time.sleep(5); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'app', *sys.argv[1:]])"
+    )
     began = time.time()
     subprocess.run([sys.executable, "-c", waits, "fit", *flags], cwd=ROOT, timeout=200, check=True)
     assert record_of(tmp_path / "x" / "version_0")["setup_s"] < time.time() - began - 5
 
 
-def test_set_up_when_the_date_jumps(
+def test_set_up_time_when_the_date_jumps(
     app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     year = 365 * 86400
@@ -181,8 +158,8 @@ def test_set_up_when_the_date_jumps(
 
 
 @pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp", marks=SLOW)])
-def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
-    """The phases add up to the step's duration. No phase is zero, not even the communication of ranks or replicas."""
+def test_phases_add_up_to_a_step(strategy: str, tmp_path: Path) -> None:
+    """The phases add up to the step's duration. No phase is zero, not even the communication."""
     flags = on_cpu(strategy, max_steps=60, log_every_n_steps=5, test=False, root=tmp_path, name="x")
     output_of(*fork_app("fit", *SMALL, *flags))
     record = record_of(tmp_path / "x" / "version_0")
@@ -198,7 +175,7 @@ def test_where_the_time_of_a_step_goes(strategy: str, tmp_path: Path) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("strategy", ["auto", "dp", "ddp"])
-def test_where_the_time_of_a_step_goes_on_cuda(strategy: str, tmp_path: Path) -> None:
+def test_phases_on_cuda(strategy: str, tmp_path: Path) -> None:
     flags = options(
         accelerator="cuda", strategy=strategy, max_steps=90, log_every_n_steps=5, test=False
     )
@@ -206,51 +183,36 @@ def test_where_the_time_of_a_step_goes_on_cuda(strategy: str, tmp_path: Path) ->
     record = record_of(tmp_path / "x" / "version_0")
     times = record["time_per_step"]
     assert 0 < times["launch"] <= times["forward_backward"] * 1.01
-    assert record["throughput"]["n"] < 17, "the windows that were timed do not count"
     assert (times["communication"] > 0) == (torch.cuda.device_count() > 1 and strategy != "auto")
 
 
-def test_a_profiler_of_the_users_own_is_left_alone(app: App, tmp_path: Path) -> None:
+def test_users_profiler_is_kept(app: App, tmp_path: Path) -> None:
     output_of(*app("fit", *SMALL, *options(max_steps=9, profiler="simple", name="x")))
     assert record_of(tmp_path / "runs" / "x" / "version_0")["time_per_step"] is None
 
 
-@pytest.mark.usefixtures("drawn")
-@pytest.mark.parametrize("count", [1, 2, 60])
-def test_a_confusion_matrix_of_any_number_of_classes(count: int, tmp_path: Path) -> None:
-    draw_confusion_matrix(
-        torch.eye(count, dtype=torch.int64),
-        [f"class {i}" for i in range(count)],
-        tmp_path / "a.png",
-    )
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.size[0] == picture.size[1] >= 600
-
-
 THEIRS = ["--model", "user_code.Fails", "--data", "user_code.TheirData", *QUIET]
+RANK_1 = r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here"
 FAILING = [
-    (on_cpu("auto", 1), ".*only here.*"),
-    pytest.param(on_cpu("ddp_spawn", 1), ".*only here.*", marks=SLOW),
-    pytest.param(
-        on_cpu("ddp"),
-        r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here",
-        marks=SLOW,
-    ),
+    ("auto", 1, ".*only here.*"),
+    pytest.param("ddp_spawn", 1, ".*only here.*", marks=SLOW),
+    pytest.param("ddp", 2, RANK_1, marks=SLOW),
 ]
 
 
 @pytest.mark.usefixtures("drawn")
-@pytest.mark.parametrize(("way", "reason"), FAILING)
-def test_a_failed_run_says_why(way: list[str], reason: str, tmp_path: Path) -> None:
-    """The output, the record and the report give the reason for a failure, also if only the last rank fails."""
-    assert re.search(reason, output_of(*fork_app("fit", *THEIRS, *way, "--run.root", tmp_path), 1))
+@pytest.mark.parametrize(("strategy", "devices", "reason"), FAILING)
+def test_a_failed_run_says_why(strategy: str, devices: int, reason: str, tmp_path: Path) -> None:
+    """Output, record and report give the reason, also if only the last rank fails."""
+    flags = [*THEIRS, *on_cpu(strategy, devices, root=tmp_path)]
+    assert re.search(reason, output_of(*fork_app("fit", *flags), 1))
     run = tmp_path / "Fails-TheirData" / "version_0"
     assert record_of(run)["status"] == "failed"
     assert re.fullmatch(reason, record_of(run)["error"])
     assert re.search(f"<title>Failed .*{reason}", (run / "report.html").read_text())
 
 
-def test_twenty_runs_of_one_name_at_once(tmp_path: Path) -> None:
+def test_concurrent_runs_get_separate_folders(tmp_path: Path) -> None:
     """Each of 20 simultaneous runs gets a separate folder, from `version_0` to `version_19`."""
     together = threading.Barrier(20)
 
@@ -263,9 +225,12 @@ def test_twenty_runs_of_one_name_at_once(tmp_path: Path) -> None:
     assert sorted(claimed) == sorted(f"version_{number}" for number in range(20))
 
 
-def test_a_run_beside_one_that_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_of_a_run_beside_one_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A run creates its folder even if a rejected run has just removed the parent folder."""
-    made, make = [], os.mkdir
+    made = []
+    make = os.mkdir
 
     def beside(path: Path, *mode: int) -> None:
         made.append(Path(path).name)
@@ -279,9 +244,7 @@ def test_a_run_beside_one_that_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_threads(tmp_path: Path) -> None:
-    flags = [*SMALL, *options(max_steps=1, test=False, root=tmp_path)]
-    output_of(*fork_app("fit", *flags, "--run.threads", "2", env={"OMP_NUM_THREADS": "1"}))
+    flags = [*SMALL, *options(max_steps=1, test=False, root=tmp_path), "--run.threads"]
+    output_of(*fork_app("fit", *flags, "2", env={"OMP_NUM_THREADS": "1"}))
     assert record_of(tmp_path / "LeNet-Synthetic" / "version_0")["threads"] == 2
-    assert "--run.threads 0: give more than 0" in error_of(
-        *fork_app("fit", *flags, "--run.threads", "0")
-    )
+    assert "--run.threads 0: give more than 0" in error_of(*fork_app("fit", *flags, "0"))

@@ -1,7 +1,7 @@
 """Callback for `--run.balance`: fewer shards for slow ranks."""
 
-from collections.abc import Sequence
-
+import numpy as np
+import numpy.typing as npt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -27,7 +27,7 @@ class Balance(Callback):
         self.ranks = ranks
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Redistribute the shards if that shortens a step. The loader starts after this hook, with the new shares."""
+        """Redistribute the shards if that shortens a step. The loader starts after this hook."""
         loop = trainer.fit_loop.epoch_loop
         order = order_of(trainer.train_dataloader)
         if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
@@ -37,22 +37,19 @@ class Balance(Callback):
         rows = self.ranks.ranks
         if not rows:
             return
-        seconds = [
-            (row.data + row.compute) / share for row, share in zip(rows, tree.shares, strict=True)
-        ]
+        seconds = np.array([row.data + row.compute for row in rows]) / tree.shares
         shares = balanced(seconds, tree.count)
-        if slowest(seconds, shares) > GAIN * slowest(seconds, tree.shares):
+        if max(seconds * shares) > GAIN * max(seconds * tree.shares):
             return
         tree.deal(shares)
         order.deal(shares)
         self.ranks.forget()
-        rank_zero_info(
-            f"shards  {', '.join(map(str, shares))} of {tree.count} on ranks 0 to {len(shares) - 1}"
-        )
+        counts = ", ".join(map(str, shares))
+        rank_zero_info(f"shards  {counts} of {tree.count} on ranks 0 to {len(shares) - 1}")
 
 
-def balanced(seconds: Sequence[float], count: int) -> list[int]:
-    """Distribute shards so that the slowest rank finishes as early as possible, and each rank has at least one.
+def balanced(seconds: npt.ArrayLike, count: int) -> list[int]:
+    """Distribute shards, at least one per rank, so that the slowest rank finishes early.
 
     Args:
         seconds: Seconds per shard of each rank.
@@ -61,13 +58,8 @@ def balanced(seconds: Sequence[float], count: int) -> list[int]:
     Returns:
         Number of shards of each rank.
     """
-    shares = [1] * len(seconds)
-    for _ in range(count - len(shares)):
-        ends = [second * (share + 1) for second, share in zip(seconds, shares, strict=True)]
-        shares[ends.index(min(ends))] += 1
-    return shares
-
-
-def slowest(seconds: Sequence[float], shares: Sequence[int]) -> float:
-    """Return the slowest rank's step time: its seconds per shard times its number of shards."""
-    return max(second * share for second, share in zip(seconds, shares, strict=True))
+    seconds = np.asarray(seconds)
+    shares = np.ones(len(seconds), int)
+    for _ in range(count - len(seconds)):
+        shares[np.argmin(seconds * (shares + 1))] += 1
+    return shares.tolist()

@@ -11,7 +11,7 @@ from app.training import SplitForward
 
 
 class BatchShapes(Callback):
-    """Callback that prints the shapes of each replica's input and output, once per distinct set of shapes.
+    """Callback that prints the shapes of each replica's input and output, when they are new.
 
     The shapes show how a global batch is split. Under `dp`, another line shows the gathered output.
     In a run of one process, new shapes are printed immediately. In a run of several processes, rank
@@ -21,7 +21,7 @@ class BatchShapes(Callback):
     def __init__(self) -> None:
         self._seen: set[tuple[str, ...]] = set()
         self._new: list[str] = []  # lines to print
-        self._replicas: dict[int, tuple[list[int], list[int]]] = {}
+        self._replicas: dict[int, str] = {}  # shapes of each replica
         self._handles: list[Any] = []
 
     def _watch(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -37,14 +37,12 @@ class BatchShapes(Callback):
             # output, a loss
             if not isinstance(output, Tensor) or not output.ndim:
                 return
-            shapes = _shapes(args, kwargs, output)
-            lines = [
-                f"rank {trainer.global_rank}, replica {index}: input {input_shape} -> output {output_shape}"
-                for index, (input_shape, output_shape) in sorted(
-                    (self._replicas or {0: shapes}).items()
-                )
-            ]
-            lines += [f"gathered: {shapes[1]}"] * bool(self._replicas)
+            shapes = self._replicas or {0: _shapes(args, kwargs, output)}
+            lines = []
+            for index, text in sorted(shapes.items()):
+                lines.append(f"rank {trainer.global_rank}, replica {index}: {text}")
+            if self._replicas:
+                lines.append(f"gathered: {list(output.shape)}")
             self._replicas = {}
             if tuple(lines) not in self._seen:
                 self._seen.add(tuple(lines))
@@ -74,15 +72,15 @@ class BatchShapes(Callback):
         """Remove the hooks, and warn if they saw no batch."""
         if not self._seen:
             rank_zero_warn(
-                f"BatchShapes saw no batch: {type(pl_module).__name__} never calls self(batch) in its step"
+                f"BatchShapes saw no batch: {type(pl_module).__name__} never calls self(batch)"
             )
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
-def _shapes(args: Any, kwargs: Any, output: Any) -> tuple[list[int], list[int]]:
+def _shapes(args: Any, kwargs: Any, output: Any) -> str:
     first = next(
         (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), output
     )
-    return list(first.shape), list(output.shape)
+    return f"input {list(first.shape)} -> output {list(output.shape)}"

@@ -7,7 +7,7 @@ NUMBERS = 12_800
 
 
 class Course:
-    """Time series of measurements, thinned evenly so that a long run needs no more space than a short one.
+    """Time series of measurements, thinned evenly so that its length is limited.
 
     Args:
         width: Number of values per measurement, such as one per rank.

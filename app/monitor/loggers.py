@@ -2,10 +2,9 @@
 
 import csv
 import os
-import re
 import shlex
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
@@ -20,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
-from lightning.pytorch.loggers.logger import DummyExperiment, rank_zero_experiment
+from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 
@@ -31,9 +30,6 @@ from app.system.lightning_patches import open_experiment, tracker_settings
 from app.system.patches import expects
 from app.system.wandb_patches import forget_run
 
-Prediction = tuple[
-    Tensor, str, str, float
-]  # image (C, H, W), label, predicted class, its probability
 MODES = ("off", "offline", "online")  # tracking modes, the most private first
 WANDB_MODES = {
     "disabled": "off",
@@ -45,7 +41,7 @@ WANDB_MODES = {
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a tracker's method so that an exception ends tracking with a warning, and training continues."""
+    """Wrap a tracker's method so that an exception ends tracking with a warning, not training."""
 
     @wraps(method)
     def call(self: "Tracker", *args: Any, **kwargs: Any) -> None:
@@ -63,16 +59,17 @@ def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def tracking_mode(flag: str | bool | None) -> str:
-    """Return the tracker's mode: the more private of flag and WANDB_MODE, or `offline` if neither is set.
+    """Return the tracker's mode: the more private of flag and WANDB_MODE, by default `offline`.
 
     Args:
         flag: Value of `--run.wandb`; YAML reads `on` and `off` as booleans.
     """
-    requested = ("off", "offline")[flag] if isinstance(flag, bool) else flag
-    modes = [
-        mode for mode in (requested, WANDB_MODES.get(os.environ.get("WANDB_MODE", ""))) if mode
-    ]
-    return min(modes, key=MODES.index, default="offline")
+    if flag is True:
+        flag = "offline"
+    elif flag is False:
+        flag = "off"
+    variable = WANDB_MODES.get(os.environ.get("WANDB_MODE", ""))
+    return min(filter(None, (flag, variable)), key=MODES.index, default="offline")
 
 
 def trial() -> str | None:
@@ -98,19 +95,18 @@ class Tracker(WandbLogger):
     """
 
     def __init__(self, run_dir: str, mode: str, resumed: str | None = None, **options: Any) -> None:
-        variables = {
+        folder = os.path.abspath(run_dir)
+        cache = os.path.join(folder, "wandb")
+        variables = {  # environment variables, because they reach spawned processes
             "WANDB_ERROR_REPORTING": "false",  # otherwise, even offline runs send usage statistics
-            **dict.fromkeys(("WANDB_SILENT", "WANDB_DISABLE_GIT", "WANDB_DISABLE_CODE"), "true"),
-            # caches outside the home directory, because wandb prints its log to the terminal if
-            # home is read-only
-            **dict.fromkeys(
-                ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"), os.path.abspath(Path(run_dir, "wandb"))
-            ),
+            "WANDB_SILENT": "true",
+            "WANDB_DISABLE_GIT": "true",
+            "WANDB_DISABLE_CODE": "true",
+            # not in the home directory, because wandb prints its log if home is read-only
+            "WANDB_CACHE_DIR": cache,
+            "WANDB_DATA_DIR": cache,
         }
-        for (
-            variable,
-            value,
-        ) in variables.items():  # environment variables, because they reach spawned processes
+        for variable, value in variables.items():
             os.environ.setdefault(variable, value)
         import wandb
 
@@ -122,8 +118,7 @@ class Tracker(WandbLogger):
                 "Weights & Biases has no key (wandb login, or WANDB_API_KEY): offline from here on"
             )
             self.mode = "offline"
-        # spawned processes read this variable to attach to the run
-        os.environ["WANDB_DIR"] = os.path.abspath(run_dir)
+        os.environ["WANDB_DIR"] = folder  # spawned processes attach to the run in this folder
         settings = wandb.Settings(
             init_timeout=20,
             finish_timeout=20,
@@ -133,9 +128,8 @@ class Tracker(WandbLogger):
         )
         options |= {"id": self.id, "resume": "allow" if resumed else None, "settings": settings}
         super().__init__(save_dir=run_dir, mode=self.mode, **options)
-        tracker_settings(self).pop(
-            "anonymous", None
-        )  # Lightning sets this argument, and wandb warns about it
+        # wandb warns about this argument of Lightning
+        tracker_settings(self).pop("anonymous", None)
 
     @property
     def experiment(self) -> Any:
@@ -144,13 +138,14 @@ class Tracker(WandbLogger):
         If the run does not start, this is an offline run. If that does not start either, this is a
         stand-in that discards data.
         """
-        for fallback in () if self.failed else ("offline", None):
+        if self.failed:
+            return DummyExperiment()
+        for fallback in ("offline", "without it"):
             try:
                 return super().experiment
             except Exception as error:
-                rank_zero_info(
-                    f"Weights & Biases does not start ({one_line(str(error))}): {fallback or 'without it'} from here on"
-                )
+                reason = one_line(str(error))
+            rank_zero_info(f"Weights & Biases does not start ({reason}): {fallback} from here on")
             # take a new id, because wandb treats the failed run's id as taken
             self.id = trial() or uuid.uuid4().hex[:8]
             self.mode = "offline"
@@ -167,7 +162,7 @@ class Tracker(WandbLogger):
         return super().__getstate__()
 
     def share_with_forks(self) -> None:
-        """Start the run in this process. Processes forked later attach to it, as spawned processes do."""
+        """Start the run in this process. Processes forked later attach to it, like spawned ones."""
         state = self.__getstate__()
 
         def attach() -> None:
@@ -177,10 +172,11 @@ class Tracker(WandbLogger):
         os.register_at_fork(after_in_child=attach)
 
     def where(self) -> str:
-        """Return the command that uploads unsent data. If all data is sent, return the run's URL or tracking mode."""
-        folders = sorted(Path(str(self.save_dir), "wandb").glob("offline-run-*"))
+        """Return the command that uploads unsent data, or else the run's URL or tracking mode."""
+        root = Path(str(self.save_dir), "wandb")
+        folders = sorted(root.glob("offline-run-*"))
         if self.unsent:
-            folders += sorted(Path(str(self.save_dir), "wandb").glob(f"run-*-{self.id}"))
+            folders += sorted(root.glob(f"run-*-{self.id}"))
         if folders:
             return f"offline; upload with  {shlex.join(['wandb', 'sync', *map(str, folders)])}"
         return getattr(open_experiment(self), "url", None) or self.mode
@@ -195,28 +191,8 @@ class Tracker(WandbLogger):
         self.experiment.summary.update({"run": asdict(record)})
 
     @_never_fatal
-    def log_test_figures(
-        self,
-        matrix: list[list[int]],
-        names: list[str],
-        wrong: list[Prediction],
-        pictures: list[Path],
-    ) -> None:
-        """Log the confusion matrix and the most confidently wrong images, as tables and as PNG files."""
-        import wandb
-
-        cells = [
-            [names[i], names[j], count]
-            for i, row in enumerate(matrix)
-            for j, count in enumerate(row)
-        ]
-        self.log_table("confusion_matrix", ["label", "predicted", "count"], cells)
-        if wrong:
-            rows = [
-                [wandb.Image(image.permute(1, 2, 0).squeeze(-1).numpy()), *row]
-                for image, *row in wrong
-            ]
-            self.log_table("most_wrong", ["image", "label", "predicted", "probability"], rows)
+    def log_pictures(self, pictures: Iterable[Path]) -> None:
+        """Log PNG files."""
         for picture in pictures:
             self.log_image(f"{picture.stem}_picture", [str(picture)])
 
@@ -235,9 +211,8 @@ class Tracker(WandbLogger):
                 run.finish()
         except Exception as error:  # TimeoutError, or any exception of the tracker
             self.unsent = True
-            rank_zero_info(
-                f"Weights & Biases has not received the whole run: {one_line(str(error))}"
-            )
+            reason = one_line(str(error))
+            rank_zero_info(f"Weights & Biases has not received the whole run: {reason}")
 
 
 def trackers(loggers: Iterable[Logger]) -> list[Tracker]:
@@ -249,13 +224,17 @@ class MetricsFile(CSVLogger):
     """CSV logger that continues the file of a resumed training, and survives a full disk.
 
     If a write fails, the rows stay in memory until the next save.
+
+    Args:
+        folder: Folder of the run.
     """
 
-    _failed = False
-
-    @property
-    def _path(self) -> Path:
-        return Path(self.log_dir, "metrics.csv")
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder.parent.parent, folder.parent.name, folder.name)
+        self._path = folder / "metrics.csv"
+        self._columns: list[str] = []  # of the file, once this process has written it
+        self._logged: list[dict[str, Any]] = []  # rows to write
+        self._failed = False
 
     def _rows(self) -> list[dict[str, Any]]:
         """Return the rows of the file.
@@ -274,29 +253,58 @@ class MetricsFile(CSVLogger):
         return [dict(zip(columns, row, strict=False)) for row in rows]
 
     def _write(self, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-        write_csv(self._path, [columns, *([row.get(name, "") for name in columns] for row in rows)])
+        lines = [[row.get(column, "") for column in columns] for row in rows]
+        write_csv(self._path, [columns, *lines])
+
+    @property
+    def experiment(self) -> Any:
+        """A stand-in for Lightning's CSV writer, which would delete a resumed training's file."""
+        return DummyExperiment()
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log a row; save it at every 100th step."""
+        if step is None:
+            step = len(self._logged)
+        row: dict[str, Any] = {"step": step}
+        for name, value in metrics.items():
+            row[name] = value.item() if isinstance(value, Tensor) else value
+        self._logged.append(row)
+        if (step + 1) % 100 == 0:
+            self.save()
 
     @rank_zero_only
     def save(self) -> None:
-        """Append the logged rows; rewrite the file if a metric is new. A failed write leaves no partial line."""
-        logged = self.experiment
-        path = self._path
-        columns = sorted({*logged.metrics_keys, *(name for row in logged.metrics for name in row)})
-        size = path.stat().st_size if path.exists() else 0
+        """Append the logged rows; rewrite the file if a metric is new. Leave no partial line."""
+        rows = self._logged
+        if not rows:
+            return
+        columns = sorted(set(self._columns).union(*rows))
+        size = 0
         try:
-            if columns != logged.metrics_keys or not size:
-                self._write([*self._rows(), *logged.metrics], columns)
+            if columns == self._columns:
+                size = self._path.stat().st_size
+                with self._path.open("a", newline="") as file:
+                    csv.DictWriter(file, columns).writerows(rows)
             else:
-                with path.open("a", newline="") as file:
-                    csv.DictWriter(file, columns).writerows(logged.metrics)
-            logged.metrics = []
-            logged.metrics_keys = columns
+                rows = [*self._rows(), *rows]
+                columns = sorted(set(columns).union(*rows))
+                self._write(rows, columns)
+            self._columns = columns
+            self._logged = []
         except OSError as error:
-            with suppress(OSError):
-                os.truncate(path, size)
+            if size:
+                with suppress(OSError):
+                    os.truncate(self._path, size)
             if not self._failed:
-                rank_zero_info(f"{path} cannot be written ({error.strerror}): training continues")
+                rank_zero_info(
+                    f"{self._path} cannot be written ({error.strerror}): training continues"
+                )
             self._failed = True
+
+    def finalize(self, status: str) -> None:
+        """Write the remaining rows."""
+        self.save()
 
     def go_back(self, step: int) -> None:
         """Drop the rows from `step` on, because training resumes at this step."""
@@ -304,54 +312,34 @@ class MetricsFile(CSVLogger):
         if rows:
             self._write([row for row in rows if int(row["step"]) < step], list(rows[0]))
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """Lightning's CSV writer. Its constructor deletes metrics.csv, so this property restores the earlier rows."""
-        if open_experiment(self) is None:
-            rows = self._rows()
-            super().experiment.metrics = rows
-            if rows:
-                self.save()
-        return open_experiment(self)
 
-
-@expects(
-    *(
-        f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_{what}"
-        for what in ("stats", "lr")
-    )
-)
+@expects(f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_stats")
 class RateMonitor(LearningRateMonitor):
-    """Monitor that logs the learning rate per epoch, or per logging window if a scheduler changes it on each step."""
+    """Learning rate monitor that logs a rate per window only if a scheduler changes it per step.
+
+    Otherwise it logs once per epoch, because each log reads the metrics from the device.
+    """
 
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Decide whether to log once per logging window, or only once per epoch."""
+        """Choose the interval, unless the user did."""
         super().on_train_start(trainer, *args, **kwargs)
         by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
-        self._logs_windows = self.logging_interval == "step" or (
-            self.logging_interval is None and by_step
-        )
-
-    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Log the learning rate once per logging window, if a scheduler changes it on each step."""
-        if self._logs_windows:
-            super().on_train_batch_start(*args, **kwargs)
-
-    def _extract_lr(self, param_group: dict[str, Any], name: str) -> dict[str, Any]:
-        """Skip a parameter group without a learning rate, as in Hugging Face's Adafactor."""
-        return {} if param_group.get("lr") is None else super()._extract_lr(param_group, name)
+        if self.logging_interval is None and not by_step:
+            self.logging_interval = "epoch"
 
     def _extract_stats(self, trainer: Any, interval: str) -> dict[str, float]:
         """Keep the rates on the host, because copying each one to a GPU would wait for the GPU."""
-        names = ("lr_scheduler_configs", "optimizers", "callback_metrics")
-        on_host = {name: getattr(trainer, name) for name in names}
-        strategy = SimpleNamespace(root_device=torch.device("cpu"))
-        return super()._extract_stats(SimpleNamespace(strategy=strategy, **on_host), interval)  # type: ignore[arg-type]
+        on_host: Any = SimpleNamespace(
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+            lr_scheduler_configs=trainer.lr_scheduler_configs,
+            optimizers=trainer.optimizers,
+            callback_metrics=trainer.callback_metrics,
+        )
+        return super()._extract_stats(on_host, interval)
 
 
 class SaveConfig(SaveConfigCallback):
-    """Callback that saves the config in the run's directory and in the tracker, on rank zero only."""
+    """Callback that saves the config in the run's directory and in the tracker, on rank zero."""
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
@@ -385,10 +373,13 @@ def next_version(root: str, name: str, what: str = "version") -> str:
         name: Name of the experiment.
         what: Prefix of the name. `version` counts from 0, another prefix from 1.
     """
-    matches = [
-        re.fullmatch(rf"{what}_(\d+)", path.name) for path in Path(root, name).glob(f"{what}_*")
-    ]
-    return f"{what}_{max((int(match[1]) for match in matches if match), default=-(what == 'version')) + 1}"
+    first = 0 if what == "version" else 1
+    numbers = [first - 1]
+    for path in Path(root, name).glob(f"{what}_*"):
+        number = path.name.removeprefix(f"{what}_")
+        if number.isdecimal():
+            numbers.append(int(number))
+    return f"{what}_{max(numbers) + 1}"
 
 
 def claim_version(folder: Path, what: str = "version") -> Path:
@@ -431,15 +422,15 @@ def make_loggers(
         tags: Tags of the wandb run.
         resumed: Id of an earlier wandb run to continue.
     """
-    version = folder.name
-    name = folder.parent.name
-    loggers: list[Logger] = [MetricsFile(str(folder.parent.parent), name=name, version=version)]
+    loggers: list[Logger] = [MetricsFile(folder)]
     if mode != "off":
-        options = {"name": f"{name}/{version}", "project": project, "group": group, "tags": tags}
+        name = f"{folder.parent.name}/{folder.name}"
+        options = {"name": name, "project": project, "group": group, "tags": tags}
         try:
             loggers.append(Tracker(str(folder), mode, resumed, **options))
         except Exception as error:
+            reason = one_line(str(error))
             rank_zero_warn(
-                f"Weights & Biases does not start, training continues without it: {one_line(str(error))}"
+                f"Weights & Biases does not start, training continues without it: {reason}"
             )
     return loggers

@@ -1,11 +1,10 @@
 """Detection of an infinite or NaN loss with one device read per logging window."""
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
@@ -19,7 +18,7 @@ NONE = 2**62
 
 
 class NonFinite(Callback):
-    """Callback that detects a non-finite loss or non-finite weights, and stops the run, warns, or skips updates.
+    """Callback that detects non-finite losses and weights, and stops, warns, or skips updates.
 
     Each rank keeps the losses on the device. It reads them at the end of a logging window or an
     epoch, and before a checkpoint is written. The action `stop` also checks the weights before they
@@ -72,27 +71,26 @@ class NonFinite(Callback):
         self._check(trainer)
 
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Check the losses before a checkpoint is written; if the action is `stop`, also the weights.
+        """Check the losses before a checkpoint is written; for `stop`, also the weights.
 
         The checkpoint connector `Restoring` calls this method, because Lightning does not call the
         callback hook `on_save_checkpoint` for a checkpoint that holds only weights.
         """
         if trainer.state.fn == "fit":
-            weights = checkpoint["state_dict"].values() if self.action == "stop" else ()
-            self._check(
-                trainer, [w for w in weights if isinstance(w, Tensor) and w.is_floating_point()]
-            )
+            weights = []
+            if self.action == "stop":
+                for value in checkpoint["state_dict"].values():
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        weights.append(value)
+            self._check(trainer, weights)
 
     def _skip(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Skip an update with non-finite gradients by setting all gradients to None."""
         if getattr(trainer.precision_plugin, "scaler", None):  # the scaler skips the update
             return
-        gradients = [
-            p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        gradients = []
+        for group in optimizer.param_groups:
+            gradients += [p.grad for p in group["params"] if p.grad is not None]
         bad = torch.tensor(
             not _finite(gradients), dtype=torch.int64, device=trainer.strategy.root_device
         )
@@ -105,7 +103,7 @@ class NonFinite(Callback):
                     f"the gradients of step {step} are not finite: skipping such steps from here on"
                 )
 
-    def _check(self, trainer: Trainer, weights: list[Tensor] | None = None) -> None:
+    def _check(self, trainer: Trainer, weights: Sequence[Tensor] = ()) -> None:
         """Check the losses since the last check, and the weights to save. Collective.
 
         Raises:
@@ -120,7 +118,7 @@ class NonFinite(Callback):
             finite = torch.stack([loss for _, loss in losses]).isfinite().flatten().tolist()
             if not all(finite):
                 first = losses[finite.index(False)][0] * trainer.world_size + trainer.global_rank
-        whole = int(_finite(weights or []))
+        whole = int(_finite(weights))
         if trainer.world_size > 1:
             checks = torch.tensor([first, whole], device=trainer.strategy.root_device)
             first, whole = trainer.strategy.reduce(checks, reduce_op="min").tolist()
@@ -136,18 +134,9 @@ class NonFinite(Callback):
             problem = f"the training loss is not finite since step {step} ({place})"
             self.step = self.step or step
         if self.action == "stop":
-            callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-            files = [
-                Path(c.best_model_path) for c in callbacks if Path(c.best_model_path).is_file()
-            ]
-            newest = (
-                f", and resume from {max(files, key=lambda path: path.stat().st_mtime)}"
-                if files
-                else ""
-            )
             raise UserError(
                 f"{problem}: lower the learning rate, give --trainer.gradient_clip_val or another "
-                f"--trainer.precision{newest}; --run.on_nonfinite warn continues anyway, and skip omits "
+                "--trainer.precision; --run.on_nonfinite warn continues anyway, and skip omits "
                 "such updates"
             )
         if self.since is None and self.action == "warn":
@@ -157,9 +146,6 @@ class NonFinite(Callback):
             )
 
 
-def _finite(tensors: list[Tensor]) -> bool:
-    return (
-        bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
-        if tensors
-        else True
-    )
+def _finite(tensors: Sequence[Tensor]) -> bool:
+    flags = [tensor.isfinite().all() for tensor in tensors]
+    return not flags or bool(torch.stack(flags).all())

@@ -38,13 +38,12 @@ class ProgressBar(RichProgressBar):
         """Show the epoch, counted from 1."""
         super().on_train_epoch_start(trainer, pl_module)
         if self.progress is not None and self.train_progress_bar_id is not None:
-            of = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
-            self.progress.update(
-                self.train_progress_bar_id, description=f"epoch {trainer.current_epoch + 1}{of}"
-            )
-            self.progress.live.transient = (
-                True  # remove the bar at the end; the epochs' printed lines remain
-            )
+            epoch = f"epoch {trainer.current_epoch + 1}"
+            if trainer.max_epochs is not None and trainer.max_epochs > 0:
+                epoch += f"/{trainer.max_epochs}"
+            self.progress.update(self.train_progress_bar_id, description=epoch)
+            # remove the bar at the end; the epochs' printed lines remain
+            self.progress.live.transient = True
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Update the bar when it is due, and after the last step of an epoch."""
@@ -56,12 +55,15 @@ class ProgressBar(RichProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the logged metrics, samples/s, and the remaining time."""
         logged = super().get_metrics(trainer, pl_module)
-        shown = {
-            name.removesuffix("_step"): value for name, value in logged.items() if name != "v_num"
-        }
+        shown = {}
+        for name, value in logged.items():
+            if name != "v_num":
+                shown[name.removesuffix("_step")] = value
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunRecord):
-                left = callback.time_left(trainer)
-                shown |= {"samples/s": f"{callback.rate:,.0f}"} if callback.rate is not None else {}
-                shown |= {"left": duration(left)} if left is not None else {}
+                left = callback.windows.time_left(trainer)
+                if callback.windows.rate is not None:
+                    shown["samples/s"] = f"{callback.windows.rate:,.0f}"
+                if left is not None:
+                    shown["left"] = duration(left)
         return shown

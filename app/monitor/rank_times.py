@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import statistics
 import sys
 import time
 from collections import Counter, deque
@@ -33,7 +32,7 @@ KEPT = 1000  # number of latest windows that enter the medians
 
 
 class RankTimes:
-    """Step times of all ranks, exchanged in the background once per logging window, and detection of slow ranks.
+    """Step times of all ranks, exchanged once per logging window, and detection of slow ranks.
 
     A rank counts as slow if it was slower than the others in more than n/2 + 4·√n/2 of n windows.
     For a rank that is slower by chance in half of the windows, this limit is the mean plus four
@@ -60,10 +59,8 @@ class RankTimes:
         self._busy = self._own = self._delay = self._started = 0.0
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = None
-        self._pending: tuple[float, list[Tensor], Any] | None = None
-        self._windows: deque[list[list[float]]] = deque(
-            maxlen=KEPT
-        )  # data, compute, wait and memory of each rank
+        self._pending: tuple[float, Tensor, Any] | None = None
+        self._windows: deque[np.ndarray] = deque(maxlen=KEPT)  # times of each window: (ranks, 3)
 
     def connect(self, trainer: Trainer, watched: Any) -> None:
         """Create a process group of all ranks for the exchange. Collective."""
@@ -72,7 +69,7 @@ class RankTimes:
                 self._group = host_group(self._timeout)
 
     def begin(self, trainer: Trainer) -> None:
-        """Store the CPU times at the start of training, and gather each rank's node and cores. Collective."""
+        """Store the CPU times at the start, and gather each rank's node and cores. Collective."""
         self._started = time.perf_counter()
         self.memory = Course(trainer.world_size)
         self._cores = tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
@@ -86,18 +83,15 @@ class RankTimes:
         """Median step times of each rank over the latest windows, in milliseconds."""
         if not self._windows:
             return []
-        medians = (
-            (1000 * np.median(list(self._windows), axis=0)).round(4).tolist()
-        )  # (ranks, figures)
-        return [
-            RankTime(rank, node, data, compute, wait, self._is_slow(rank))
-            for rank, ((node, _), (data, compute, wait, _)) in enumerate(
-                zip(self.places, medians, strict=False)
-            )
-        ]
+        medians = 1000 * np.median(list(self._windows), axis=0)  # (ranks, 3)
+        rows = []
+        for rank, (data, compute, wait) in enumerate(medians.round(4).tolist()):
+            node, _ = self.places[rank]
+            rows.append(RankTime(rank, node, data, compute, wait, self._is_slow(rank)))
+        return rows
 
     def share(self, trainer: Trainer, steps: list[Sequence[float]]) -> None:
-        """Finish the exchange of the previous window's figures, and start the exchange of this window's.
+        """Finish the exchange of the previous window's figures, and start this window's.
 
         The figures are median step times, memory, and CPU times of the rank and its cores.
 
@@ -108,43 +102,41 @@ class RankTimes:
                 no new exchange is started.
         """
         if self._pending is not None:
-            (seconds, rows, answer), self._pending = self._pending, None
+            seconds, rows, answer = self._pending
+            self._pending = None
             answer.wait()
-            self.hear(seconds, [row.tolist() for row in rows])
+            self.hear(seconds, rows.tolist())
         if not steps:
             return
         ended, began, ready, averaged, now = np.array(steps).T
         wait = averaged - ready
-        delay = self._delay
-        self._delay = core_wait_seconds()
+        times = np.median([began - ended, now - began - wait, wait], axis=1)
+        delay = core_wait_seconds()
         figures = [
-            *(float(np.median(times)) for times in (began - ended, now - began - wait, wait)),
+            *times.tolist(),
             self._memory(trainer.strategy.root_device),
             busy_seconds(self._cores) - self._busy,
             own_seconds() - self._own,
-            (self._delay - delay) / len(steps),
+            (delay - self._delay) / len(steps),
         ]
+        self._delay = delay
         elapsed = time.perf_counter() - self._started
         if trainer.world_size == 1:
             self.hear(elapsed, [figures])
             return
+        rows = torch.empty(trainer.world_size, len(figures), dtype=torch.float64)
         mine = torch.tensor(figures, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(trainer.world_size)]
-        self._pending = (
-            elapsed,
-            rows,
-            distributed.all_gather(rows, mine, self._group, async_op=True),
-        )
+        answer = distributed.all_gather(list(rows), mine, self._group, async_op=True)
+        self._pending = (elapsed, rows, answer)
 
     def forget(self) -> None:
         """Drop the stored step times, because each rank now has another number of shards."""
         self._windows.clear()
 
     def _memory(self, device: torch.device) -> float:
-        cuda = device.type == "cuda"
-        return (
-            torch.cuda.memory_reserved(device) if cuda else psutil.Process().memory_info().rss
-        ) / GIB
+        if device.type == "cuda":
+            return torch.cuda.memory_reserved(device) / GIB
+        return psutil.Process().memory_info().rss / GIB
 
     def hear(self, seconds: float, rows: list[list[float]]) -> None:
         """Process a window's figures of all ranks.
@@ -155,20 +147,16 @@ class RankTimes:
                 seconds of all programs on its cores, and of the rank alone, since the start of
                 training; wait for a core in seconds per step.
         """
+        data, compute, wait, memory, busy, own, delay = np.array(rows).T
         self._heard += 1
-        self._windows.append([row[:4] for row in rows])
-        self.memory.add(seconds, *(row[3] for row in rows))
-        ours = sum(
-            row[5] for row, place in zip(rows, self.places, strict=True) if place == self.places[0]
-        )
-        self.others_cores = round(max(rows[0][4] - ours, 0.0) / seconds, 2)
+        self._windows.append(np.stack([data, compute, wait], axis=1))
+        self.memory.add(seconds, *memory.tolist())
+        here = [place == self.places[0] for place in self.places]
+        self.others_cores = round(max(busy[0] - own[here].sum(), 0.0) / seconds, 2)
         # for ranks that share cores, subtract the wait for a core
         shared = [self.places.count(place) > 1 for place in self.places]
-        busy = [
-            [row[0], max(row[1] - row[6] * alike, 0.0)]
-            for row, alike in zip(rows, shared, strict=True)
-        ]
-        slow = slower(busy, [node for node, _ in self.places])
+        compute = np.maximum(compute - np.where(shared, delay, 0.0), 0.0)
+        slow = slower(np.stack([data, compute], axis=1), [node for node, _ in self.places])
         self._slower.update(slow.keys())
         for rank in slow.keys() - self._named:
             if self._is_slow(rank):
@@ -179,39 +167,37 @@ class RankTimes:
         return 2 * self._slower[rank] - self._heard > DEVIATIONS * math.sqrt(self._heard)
 
 
-NAMES = ("data", "compute", "wait")
+RANK_PHASES = ("data", "compute", "wait")
 
 
-def slower(rows: Sequence[Sequence[float]], nodes: Sequence[int]) -> dict[int, str]:
-    """Find the ranks whose data and compute times together exceed the other ranks' median by `SLOWER`.
+def slower(rows: Any, nodes: Sequence[int]) -> dict[int, str]:
+    """Find the ranks whose data plus compute exceeds the other ranks' median by `SLOWER`.
 
     Args:
-        rows: Data, compute and wait of each rank, in any unit.
+        rows: Data and compute of each rank, in any unit; further columns are ignored.
         nodes: Node of each rank.
 
     Returns:
         Dictionary from each slower rank to a line such as `rank 1 (node 0): 25 % slower than the
         median, in compute`.
     """
-    lines = {}
-    for rank, (data, compute, *_) in enumerate(rows if len(rows) > 1 else ()):
-        others = [other for index, other in enumerate(rows) if index != rank]
-        usual_data, usual_compute = (
-            statistics.median(other[phase] for other in others) for phase in range(2)
-        )
-        usual = statistics.median(other[0] + other[1] for other in others)
-        excess = (data + compute) / usual - 1 if usual else 0.0
+    lines: dict[int, str] = {}
+    if len(rows) < 2:
+        return lines
+    times = np.array(rows)[:, :2]
+    for rank in range(len(times)):
+        others = np.delete(times, rank, axis=0)
+        excess = times[rank].sum() / np.median(others.sum(1)) - 1
         if excess > SLOWER:
-            phase = NAMES[compute - usual_compute > data - usual_data]
-            lines[rank] = (
-                f"rank {rank} (node {nodes[rank]}): {100 * excess:.0f} % slower than the median, in {phase}"
-            )
+            data, compute = times[rank] - np.median(others, axis=0)
+            phase = "compute" if compute > data else "data"
+            slowness = f"{100 * excess:.0f} % slower than the median, in {phase}"
+            lines[rank] = f"rank {rank} (node {nodes[rank]}): {slowness}"
     return lines
 
 
 def slow_ranks(ranks: Sequence[RankTime]) -> dict[int, str]:
     """Return the lines of `slower` for the ranks that are recorded as slow."""
-    lines = slower(
-        [[row.data, row.compute, row.wait] for row in ranks], [row.node for row in ranks]
-    )
+    times = [(row.data, row.compute) for row in ranks]
+    lines = slower(times, [row.node for row in ranks])
     return {rank: line for rank, line in lines.items() if ranks[rank].slow}

@@ -1,5 +1,6 @@
 """Page `report.html` of a training: result, curves, confusion matrix, and bottleneck."""
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -15,11 +16,12 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from torch import Tensor
 
 from app.errors import one_line
-from app.monitor.rank_times import NAMES, slow_ranks
+from app.monitor.rank_times import RANK_PHASES, slow_ranks
 from app.record import PHASES, Record
 from app.record.words import (
     batch,
     bottleneck,
+    counted,
     duration,
     listed,
     percent,
@@ -31,22 +33,27 @@ from app.system import page
 from app.system.files import read_csv, whole, write_text
 from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, short, table
 
-SHOWN = 5  # number of rows in each table of mistakes
+MISTAKES = 5  # number of rows in each table of mistakes
 # the confusion matrix shows counts up to this number of classes, and the step chart is drawn up to
 # this number of ranks
 CELLS = 20
 PHASE_COLOURS = {
-    **dict.fromkeys(("forward_backward", "compute"), page.BLUE),
-    **dict.fromkeys(("communication", "wait"), page.ORANGE),
-    **{"data": page.GREEN, "optimizer": page.PURPLE, "rest": page.GREY},
+    "data": page.GREEN,
+    "forward_backward": page.BLUE,
+    "compute": page.BLUE,
+    "communication": page.ORANGE,
+    "wait": page.ORANGE,
+    "optimizer": page.PURPLE,
+    "rest": page.GREY,
 }
 BLUES = LinearSegmentedColormap.from_list(
-    "blues", [(0.18, 0.38, 0.79, alpha) for alpha in (0.0, 1.0)]
+    "blues", [(0.18, 0.38, 0.79, 0.0), (0.18, 0.38, 0.79, 1.0)]
 )
+Figures = dict[str, Figure | bytes]  # a page's figures by name; bytes are a PNG file
 
 
 def leave_report(directory: str, record: Record | None = None) -> None:
-    """Write a run's report, if the run has a record. Print an error instead of raising it, because training is over.
+    """Write a run's report, if the run has a record. Print an error instead of raising it.
 
     Args:
         directory: Directory of the run.
@@ -58,29 +65,25 @@ def leave_report(directory: str, record: Record | None = None) -> None:
     try:
         write_text(path, make_report(path.parent, record))
     except Exception as error:
-        why = (
-            error.strerror
-            if isinstance(error, OSError)
-            else f"{type(error).__name__}: {one_line(str(error))}"
-        )
-        print(f"{path} cannot be written ({why})", file=sys.stderr, flush=True)
+        reason = f"{type(error).__name__}: {one_line(str(error))}"
+        print(f"{path} cannot be written ({reason})", file=sys.stderr, flush=True)
 
 
 def make_report(folder: Path, record: Record | None = None) -> str:
-    """Return a run's report as HTML, made from the run record and the other files in the run's folder.
+    """Return a run's report as HTML, from the run record and the other files in its folder.
 
     Raises:
         ValueError: When the run record is unreadable.
         OSError: When another file is unreadable.
     """
-    record = record or Record.load(folder / "run.json")
-    figures: dict[str, Figure | bytes] = {}
-    written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime).strftime(
-        "%Y-%m-%d %H:%M"
-    )
-    place = f"{plain(folder.parent.name)}/{plain(folder.name)}, {written}"
-    error = f"> {plain(record.error)}\n\n" if record.error else ""
-    lead = f"{error}{place}\n\n{table(['', ''], _facts(record), words=(0, 1))}"
+    if record is None:
+        record = Record.load(folder / "run.json")
+    figures: Figures = {}
+    written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime)
+    lead = f"{plain(folder.parent.name)}/{plain(folder.name)}, {written:%Y-%m-%d %H:%M}\n\n"
+    if record.error:
+        lead = f"> {plain(record.error)}\n\n{lead}"
+    lead += table(["", ""], _facts(record), words=(0, 1))
     sections = [
         Section("Learning", _learning(record, read_metrics(folder / "metrics.csv"), figures)),
         Section("What is confused", _mistakes(folder, figures)),
@@ -88,6 +91,12 @@ def make_report(folder: Path, record: Record | None = None) -> str:
         Section("The command", code(str(record.command))),
     ]
     return page.page(headline(record), lead, sections, figures)
+
+
+def _show(figures: Figures, name: str, figure: Figure | bytes, caption: str) -> str:
+    """Add a figure to the page, and return the Markdown that inserts it."""
+    figures[name] = figure
+    return f'![{caption}]({name} "{caption}")'
 
 
 # -- text of the report
@@ -98,107 +107,108 @@ def headline(record: Record) -> str:
     """Return a one-line summary of a training."""
     epochs = record.epochs
     if record.status == "failed":
-        where = f"in epoch {len(epochs) + 1}" if record.steps or epochs else "before the first step"
+        where = "before the first step"
+        if record.steps or epochs:
+            where = f"in epoch {len(epochs) + 1}"
         return f"Failed {where}: {one_line(str(record.error))[:120]}"
-    count = sum(row.whole for row in epochs)
-    by_steps = not count or 0 <= (record.max_steps or -1) <= record.steps
-    after = f"{record.steps:,} steps" if by_steps else f"{count} epoch{'s' * (count != 1)}"
-    if record.status == "interrupted" and not record.finished:
-        after += f", interrupted {record.error}"
-    images = (
-        {name: f"{number:,} " for name, number in record.data.images.items() if number}
-        if record.data
-        else {}
-    )
+    count = len([row for row in epochs if row.whole])
     validated = [row.val_acc for row in epochs if row.val_acc is not None]
     result = "Trained"
     if record.test and record.test.acc is not None:
-        result = f"{percent(record.test.acc)} on {images.get('test', '')}test images"
+        result = f"{percent(record.test.acc)} on {_images(record, 'test', 'test images')}"
     elif validated:
-        result = f"{percent(validated[-1])} on {images.get('val', '')}validation images"
+        result = f"{percent(validated[-1])} on {_images(record, 'val', 'validation images')}"
     elif epochs and epochs[-1].train_loss is not None:
         result = f"Training loss {epochs[-1].train_loss:.4g}"
+    after = counted(count, "epoch")
+    if record.ended_by_steps or not count:
+        after = counted(record.steps, "step")
+    if record.status == "interrupted" and not record.finished:
+        after += f", interrupted {record.error}"
     return f"{result} after {after} ({way_of_running(record)})"
+
+
+def _images(record: Record, split: str, noun: str) -> str:
+    """Format a split's images: `80 test images`, or `test images` if their number is unknown."""
+    if record.data and record.data.images.get(split):
+        return f"{record.data.images[split]:,} {noun}"
+    return noun
 
 
 def _facts(record: Record) -> list[tuple[str, str]]:
     """Return names and texts of the recorded settings and hardware."""
+    facts = []
     model = record.model
+    if model:
+        facts.append(("network", f"{model.name}, {model.parameters:,} parameters"))
     data = record.data
+    if data:
+        nouns = {"train": "training", "val": "validation", "test": "test"}
+        counts = [f"{data.images[name]:,} {nouns[name]}" for name in nouns if data.images.get(name)]
+        images = f"{data.name}: {', '.join(counts)}; {data.classes} classes"
+        facts += [("images", images), ("classes", listed(data.class_names))]
+    if record.strategy:
+        facts.append(("way of running", f"{way_of_running(record)}, {threads(record)}"))
+    if record.global_batch_size:
+        facts.append(("batch", batch(record)))
+    if record.precision:
+        facts.append(("precision", record.precision))
+    if record.setup_s and record.train_s is not None:
+        time = f"{duration(record.train_s)} of training, {duration(record.setup_s)} of set-up"
+        facts.append(("time", time))
+    if record.resumed_from:
+        facts.append(("resumed from", record.resumed_from))
     machine = record.hardware
-    trained = record.train_s
-    setup = record.setup_s
-    kinds = {"train": "training", "val": "validation", "test": "test"}
-    counts = (
-        [f"{data.images[name]:,} {kind}" for name, kind in kinds.items() if data.images.get(name)]
-        if data
-        else []
-    )
-    facts = {
-        "network": model and f"{model.name}, {model.parameters:,} parameters",
-        "images": data and f"{data.name}: {', '.join(counts)}; {data.classes} classes",
-        "classes": data and listed(data.class_names),
-        "way of running": record.strategy and f"{way_of_running(record)}, {threads(record)}",
-        "batch": record.global_batch_size and batch(record),
-        "precision": record.precision,
-        "time": setup
-        and trained is not None
-        and f"{duration(trained)} of training, {duration(setup)} of set-up",
-        "resumed from": record.resumed_from,
-        "hardware": machine and "; ".join([f"{machine.cpu}, {machine.cores} cores", *machine.gpus]),
-        "versions": ", ".join(
-            f"{name} {version}" for name, version in record.versions.items() if version
-        ),
-    }
-    return [(name, str(text)) for name, text in facts.items() if text]
+    if machine:
+        parts = [f"{machine.cpu}, {machine.cores} cores", *machine.gpus]
+        facts.append(("hardware", "; ".join(parts)))
+    versions = [f"{name} {version}" for name, version in record.versions.items() if version]
+    if versions:
+        facts.append(("versions", ", ".join(versions)))
+    return facts
 
 
 # -- learning
-# ---------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the rows of metrics.csv, and drop their empty cells; return an empty list if the file is missing."""
+    """Read the rows of metrics.csv without their empty cells; no rows if the file is missing."""
     if not path.exists():
         return []
-    columns, *rows = read_csv(path) or [[]]
-    return [
-        {name: float(value) for name, value in zip(columns, row, strict=False) if value}
-        for row in rows
-    ]
+    columns, *lines = read_csv(path) or [[]]
+    rows = []
+    for line in lines:
+        cells = zip(columns, line, strict=False)
+        rows.append({name: float(value) for name, value in cells if value})
+    return rows
 
 
-def _learning(
-    record: Record, metrics: Sequence[dict[str, float]], figures: dict[str, Figure | bytes]
-) -> str:
+def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: Figures) -> str:
     epochs = record.epochs
-    # optimizer steps per epoch, from the rows logged at epoch ends, because record.steps_per_epoch
+    # optimizer steps per epoch, from the last row of an epoch's end, because record.steps_per_epoch
     # counts batches
-    ends = [
-        (row["step"] + 1) / (row["epoch"] + 1)
-        for row in metrics
-        if "train_loss" in row or "val_loss" in row
-    ]
-    length = ends[-1] if ends else record.steps_per_epoch or 1
+    length = record.steps_per_epoch or 1
+    for row in metrics:
+        if "train_loss" in row or "val_loss" in row:
+            length = (row["step"] + 1) / (row["epoch"] + 1)
 
     def by_epoch(name: str) -> np.ndarray:  # (2, epochs)
-        points = np.array([(row.epoch + 1, getattr(row, name)) for row in epochs], float).reshape(
-            -1, 2
-        )
+        points = np.array([(row.epoch + 1, getattr(row, name)) for row in epochs], float)
+        points = points.reshape(-1, 2)
         return points[np.isfinite(points[:, 1])].T
 
     def by_step(name: str) -> np.ndarray:  # (2, steps)
-        return (
-            np.array([((row["step"] + 1) / length, row[name]) for row in metrics if name in row])
-            .reshape(-1, 2)
-            .T
-        )
+        points = [((row["step"] + 1) / length, row[name]) for row in metrics if name in row]
+        return np.array(points).reshape(-1, 2).T
 
     losses = {"training": by_epoch("train_loss"), "validation": by_epoch("val_loss")}
     accuracies = {"training": by_step("train_acc"), "validation": by_epoch("val_acc")}
     windows = by_step("train_loss_step")
-    logged = next((name for row in metrics for name in row if name.startswith("lr-")), None)
-    rates = by_step(logged) if logged else by_epoch("lr")
+    rates = by_epoch("lr")
+    logged = [name for name in itertools.chain(*metrics) if name.startswith("lr-")]
+    if logged:
+        rates = by_step(logged[0])
     shown = []
 
     def against_epochs(axes: Axes) -> None:
@@ -224,28 +234,29 @@ def _learning(
         axes.set_ylim(0, 1.2 * rates[1].max() or 1)
 
     if windows.size or any(line.size for line in losses.values()):
-        figures["loss"] = draw_line(loss)
-        faint = "; faint: each logging window" * bool(windows.size)
-        shown.append(f'![Training and validation loss against epochs](loss "Loss{faint}")')
+        caption = "Loss; faint: each logging window" if windows.size else "Loss"
+        shown.append(_show(figures, "loss", draw_line(loss), caption))
     if any(line.size for line in accuracies.values()):
-        figures["accuracy"] = draw_line(accuracy)
-        shown.append('![Training and validation accuracy against epochs](accuracy "Accuracy, %")')
-    if shown and rates.size and np.ptp(rates[1]):
-        figures["rate"] = draw_line(rate, height=1.6)
-        shown.append('![Learning rate against epochs](rate "Learning rate")')
-    elif shown and rates.size:
+        shown.append(_show(figures, "accuracy", draw_line(accuracy), "Accuracy, %"))
+    if not shown:
+        return "No loss was logged as train_loss or val_loss."
+    if rates.size and np.ptp(rates[1]):
+        shown.append(_show(figures, "rate", draw_line(rate, height=1.6), "Learning rate"))
+    elif rates.size:
         shown.append(f"\nThe learning rate was {rates[1][0]:g} throughout.")
-    return "\n".join(shown) or "No loss was logged as train_loss or val_loss."
+    return "\n".join(shown)
 
 
 def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
-    coloured = zip(lines.items(), page.COLOURS, strict=False)
-    drawn = [(name, line, colour) for (name, line), colour in coloured if line.size]
-    for _, line, colour in drawn:
-        axes.plot(*line, color=colour, marker="o" if len(line[0]) < 30 else None, markersize=3)
+    ends = []
+    for (name, (x, y)), colour in zip(lines.items(), page.COLOURS, strict=False):
+        if x.size:
+            marker = "o" if x.size < 30 else None
+            axes.plot(x, y, color=colour, marker=marker, markersize=3)
+            ends.append((y[-1], name, colour))
     axes.grid(axis="y")
     axes.margins(x=0.02)
-    label_lines(axes, [(line[1][-1], name, colour) for name, line, colour in drawn])
+    label_lines(axes, ends)
 
 
 # -- confusion matrix
@@ -267,48 +278,34 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
     size = min(10.0, max(0.75 * cell, 6.0))
     step = math.ceil(6 / cell)
     labels = [short(name, 16) for name in names[::step]]
-    axes.set_xticks(
-        range(0, len(names), step),
-        labels,
-        rotation=45,
-        ha="right",
-        rotation_mode="anchor",
-        fontsize=size,
-    )
-    axes.set_yticks(range(0, len(names), step), labels, fontsize=size)
+    ticks = range(0, len(names), step)
+    axes.set_xticks(ticks, labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
+    axes.set_yticks(ticks, labels, fontsize=size)
     axes.set(xlabel="predicted", ylabel="label")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     if len(names) > CELLS:
         return
     figures = min(size, 1.4 * cell / len(str(counts.max())))
-    for row, column in (
-        zip(*counts.nonzero(), strict=True) if figures >= 5 else ()
-    ):  # smaller ones cannot be read
-        colour = "white" if shares[row, column] > 0.5 else page.INK
-        axes.text(
-            column,
-            row,
-            f"{counts[row, column]}",
-            ha="center",
-            va="center",
-            color=colour,
-            fontsize=figures,
-        )
+    if figures >= 5:  # smaller ones cannot be read
+        centre: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": figures}
+        for row, column in np.argwhere(counts):
+            colour = "white" if shares[row, column] > 0.5 else page.INK
+            axes.text(column, row, str(counts[row, column]), color=colour, **centre)
+    right = len(names) - 0.3
     for row in range(len(names)):
         recall = f"{shares[row, row]:.0%}" if total[row, 0] else "—"
-        axes.text(len(names) - 0.3, row, recall, va="center", fontsize=size)
-    axes.text(len(names) - 0.3, -0.8, "recall", va="center", fontsize=size)
+        axes.text(right, row, recall, va="center", fontsize=size)
+    axes.text(right, -0.8, "recall", va="center", fontsize=size)
 
 
 def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
     """Draw a confusion matrix, int (labels, predictions), as a PNG file."""
     side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
     title = "Confusion matrix: label against prediction"
+    figure = draw(lambda axes: paint_confusion(axes, matrix.numpy(), names), side, side, title)
     with whole(path) as file:
-        file.write(
-            png(draw(lambda axes: paint_confusion(axes, matrix.numpy(), names), side, side, title))
-        )
+        file.write(png(figure))
 
 
 def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
@@ -316,41 +313,25 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
 
     An image with 2 or more than 3 channels is drawn in grey, from its first channel.
     """
-    columns, width, height, side = (
-        5,
-        1.8,
-        2.1,
-        1.6,
-    )  # in inches: width and height of a cell, longer side of an image
-    lines = max(-(-len(rows) // columns), 1)
-    figure = Figure(figsize=(columns * width, lines * height))
-    axes = figure.add_axes((0, 0, 1, 1))  # one axes for all images, because 25 axes take a second
-    axes.axis("off")
-    for cell, (image, caption) in enumerate(rows):
-        image = image if len(image) in (1, 3) else image[:1]
+    lines = max(-(-len(rows) // 5), 1)
+    figure = Figure(figsize=(9, 2.1 * lines))
+    grid = figure.subplots(lines, 5, squeeze=False, gridspec_kw={"wspace": 0.1, "hspace": 0.35})
+    figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.19 / lines)
+    for axes in grid.flat:
+        axes.axis("off")
+    for axes, (image, caption) in zip(grid.flat, rows, strict=False):
+        if len(image) not in (1, 3):
+            image = image[:1]
         if image.is_floating_point():  # rescale normalised pixels to 0…1
             image = image.nan_to_num(0.0, 0.0, 0.0)
             image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-9)
-        centre = (cell % columns + 0.5) * width
-        bottom = (lines - cell // columns - 1) * height + 0.05
-        high, wide = (side * length / max(image.shape[1:]) for length in image.shape[1:])
-        pixels = image.expand(3, -1, -1).permute(1, 2, 0)
-        axes.imshow(pixels, extent=(centre - wide / 2, centre + wide / 2, bottom, bottom + high))
+        axes.imshow(image.expand(3, -1, -1).permute(1, 2, 0))
         # a grey that is readable on paper and on a dark screen
-        axes.text(
-            centre,
-            bottom + high + 0.05,
-            caption,
-            fontsize=8,
-            color="#767676",
-            ha="center",
-            va="bottom",
-        )
-    axes.set(xlim=(0, columns * width), ylim=(0, lines * height))
+        axes.set_title(caption, fontsize=8, color="#767676", pad=3)
     return figure
 
 
-def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
+def _mistakes(folder: Path, figures: Figures) -> str:
     path = folder / "confusion_matrix.csv"
     if not path.exists():  # the run was not tested
         return ""
@@ -361,45 +342,40 @@ def _mistakes(folder: Path, figures: dict[str, Figure | bytes]) -> str:
     wrong = counts - np.diag(counts.diagonal())
     blocks = []
     if wrong.any():
-        least = [
-            (names[i], percent(recall[i]), f"{images[i]:,}")
-            for i in recall.argsort(kind="stable")
-            if images[i]
-        ]
-        pairs = [
-            divmod(int(place), len(names))
-            for place in (-wrong).argsort(axis=None, kind="stable")[:SHOWN]
-        ]
-        most = [(names[i], names[j], f"{wrong[i, j]:,}") for i, j in pairs if wrong[i, j]]
-        blocks.append(table(["least recognised", "recall", "images"], least[:SHOWN]))
+        least = []
+        for label in recall.argsort(kind="stable")[:MISTAKES]:
+            if images[label]:
+                least.append((names[label], percent(recall[label]), f"{images[label]:,}"))
+        most = []
+        for place in (-wrong).argsort(axis=None, kind="stable")[:MISTAKES]:
+            label, predicted = np.unravel_index(place, wrong.shape)
+            if wrong[label, predicted]:
+                most.append((names[label], names[predicted], f"{wrong[label, predicted]:,}"))
+        blocks.append(table(["least recognised", "recall", "images"], least))
         blocks.append(table(["most confused", "predicted as", "images"], most, words=(0, 1)))
-    figures["confusion"] = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
-    blocks.append(
-        '![Counts of label against prediction](confusion "Confusion matrix: label against prediction")'
-    )
+    figure = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
+    caption = "Confusion matrix: label against prediction"
+    blocks.append(_show(figures, "confusion", figure, caption))
     picture = folder / "most_wrong.png"
     if wrong.any() and picture.is_file():
-        figures["most_wrong"] = picture.read_bytes()
-        blocks.append(
-            '![Test images, each with its label and its prediction](most_wrong "Most confidently wrong")'
-        )
+        caption = "Most confidently wrong"
+        blocks.append(_show(figures, "most_wrong", picture.read_bytes(), caption))
     return "\n\n".join(blocks)
 
 
 # -- bottleneck
-# -------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 
 
-def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
+def _speed(record: Record, figures: Figures) -> str:
     times = record.time_per_step
     ranks = record.ranks
     median = record.throughput.median
     rates = np.array(record.course.samples_per_s)
     memory = np.array(record.course.memory_gib)
-    blocks = [
-        f"**{plain(line)}**: the others wait for it in every step."
-        for line in slow_ranks(ranks).values()
-    ]
+    blocks = []
+    for line in slow_ranks(ranks).values():
+        blocks.append(f"**{plain(line)}**: the others wait for it in every step.")
     shown = []
 
     def draw_rates(axes: Axes) -> None:
@@ -412,45 +388,32 @@ def _speed(record: Record, figures: dict[str, Figure | bytes]) -> str:
     def draw_memory(axes: Axes) -> None:
         _over_time(axes, memory)
         largest = memory[-1, 1:].max()
-        label_lines(
-            axes,
-            [
-                (
-                    largest,
-                    f"{'largest' if memory.shape[1] > 2 else 'rank 0'}:\n{largest:.2f}",
-                    page.BLUE,
-                )
-            ],
-        )
+        name = "largest" if memory.shape[1] > 2 else "rank 0"
+        label_lines(axes, [(largest, f"{name}:\n{largest:.2f}", page.BLUE)])
 
     if rates.size:
-        figures["speed"] = draw_line(draw_rates)
-        shown.append(
-            '![Samples/s of each logging window, over time](speed "Samples/s of each logging window")'
-        )
+        caption = "Samples/s of each logging window"
+        shown.append(_show(figures, "speed", draw_line(draw_rates), caption))
     if memory.size:
-        figures["memory"] = draw_line(draw_memory)
-        shown.append('![Memory of each rank, over time](memory "Memory of each rank, GiB")')
+        caption = "Memory of each rank, GiB"
+        shown.append(_show(figures, "memory", draw_line(draw_memory), caption))
     if times and times.step:
         taken = taken_cores(record.others_cores, record.hardware)
-        limit, remedy = bottleneck(
-            vars(times), record.accelerator != "cpu", record.placement, taken
-        )
+        gpu = record.accelerator != "cpu"
+        limit, remedy = bottleneck(vars(times), gpu, record.placement, taken)
         blocks.append(f"A step takes {duration(times.step / 1000)}. **{limit}.** Try {remedy}.")
-        figures["step"] = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
-        shown.append(
-            '![Milliseconds of each part of a step](step "Where the time of a step goes, on rank zero")'
-        )
+        figure = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
+        caption = "Where the time of a step goes, on rank zero"
+        shown.append(_show(figures, "step", figure, caption))
     if 1 < len(ranks) <= CELLS:
         labels = [f"rank {row.rank}" for row in ranks]
         height = 1.1 + 0.28 * len(ranks)
-        figures["ranks"] = draw(
-            lambda axes: stacked_bars(axes, labels, NAMES, ranks), height=height
-        )
-        shown.append(
-            '![Milliseconds of a step on each rank](ranks "A step on each rank: wait is for the others")'
-        )
-    return "\n\n".join(filter(None, [*blocks, "\n".join(shown)]))
+        figure = draw(lambda axes: stacked_bars(axes, labels, RANK_PHASES, ranks), height=height)
+        caption = "A step on each rank: wait is for the others"
+        shown.append(_show(figures, "ranks", figure, caption))
+    if shown:
+        blocks.append("\n".join(shown))
+    return "\n\n".join(blocks)
 
 
 def _over_time(axes: Axes, points: np.ndarray) -> None:
@@ -475,17 +438,15 @@ def stacked_bars(
     shares = times / np.maximum(times.sum(0), 1e-9)
     room = axes.figure.get_figwidth() - 0.2 - 0.085 * max(map(len, labels))  # type: ignore[union-attr]
     least = 0.33 / room * times.sum(0).max()  # a percentage is 0.33 inches wide
-    for phase, widths, share, left in zip(
-        phases, times, shares, times.cumsum(0) - times, strict=True
-    ):
-        bars = axes.barh(
-            labels, widths, left=left, color=PHASE_COLOURS[phase], edgecolor=page.PAPER, height=0.65
-        )
+    ends = times.cumsum(0)
+    for phase, widths, share, end in zip(phases, times, shares, ends, strict=True):
+        colour = PHASE_COLOURS[phase]
+        left = end - widths
+        bars = axes.barh(labels, widths, left=left, color=colour, edgecolor=page.PAPER, height=0.65)
         bars.set_label(phase.replace("_", " + "))
-        written = [
-            f"{part:.0%}" if width >= least else ""
-            for part, width in zip(share, widths, strict=True)
-        ]
+        written = [f"{part:.0%}" for part in share]
+        for row in np.flatnonzero(widths < least):
+            written[row] = ""
         axes.bar_label(bars, written, label_type="center", color="white", fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("milliseconds")

@@ -1,5 +1,7 @@
 """Callbacks that write results: confusion matrix, wrong images, predictions."""
 
+import heapq
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from app.errors import UserError
 from app.launch.agree import gather_objects
 from app.modules import ImageClassifier
 from app.monitor.loggers import trackers
+from app.record.words import counted
 from app.system.files import whole, write_csv
 
 WRONG = 25  # number of wrong images to show
@@ -37,63 +40,47 @@ class PredictionWriter(Callback):
         batch_idx: int,
         *_: Any,
     ) -> None:
-        """Store a row for each image of this rank: index, and probabilities and labels of its most likely classes."""
+        """Store each image's index, and probabilities and labels of its most likely classes."""
         loader = trainer.predict_dataloaders
         if isinstance(pl_module, ImageClassifier) and isinstance(loader, GlobalBatches):
-            best = (tensor.tolist() for tensor in outputs.topk(min(self.top_k, outputs.shape[1])))
-            self._rows += zip(loader.samples(batch_idx).tolist(), *best, strict=True)
+            shares, labels = outputs.topk(min(self.top_k, outputs.shape[1]))
+            rows = loader.samples(batch_idx).tolist()
+            self._rows += zip(rows, shares.tolist(), labels.tolist(), strict=True)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather all ranks' rows, and write the file. Collective."""
-        rows = sorted(row for local in gather_objects(self._rows) for row in local)
+        rows = sorted(itertools.chain(*gather_objects(self._rows)))
         self._rows = []
-        directory = trainer.log_dir
         if not rows:
             rank_zero_info(
-                "no predictions.csv for your own model or data: give a BasePredictionWriter as callback"
+                "no predictions.csv for your own model or data: give a BasePredictionWriter"
             )
+        directory = trainer.log_dir  # a collective call
         if not trainer.is_global_zero or not rows or directory is None:
             return
-        data = trainer.datamodule  # type: ignore[attr-defined]
+        names = trainer.datamodule.class_names  # type: ignore[attr-defined]
         split = trainer.predict_dataloaders.split  # type: ignore[union-attr]
+        known = split.labels.min() >= 0
+        lines = []
+        for index, shares, labels in rows:
+            line = {"index": index}
+            if split.names:
+                line = {"file": split.names[index]}
+            line["predicted"] = labels[0]
+            for place, (share, label) in enumerate(zip(shares, labels, strict=True), 1):
+                number = "" if place == 1 else place
+                line |= {f"name{number}": names[label], f"probability{number}": f"{share:.6f}"}
+                if known and place == 1:
+                    line["label"] = split.labels[index].item()
+            lines.append(line)
         path = Path(directory, "predictions.csv")
-        files = split.names
-        labels = split.labels.tolist()
-        known = min(labels) >= 0
-        more = [
-            f"{column}{place + 1}"
-            for place in range(1, len(rows[0][1]))
-            for column in ("name", "probability")
-        ]
-        head = [
-            "file" if files else "index",
-            "predicted",
-            "name",
-            "probability",
-            *["label"] * known,
-            *more,
-        ]
-        lines = [head]
-        for index, *best in rows:
-            cells = [
-                cell
-                for p, label in zip(*best, strict=True)
-                for cell in (data.class_names[label], f"{p:.6f}")
-            ]
-            line = [
-                files[index] if files else index,
-                best[1][0],
-                *cells[:2],
-                *[labels[index]] * known,
-            ]
-            lines.append(line + cells[2:])
         try:
-            write_csv(path, lines)
+            write_csv(path, [lines[0].keys(), *(line.values() for line in lines)])
         except OSError as error:
             raise UserError(
                 f"{path} cannot be written ({error.strerror}): give another --run.root"
             ) from error
-        rank_zero_info(f"{len(rows):,} prediction{'s' * (len(rows) > 1)}: {path}")
+        rank_zero_info(f"{counted(len(rows), 'prediction')}: {path}")
 
 
 class TestFigures(Callback):
@@ -122,26 +109,24 @@ class TestFigures(Callback):
         loader = trainer.test_dataloaders
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
-        confidence, predicted = outputs.max(1)
-        at = (predicted != batch[1]).nonzero().flatten()
-        rows = loader.samples(batch_idx).to(at.device)
-        wrong = zip(*(t[at].tolist() for t in (confidence, rows, predicted, batch[1])), strict=True)
-        self._worst = sorted([*self._worst, *wrong], reverse=True)[:WRONG]
+        shares, predicted = outputs.max(1)
+        wrong = (predicted != batch[1]).nonzero().flatten()
+        rows = loader.samples(batch_idx).to(wrong.device)
+        columns = [column[wrong].tolist() for column in (shares, rows, predicted, batch[1])]
+        self._worst += zip(*columns, strict=True)
+        self._worst = heapq.nlargest(WRONG, self._worst)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather all ranks' results; write, draw and upload them. Collective."""
         loader = trainer.test_dataloaders
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
-        matrix = torch.atleast_2d(
-            pl_module.confusion.compute()
-        ).cpu()  # torchmetrics returns a scalar for one class
+        # torchmetrics returns a scalar for one class
+        matrix = torch.atleast_2d(pl_module.confusion.compute()).cpu()
         pl_module.confusion.reset()
-        worst = sorted(
-            (row for local in gather_objects(self._worst) for row in local), reverse=True
-        )[:WRONG]
+        worst = heapq.nlargest(WRONG, itertools.chain(*gather_objects(self._worst)))
         self._worst = []
-        directory = trainer.log_dir
+        directory = trainer.log_dir  # a collective call
         if not trainer.is_global_zero or directory is None:
             return
         # a local import, because matplotlib takes a fifth of all import time
@@ -149,27 +134,24 @@ class TestFigures(Callback):
         from app.system.page import short
 
         names = list(trainer.datamodule.class_names)  # type: ignore[attr-defined]
-        rows = [
-            (loader.split[row], names[label], names[predicted], share)
-            for share, row, predicted, label in worst
-        ]
-        captions = [
-            f"{short(a, 24)}\npredicted {short(b, 13)}, {share:.0%}" for _, a, b, share in rows
-        ]
-        pictures = [Path(directory, "confusion_matrix.png"), Path(directory, "most_wrong.png")]
-        counts = ([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))
+        images = []
+        for share, row, predicted, label in worst:
+            prediction = f"predicted {short(names[predicted], 13)}, {share:.0%}"
+            images.append((loader.split[row], f"{short(names[label], 24)}\n{prediction}"))
+        confusion = Path(directory, "confusion_matrix.png")
+        most_wrong = Path(directory, "most_wrong.png")
+        counts = [[name, *row] for name, row in zip(names, matrix.tolist(), strict=True)]
         try:
-            write_csv(pictures[0].with_suffix(".csv"), [["label \\ predicted", *names], *counts])
-            draw_confusion_matrix(matrix, names, pictures[0])
-            figure = draw_images(
-                [(row[0], caption) for row, caption in zip(rows, captions, strict=True)]
-            )
-            with whole(pictures[1]) as file:
-                figure.savefig(file, format="png", dpi=120, transparent=True)
+            write_csv(confusion.with_suffix(".csv"), [["label \\ predicted", *names], *counts])
+            draw_confusion_matrix(matrix, names, confusion)
+            with whole(most_wrong) as file:
+                draw_images(images).savefig(file, format="png", dpi=120, transparent=True)
         except OSError as error:
             rank_zero_info(
                 f"{directory}: the pictures of the test cannot be written ({error.strerror})"
             )
-        kept = [path for path in pictures[: 1 + self.track] if path.exists()]
+        pictures = [confusion]
+        if self.track:
+            pictures.append(most_wrong)
         for tracker in trackers(trainer.loggers):
-            tracker.log_test_figures(matrix.tolist(), names, rows if self.track else [], kept)
+            tracker.log_pictures(filter(Path.exists, pictures))

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from app.record import PHASES, Phases, RankTime
 from app.system.machine import time_when_done
 from app.training import SplitForward
 
-NAMES = (*PHASES, "forward", "backward", "launch")
+MEASURED = (*PHASES, "forward", "backward", "launch")
 # phase of each action that Lightning's loop reports to the profiler, by the action's name
 ACTIONS = {
     "train_dataloader_next": "data",
@@ -62,11 +63,7 @@ class StepClock(Callback):
 
     def __init__(self, ranks: RankTimes) -> None:
         self.ranks = ranks
-        self._beat: Any = [
-            0,
-            0,
-            0,
-        ]  # step, phase and a counter; without a watchdog, nobody reads them
+        self._beat: Any = [0, 0, 0]  # step, phase and a counter; read by a watchdog, if any
         self._now: Callable[[], Any] = time.perf_counter
         self._handles: list[Any] = []
         self._last_parameter: Tensor | None = None
@@ -85,7 +82,7 @@ class StepClock(Callback):
         self.ranks.connect(trainer, watchdog.heartbeat)
 
     def _stop_beating(self, *_: Any, **__: Any) -> None:
-        """Suspend the watchdog at teardown or after an exception, because no rank waits for this one any more."""
+        """Suspend the watchdog, because no rank waits for this one any more."""
         if watchdog.heartbeat is not None:
             watchdog.heartbeat.end()
         self._beat = [0, 0, 0]
@@ -93,8 +90,8 @@ class StepClock(Callback):
     teardown = on_exception = _stop_beating
 
     def _evaluate(self, *_: Any, **__: Any) -> None:
-        beat = self._beat
-        beat[1], beat[2] = EVALUATION, beat[2] + 1
+        self._beat[1] = EVALUATION
+        self._beat[2] += 1
 
     on_validation_start = on_validation_batch_start = on_test_start = on_test_batch_start = (
         _evaluate
@@ -107,7 +104,6 @@ class StepClock(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock, and register gradient hooks. Collective."""
         device = trainer.strategy.root_device.type
-        self._on_gpu = device != "cpu"
         self._now = time.perf_counter
         self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
         if device == "cuda":
@@ -115,29 +111,25 @@ class StepClock(Callback):
             self._seconds = _since_first
         self._ready = self._averaged = self._began = self._waited_since = self._now()
         self._steps: list[tuple[Any, ...]] = []
-        self._last_window: list[
-            tuple[Any, ...]
-        ] = []  # read one window later, when the GPU has finished its steps
+        # read one window later, when the GPU has finished its steps
+        self._last_window: list[tuple[Any, ...]] = []
         self._accumulated = trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
         self.ranks.begin(trainer)
         if trainer.world_size > 1:
-            trainable = [
-                parameter for parameter in pl_module.parameters() if parameter.requires_grad
-            ]
             # a hook costs time, so a single rank has none
             self.on_after_backward = self._on_averaged  # type: ignore[method-assign]
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
-                for parameter in trainable
-            ]
+            for parameter in pl_module.parameters():
+                if parameter.requires_grad:
+                    self._hook(parameter)
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer, *_: Any) -> None:
         """Mark the start of the wait for data."""
         self._step = trainer.global_step + 1
-        beat = self._beat
-        beat[0], beat[1], beat[2] = self._step, DATA, beat[2] + 1
+        self._beat[0] = self._step
+        self._beat[1] = DATA
+        self._beat[2] += 1
         self._ended = self._now()
         if self._profiler is not None:
             self._profiler.restart()
@@ -152,7 +144,8 @@ class StepClock(Callback):
         self._ready = self._averaged = self._began = self._waited_since = self._now()
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        self._last_parameter, self._ready = parameter, self._now()
+        self._last_parameter = parameter
+        self._ready = self._now()
         self._beat[1] = GRADIENTS
 
     def _on_averaged(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,13 +156,10 @@ class StepClock(Callback):
             return
         self._averaged = self._now()
         self._waited_since = self._ready
-        if (
-            len(self._handles) > 1 and self._last_parameter is not None
-        ):  # keep only the last gradient's hook
+        # from the second step on, hook only the parameter whose gradient is the last
+        if len(self._handles) > 1 and self._last_parameter is not None:
             self._unhook()
-            self._handles = [
-                self._last_parameter.register_post_accumulate_grad_hook(self._on_gradient)
-            ]
+            self._hook(self._last_parameter)
 
     def _wait(self) -> float:
         """Return the seconds from the step's last gradient to its averaged gradients.
@@ -182,21 +172,24 @@ class StepClock(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Store the step's times. At the end of a logging window, share the previous window's times.
+        """Store the step's times. At the end of a window, share the previous window's times.
 
         The GPU has finished the previous window, so reading its events does not block.
         """
         now = self._now()
         self._steps.append((self._ended, self._began, self._ready, self._averaged, now))
         self._ended = now
-        self._step += (batch_idx + 1) % self._accumulated == 0
-        beat = self._beat
-        beat[0], beat[1] = self._step, DATA
+        if (batch_idx + 1) % self._accumulated == 0:
+            self._step += 1
+        self._beat[0] = self._step
+        self._beat[1] = DATA
         self._left -= 1
-        if not self._left:
+        if self._left == 0:
             self._left = self._window
-            self._last_window, whole, self._steps = self._steps, self._last_window, []
-            self.ranks.share(trainer, self._seconds(whole))
+            finished = self._last_window
+            self._last_window = self._steps
+            self._steps = []
+            self.ranks.share(trainer, self._seconds(finished))
         self._seen += 1
         if self._seen <= self.skipped + self.window:
             self._profile(trainer)
@@ -209,6 +202,10 @@ class StepClock(Callback):
         self.ranks.share(trainer, self._seconds(self._last_window + self._steps))
         self.ranks.share(trainer, [])
 
+    def _hook(self, parameter: Tensor) -> None:
+        handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._handles.append(handle)
+
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -218,19 +215,14 @@ class StepClock(Callback):
     # ------------------------------------------------------------------------------
 
     @property
-    def timing(self) -> bool:
-        """Whether the clock synchronises a GPU between the current step's phases, which slows the step."""
-        return self._on_gpu and self._seen <= self.skipped + self.window
-
-    @property
     def time_per_step(self) -> Phases | None:
         """Median milliseconds of each phase; None if no step was profiled."""
         if not self._phases:
             return None
-        medians = {name: statistics.median(step[name] for step in self._phases) for name in NAMES}
-        phases: dict[str, Any] = {
-            name: round(1000 * seconds, 4) for name, seconds in medians.items()
-        }
+        phases: dict[str, Any] = {}
+        for name in MEASURED:
+            seconds = statistics.median(step[name] for step in self._phases)
+            phases[name] = round(1000 * seconds, 4)
         return Phases(n=len(self._phases), **phases)
 
     def _profile(self, trainer: Trainer) -> None:
@@ -248,26 +240,25 @@ class StepClock(Callback):
             self._profiler = None
 
 
-def phases_of_windows(profiled: Phases, step: float, rank: RankTime | None) -> Phases:
-    """Scale the profiled phases so that their sum equals the median step time of all measured windows.
+def scaled(profiled: Phases, step: float, ranks: Sequence[RankTime]) -> Phases:
+    """Scale the profiled phases so that their sum equals the windows' median step time.
 
     Args:
         profiled: Median of each phase over a few profiled steps.
         step: Median step time in the windows, in milliseconds.
-        rank: Rank zero's median times over the latest windows; None if there is only one rank. Its
-            data time and its wait replace the profiled data and communication, because both vary
-            too much to be measured in a few steps.
+        ranks: Median times of all ranks over the latest windows. If there are several, rank zero's
+            data time and wait replace the profiled data and communication, because both vary too
+            much to be measured in a few steps.
     """
-    known = (
-        {"data": rank.data, "communication": rank.wait}
-        if rank and rank.data + rank.wait < step
-        else {}
-    )
-    scale = (step - sum(known.values())) / sum(
-        getattr(profiled, phase) for phase in PHASES if phase not in known
-    )
-    scaled: dict[str, Any] = {name: round(getattr(profiled, name) * scale, 4) for name in NAMES}
-    return Phases(n=profiled.n, **scaled | {name: round(value, 4) for name, value in known.items()})
+    known = {}
+    if len(ranks) > 1 and ranks[0].data + ranks[0].wait < step:
+        known = {"data": ranks[0].data, "communication": ranks[0].wait}
+    times = asdict(profiled)
+    rest = sum(times[phase] for phase in PHASES if phase not in known)
+    scale = (step - sum(known.values())) / rest
+    for name in MEASURED:
+        times[name] = round(known.get(name, scale * times[name]), 4)
+    return Phases(**times)
 
 
 def _recorded() -> torch.cuda.Event:
@@ -282,7 +273,7 @@ def _since_first(steps: list[tuple[Any, ...]]) -> list[list[float]]:
 
 
 class _PhaseProfiler(PassThroughProfiler):
-    """Profiler that times the phases of a few steps. It replaces the trainer's profiler meanwhile."""
+    """Profiler that times the phases of a few steps, in place of the trainer's profiler."""
 
     def __init__(self, trainer: Any, wait: Callable[[], float]) -> None:
         super().__init__()
@@ -291,14 +282,13 @@ class _PhaseProfiler(PassThroughProfiler):
         self.device = trainer.strategy.root_device
         self.on_gpu = self.device.type != "cpu"
         self._begun: dict[str, float] = {}
-        self._marks: list[
-            float
-        ] = []  # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
+        # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
+        self._marks: list[float] = []
         self._before = trainer.profiler
         trainer.profiler = self
-        self._handles = [
-            optimizer.register_step_post_hook(self._on_stepped) for optimizer in trainer.optimizers
-        ]
+        self._handles: list[Any] = []
+        for optimizer in trainer.optimizers:
+            self._handles.append(optimizer.register_step_post_hook(self._on_stepped))
         strategy = trainer.strategy
         module = trainer.lightning_module
         if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
@@ -312,7 +302,7 @@ class _PhaseProfiler(PassThroughProfiler):
         self.restart()
 
     def restart(self) -> None:
-        self._spent = dict.fromkeys(NAMES, 0.0)
+        self._spent = dict.fromkeys(MEASURED, 0.0)
         self._began = time_when_done(self.device)
 
     def take(self) -> dict[str, float]:
@@ -331,29 +321,30 @@ class _PhaseProfiler(PassThroughProfiler):
             handle.remove()
 
     def start(self, action_name: str) -> None:
-        name = action_name.rsplit(".", 1)[-1]
+        name = action_name.rpartition(".")[2]
         if name in ACTIONS and self.trainer.training:
             self._begun[name] = time_when_done(self.device)
 
     def stop(self, action_name: str) -> None:
-        name = action_name.rsplit(".", 1)[-1]
+        issued = time.perf_counter()  # the host is done; the device may still compute
+        name = action_name.rpartition(".")[2]
         if name == "on_before_optimizer_step":  # the last hook before the update
             self._begun["optimizer"] = time_when_done(self.device)
-        if name not in ACTIONS or name not in self._begun:
+        began = self._begun.pop(name, None)
+        if began is None:
             return
-        issued, phase = (
-            time.perf_counter(),
-            ACTIONS[name],
-        )  # the host is done; the device may still compute
-        seconds = time_when_done(self.device) - self._begun[name]
-        waited = self.wait() if name == "backward" else 0.0
-        self._spent[phase] += seconds - waited
-        self._spent["communication"] += waited
+        seconds = time_when_done(self.device) - began
+        launch = issued - began
+        if name == "backward":
+            waited = self.wait()
+            self._spent["communication"] += waited
+            seconds -= waited
+            if not self.on_gpu:
+                launch -= waited
+        phase = ACTIONS[name]
+        self._spent[phase] += seconds
         if phase in ("forward", "backward"):
-            self._spent["launch"] += max(
-                issued - self._begun[name] - (0.0 if self.on_gpu else waited), 0.0
-            )
-        del self._begun[name]
+            self._spent["launch"] += max(launch, 0.0)
 
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if "optimizer" in self._begun:
@@ -364,9 +355,10 @@ class _PhaseProfiler(PassThroughProfiler):
         self._marks = [time_when_done(self.device)]
 
     def _mark(self, *_: Any) -> None:
-        self._marks.append(
-            time_when_done(None if self.on_gpu else self.device)
-        )  # None: the replica's device
+        device = self.device
+        if self.on_gpu:
+            device = None  # the replica's device
+        self._marks.append(time_when_done(device))
 
     def _on_gathered(self, *_: Any) -> None:
         marks = self._marks
@@ -375,8 +367,6 @@ class _PhaseProfiler(PassThroughProfiler):
             began, *replicas = marks
             overhead = time_when_done(self.device) - began - (max(replicas) - min(replicas))
             self._spent["communication"] += overhead
-            for phase in (
-                "forward",
-                "launch",
-            ):  # both times span the module's whole forward, overhead included
+            # both times span the module's whole forward, overhead included
+            for phase in ("forward", "launch"):
                 self._spent[phase] -= overhead

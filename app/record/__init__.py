@@ -4,8 +4,9 @@ Every field of `Record` has a default, because a run may end early and older ver
 fields. Field names are the names in the file; `app/monitor/README.md` explains them.
 """
 
+import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,17 +55,15 @@ class Metrics:
 
 
 @dataclass
-class FirstToLast:
-    """Training loss of the first, middle and last epoch."""
+class TrainLoss:
+    """Training loss of the last epoch."""
 
-    first: float | None = None
-    middle: float | None = None
     last: float | None = None
 
 
 @dataclass
 class Throughput:
-    """Samples per second of all ranks together: median, minimum and maximum of `n` logging windows."""
+    """Samples per second of all ranks: median, minimum and maximum of `n` logging windows."""
 
     median: Positive | None = None
     min: Positive | None = None
@@ -99,7 +98,7 @@ class Phases:
 
 @dataclass
 class RankTime:
-    """Median milliseconds of a rank's step: data, compute, and the wait for other ranks' gradients."""
+    """Median milliseconds of a rank's step: data, compute, and wait for others' gradients."""
 
     rank: Int
     node: Int
@@ -238,7 +237,7 @@ class Record(Part):
     # results
     steps_per_epoch: Float | None = None  # None for a loader without a length
     epochs: list[Epoch] = field(default_factory=list)
-    train_loss: FirstToLast | None = None
+    train_loss: TrainLoss | None = None
     validation: Metrics | None = None
     test: Metrics | None = None
     tested: str | None = None
@@ -269,18 +268,14 @@ class Record(Part):
             ValueError: When the file is unreadable or a field is invalid; the message names file
                 and field.
         """
-        from pydantic import (
-            TypeAdapter,
-            ValidationError,
-        )  # imported late, because a new run reads no record
+        # imported late, because a new run reads no record
+        from pydantic import TypeAdapter, ValidationError
 
         try:
             return TypeAdapter(cls).validate_python(_without_nulls(read_json(path)))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = "".join(
-                f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]
-            ).lstrip(".")
+            place = re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, first["loc"])))
             raise ValueError(f"{path} cannot be read ({place}: {first['msg'][:80]})") from error
 
     def save(self, path: Path) -> None:
@@ -291,19 +286,39 @@ class Record(Part):
         """
         write_json(path, asdict(self))
 
+    def last_part(self) -> Part:
+        """Return the training since its start or its last resume, which has ended."""
+        part = Part(**{field.name: getattr(self, field.name) for field in fields(Part)})
+        if part.status == "running":
+            part.status = "failed"
+            part.error = "the run was killed, or the machine went down"
+        part.train_s = (self.train_s or 0.0) - self.earlier_s
+        return part
+
+    @property
+    def earlier_s(self) -> float:
+        """Seconds of training in earlier parts."""
+        return sum(part.train_s or 0.0 for part in self.parts)
+
     @property
     def finished(self) -> bool:
         """Whether training reached the requested epochs or steps."""
         epochs = max((row.epoch + 1 for row in self.epochs if row.whole), default=0)
-        limits = ((epochs, self.max_epochs), (self.steps, self.max_steps))
-        return any(limit is not None and 0 <= limit <= reached for reached, limit in limits)
+        return _reaches(epochs, self.max_epochs) or self.ended_by_steps
+
+    @property
+    def ended_by_steps(self) -> bool:
+        """Whether training reached the requested steps."""
+        return _reaches(self.steps, self.max_steps)
 
     @property
     def accelerator(self) -> str:
-        """Type of the devices, such as `cuda`. Without recorded peak memory, it is guessed from the machine's GPUs."""
+        """Type of the devices, such as `cuda`; guessed from the GPUs if no memory is recorded."""
         if self.peak_memory:
             return self.peak_memory[0].device.partition(":")[0]
-        return "cuda" if self.hardware and self.hardware.gpus else "cpu"
+        if self.hardware and self.hardware.gpus:
+            return "cuda"
+        return "cpu"
 
 
 def mark_ended(directory: str, end: ExitStatus) -> None:
@@ -315,7 +330,9 @@ def mark_ended(directory: str, end: ExitStatus) -> None:
     """
     path = Path(directory, "run.json")
     with suppress(ValueError, OSError):  # a damaged file, or a full disk
-        record = Record.load(path) if path.exists() else Record(run_dir=directory)
+        record = Record(run_dir=directory)
+        if path.exists():
+            record = Record.load(path)
         record.status = end.status
         record.error = end.reason
         record.save(path)
@@ -325,4 +342,11 @@ def _without_nulls(value: Any) -> Any:
     """Drop nulls, so that the fields get their defaults."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return list(map(_without_nulls, value))
+    return value
+
+
+def _reaches(reached: int, limit: int | None) -> bool:
+    """Return whether a limit is reached; None and negative numbers are no limits."""
+    return limit is not None and 0 <= limit <= reached

@@ -14,7 +14,8 @@ LAUNCH_BOUND = 0.9
 BOTTLENECKS = {  # name and remedy of each phase
     "forward_backward": (
         "The model's own computation",
-        "more devices, `--trainer.precision bf16-mixed`, `--model.compile default` or a larger `--data.batch_size`",
+        "more devices, `--trainer.precision bf16-mixed`, `--model.compile default` or a larger "
+        "`--data.batch_size`",
     ),
     "data": ("Data loading", "`--data.placement device`, or less augmentation"),
     "communication": ("Communication", "a larger `--data.batch_size`, or fewer devices"),
@@ -35,13 +36,24 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: `1 epoch`, `2,000 epochs`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
 
 
 def listed(names: Sequence[str]) -> str:
     """Format names: `cat, dog`; of more than ten, the first ten and the number of the others."""
     text = printable(", ".join(names[:10]))
-    return text if len(names) <= 10 else f"{text} and {len(names) - 10:,} more"
+    if len(names) > 10:
+        text += f" and {len(names) - 10:,} more"
+    return text
 
 
 def percent(share: float) -> str:
@@ -56,31 +68,37 @@ def way_of_running(record: Record, device: str = "") -> str:
         record: The run record.
         device: Name of a device; by default `CPU` or `GPU`.
     """
-    device = device or ("CPU" if record.accelerator == "cpu" else "GPU")
-    nodes = f" on {record.num_nodes} nodes" if record.num_nodes > 1 else ""
-    return (
-        f"{record.strategy}, {record.replicas} × {device}{nodes}"
-        if record.replicas > 1
-        else f"one {device}"
-    )
+    if not device:
+        device = "CPU" if record.accelerator == "cpu" else "GPU"
+    if record.replicas == 1:
+        return f"one {device}"
+    text = f"{record.strategy}, {record.replicas} × {device}"
+    if record.num_nodes > 1:
+        text += f" on {record.num_nodes} nodes"
+    return text
 
 
 def threads(record: Record) -> str:
     """Format the number of CPU threads: `1 thread`, or `2 threads each` for several processes."""
-    plural = "s" * (record.threads != 1)
-    return f"{record.threads} thread{plural}{' each' * (record.world_size > 1)}"
+    text = counted(record.threads or 0, "thread")
+    if record.world_size > 1:
+        text += " each"
+    return text
 
 
 def batch(record: Record) -> str:
     """Format the global batch as replicas × share: `64 = 2 × 32`."""
     size = record.global_batch_size or 0
-    share = f" = {record.replicas} × {size / record.replicas:g}" if record.replicas > 1 else ""
-    shards = f", in {record.virtual_devices} shards" if record.virtual_devices else ""
-    return f"{size:,}{share}{shards}"
+    text = f"{size:,}"
+    if record.replicas > 1:
+        text += f" = {record.replicas} × {size / record.replicas:g}"
+    if record.virtual_devices:
+        text += f", in {record.virtual_devices} shards"
+    return text
 
 
 def taken_cores(others: float | None, hardware: Hardware | None) -> str:
-    """Format the cores that other programs took: `1.8 of 2 cores`; an empty string if too few to disturb a run."""
+    """Format the cores that other programs took: `1.8 of 2 cores`, or nothing if few."""
     if others is None or hardware is None or others <= BUSY * hardware.cores:
         return ""
     return f"{others:.1f} of {hardware.cores} cores"
@@ -102,16 +120,14 @@ def bottleneck(
     """
     if taken and not gpu:
         return f"Other programs: {taken}", "again when they are done"
-    phase = max(
-        (name for name in PHASES if name != "forward_backward"), key=lambda name: milliseconds[name]
-    )
-    time = milliseconds[phase]
+    overheads = set(PHASES) - {"forward_backward"}
+    phase = max(sorted(overheads), key=milliseconds.__getitem__)
     step = sum(milliseconds[name] for name in PHASES)
-    if time < OVERHEAD * step:
-        time = milliseconds["forward_backward"]
-        phase = (
-            "rest" if gpu and milliseconds["launch"] >= LAUNCH_BOUND * time else "forward_backward"
-        )
+    if milliseconds[phase] < OVERHEAD * step:
+        phase = "forward_backward"
+    time = milliseconds[phase]
+    if phase == "forward_backward" and gpu and milliseconds["launch"] >= LAUNCH_BOUND * time:
+        phase = "rest"
     name, remedy = BOTTLENECKS[phase]
     if phase == "data" and placement == "disk":
         remedy = "another `--data.num_workers`, or `--data.placement memory`"

@@ -1,0 +1,159 @@
+"""Functions that fill the run record from the Trainer: configuration and measurements."""
+
+import math
+import os
+import statistics
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from app.data.module import ImageData
+from app.modules import ImageClassifier
+from app.modules.networks import count_parameters, title
+from app.monitor.nonfinite import NonFinite
+from app.monitor.step_clock import StepClock, scaled
+from app.monitor.windows import Windows
+from app.record import (
+    Course,
+    DataSet,
+    DeviceMemory,
+    Hardware,
+    Metrics,
+    Model,
+    Record,
+    Throughput,
+    TrainLoss,
+)
+from app.system.lightning_patches import strategy_name
+from app.system.machine import hardware, peak_memory, versions
+from app.training import SplitForward
+from app.training.step import StraightLoop
+from app.training.virtual_devices import ShardedLoop
+
+
+def devices_of(trainer: Trainer) -> list[torch.device]:
+    """Return the devices of this process; several only under dp and ddp_dp."""
+    if isinstance(trainer.strategy, SplitForward):
+        return trainer.strategy.parallel_devices
+    return [trainer.strategy.root_device]
+
+
+def fill_configuration(record: Record, trainer: Trainer) -> None:
+    """Fill in strategy, devices, limits, data and machine."""
+    record.strategy = strategy_name(trainer)
+    record.devices = len(getattr(trainer.strategy, "parallel_devices", None) or [0])
+    record.num_nodes = trainer.num_nodes
+    record.world_size = trainer.world_size
+    record.replicas = trainer.world_size * len(devices_of(trainer))
+    record.precision = trainer.precision
+    record.threads = torch.get_num_threads()
+    record.max_epochs = trainer.max_epochs
+    record.max_steps = trainer.max_steps
+    if "PL_GLOBAL_SEED" in os.environ:
+        record.seed = int(os.environ["PL_GLOBAL_SEED"])
+    loop = trainer.fit_loop.epoch_loop
+    if isinstance(loop, ShardedLoop) and trainer.state.fn == "fit":
+        record.virtual_devices = loop.virtual_devices
+    data = getattr(trainer, "datamodule", None)
+    if isinstance(data, ImageData):
+        names = list(map(str, data.class_names))
+        record.data = DataSet(type(data).__name__, data.num_classes, dict(data.counts), names)
+        record.placement = data.placement
+        record.images_left_out = data.left_out
+        record.files_left_out = dict(data.files_left_out)
+        record.global_batch_size = data.global_batch_size
+    record.hardware = Hardware(**hardware())
+    record.versions = versions()
+
+
+def fill_model(record: Record, trainer: Trainer, module: LightningModule) -> None:
+    """Fill in the model and how it is executed."""
+    record.model = Model(type(module).__name__, count_parameters(module))
+    if isinstance(module, ImageClassifier):
+        record.model.name += f", {title(module.network_name)}"
+        executed = module.executed
+        record.channels_last = executed.get("channels_last")
+        record.compile = executed.get("compile")
+        record.matmul_precision = executed.get("matmul_precision")
+        record.benchmark = executed.get("benchmark")
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    record.fused = any(group.get("fused") for group in groups)
+
+
+def fill_measurements(record: Record, trainer: Trainer, windows: Windows, before: Course) -> None:
+    """Fill in steps, times, throughput and losses so far.
+
+    Args:
+        record: The record, with its epochs.
+        trainer: The trainer.
+        windows: Logging windows since training began or was resumed.
+        before: Time series before training was resumed.
+    """
+    earlier = record.earlier_s
+    record.steps = trainer.global_step
+    batches = trainer.num_training_batches
+    record.steps_per_epoch = batches if batches < math.inf else None
+    if windows.first_step is not None:
+        record.train_s = round(earlier + windows.seconds, 3)
+    if record.epochs:
+        record.train_loss = TrainLoss(record.epochs[-1].train_loss)
+    loop = trainer.fit_loop.epoch_loop
+    record.loop_reason = loop.reason if isinstance(loop, StraightLoop) else "--run.loop lightning"
+    record.loop = "lightning" if record.loop_reason else "straight"
+    if isinstance(loop, ShardedLoop) and loop.sums is not None:
+        record.shards = loop.sums.tree.shares
+    course = _continued(before.samples_per_s, windows.course.points, earlier)
+    record.course = Course(course, before.memory_gib)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, NonFinite):
+            record.not_finite_since = callback.since
+            record.not_finite_step = callback.step
+            record.skipped_steps = callback.skipped
+        elif isinstance(callback, StepClock):
+            ranks = callback.ranks
+            record.time_per_step = callback.time_per_step
+            record.ranks = ranks.ranks
+            record.others_cores = ranks.others_cores
+            record.course.memory_gib = _continued(before.memory_gib, ranks.memory.points, earlier)
+    if windows.rates:
+        rates = windows.rates
+        median = statistics.median(rates)
+        low = round(min(rates), 1)
+        high = round(max(rates), 1)
+        record.throughput = Throughput(round(median, 1), low, high, len(rates))
+        if record.time_per_step is not None:
+            step = 1000 * statistics.median(windows.samples_per_step) / median
+            record.time_per_step = scaled(record.time_per_step, step, record.ranks)
+
+
+def _continued(
+    before: list[list[float]], points: list[list[float]], earlier: float
+) -> list[list[float]]:
+    """Append the points since the resume to the earlier points.
+
+    Args:
+        before: Points before the resume, each as seconds and values.
+        points: Points since the resume.
+        earlier: Seconds of training before the resume.
+    """
+    later = [[round(seconds + earlier, 4), *values] for seconds, *values in points]
+    if before and later and len(before[0]) != len(later[0]):  # another number of ranks
+        return later
+    return [*before, *later]
+
+
+def metrics_of(trainer: Trainer, split: str) -> Metrics:
+    """Return the loss and accuracy that the model logged for a split."""
+    logged = trainer.callback_metrics
+    metrics = Metrics()
+    if f"{split}_loss" in logged:
+        metrics.loss = logged[f"{split}_loss"].item()
+    if f"{split}_acc" in logged:
+        metrics.acc = logged[f"{split}_acc"].item()
+    return metrics
+
+
+def memory_of(trainer: Trainer) -> list[DeviceMemory]:
+    """Return this process's peak memory on each of its devices."""
+    rows = peak_memory(trainer.global_rank, devices_of(trainer))
+    return [DeviceMemory(**row) for row in rows]
