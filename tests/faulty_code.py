@@ -1,4 +1,4 @@
-"""Models and data for tests of `verify`: correct base classes, and subclasses with a mistake that it must name."""
+"""Models and data for tests of `verify`: correct base classes, and subclasses with a mistake."""
 
 import os
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ class Model(LightningModule):
 
 
 class Shares(Sampler[list[int]]):
-    """Batch sampler that draws one permutation per epoch, and yields this rank's share of each global batch."""
+    """Batch sampler that yields this rank's share of each global batch."""
 
     def __init__(self, data: "Data", count: int, shuffle: bool) -> None:
         self.data, self.count, self.shuffle, self.epoch = data, count, shuffle, 0
@@ -81,7 +81,7 @@ class Shares(Sampler[list[int]]):
 
 
 class Data(LightningDataModule):
-    """Images of shape 3×2×2, correctly shared among the ranks. Needs `--trainer.use_distributed_sampler false`."""
+    """Correctly shared images of shape 3×2×2, with `--trainer.use_distributed_sampler false`."""
 
     sampler: type[Shares] = Shares
 
@@ -99,11 +99,10 @@ class Data(LightningDataModule):
 
 
 # -- samples
-# --------------------------------------------------------------------------------------------------------
 
 
 class Stock(Data):
-    """Data with ordinary loaders, to which Lightning adds its sampler. Each rank then takes the full batch size."""
+    """Data with ordinary loaders, to which Lightning adds its sampler."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True)
@@ -199,7 +198,6 @@ class Noisy(Data):
 
 
 # -- evaluation
-# -----------------------------------------------------------------------------------------------------
 
 
 class DropsLast(Data):
@@ -224,7 +222,6 @@ class MeanOfMeans(LogsItsOwn):
 
 
 # -- learning rate
-# --------------------------------------------------------------------------------------------------
 
 
 class ScaledRate(Model):
@@ -269,7 +266,6 @@ class LosesItsSchedule(Model):
 
 
 # -- network
-# --------------------------------------------------------------------------------------------------------
 
 
 class Normalised(Model):

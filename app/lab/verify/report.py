@@ -21,20 +21,16 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         command: The command line.
         folder: Folder of the report.
     """
-    reference = np.array([step.loss for step in verdict.reference.steps])
-    runs = {
-        result.name: result.recorded for result in verdict.results if result.recorded is not None
-    }
-    losses = {name: np.array([step.loss for step in run.steps]) for name, run in runs.items()}
-    differences = {
-        name: line[: len(reference)] - reference[: len(line)]
-        for name, line in losses.items()
-        if len(line)
-    }
-    largest = max(
-        (abs(line[np.isfinite(line)]).max(initial=0.0) for line in differences.values()),
-        default=0.0,
-    )
+    reference = verdict.reference.losses
+    losses: dict[str, np.ndarray] = {}
+    differences: dict[str, np.ndarray] = {}
+    for result in verdict.results:
+        if result.recorded is not None and len(result.recorded.losses):
+            line = result.recorded.losses
+            losses[result.name] = line
+            differences[result.name] = line[: len(reference)] - reference[: len(line)]
+    sizes = np.abs(np.concatenate([*differences.values(), np.zeros(1)]))
+    largest = sizes[np.isfinite(sizes)].max()
     colours = dict(zip(losses, itertools.cycle(COLOURS)))
 
     def paint(axes: Axes, lines: dict[str, np.ndarray], label: str) -> None:
@@ -54,14 +50,15 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
     def paint_differences(axes: Axes) -> None:
         paint(axes, differences, "difference")
         axes.ticklabel_format(axis="y", scilimits=(0, 0))
-        ends = [(line[-1], name, colours[name]) for name, line in differences.items()]
-        label_lines(axes, [end for end in ends if math.isfinite(end[0])])
+        ends = []
+        for name, line in differences.items():
+            if math.isfinite(line[-1]):
+                ends.append((line[-1], name, colours[name]))
+        label_lines(axes, ends)
 
-    title = (
-        f"Difference from one device: at most {largest:.0e}".replace("e-0", "e-")
-        if largest
-        else "No difference"
-    )
+    title = "No difference"
+    if largest:
+        title = f"Difference from one device: at most {largest:.0e}".replace("e-0", "e-")
     header, *rows = verdict.table()
     pictures = (
         '![Training loss of each step, in every variant](losses "Training loss of each step")\n'
@@ -73,7 +70,7 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         Section("Losses", pictures),
         Section("The command", code(command)),
     ]
-    steps = f"{len(reference)} steps in {len(losses) + 1} ways of running, against one device."
+    steps = f"{len(reference)} steps in {len(losses) + 1} variants, against one device."
     figures = {"losses": draw(paint_losses), "differences": draw(paint_differences)}
     file = folder / "report.html"
     write_text(file, page(verdict.conclusion, steps, sections, figures))
