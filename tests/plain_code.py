@@ -58,7 +58,7 @@ class PlainModel(LightningModule):
 
 
 class WithBuffers(PlainModel):
-    """`PlainModel` with buffers: InstanceNorm's statistics, a moving mean, and a count of training forward passes."""
+    """`PlainModel` with InstanceNorm's statistics, a moving mean, and a count of passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class PlainPictures(Dataset[tuple[Tensor, int]]):
 
 
 class PlainData(LightningDataModule):
-    """Usual data module. By default, its DataLoader shuffles; `kind` selects another training loader."""
+    """Usual data module; `kind` selects another training loader than the shuffled one."""
 
     def __init__(
         self, size: int = 50, batch_size: int = 16, num_workers: int = 0, kind: str = "shuffled"
