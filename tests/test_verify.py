@@ -1,14 +1,11 @@
 """`verify`: equal trainings pass, and each mistake is named."""
 
 import json
-import math
-from collections.abc import Sequence
 from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from harness import QUIET, App, error_of, fork_app, options, output_of
@@ -76,54 +73,48 @@ def test_correct_training_passes(variant: str, tmp_path: Path) -> None:
     assert Runs(tmp_path, "Model", "Data").case(variant) == ({}, [])
 
 
-RATE = ["learning rate"]
-FAULTS: list[tuple[str, str, str, Sequence[str], str]] = [
-    ("Model", "Stock", "ddp", ["samples", "evaluation"], "that of each rank: 16 samples a step, 8 in|"
-     "1 of 21 samples are evaluated twice: the shares are padded"),
-    ("Model", "Repeated", "ddp", ["samples"], "here by DistributedSampler, there by RandomSampler"),
-    ("PlainMean", "OwnBatches", "ddp", ["samples"], "2 samples a step, 8 in the reference"),
-    ("Weighted", "Data", "ddp", ["loss"], "the loss of a batch is not the mean over its samples"),
-    ("Model", "Unshared", "ddp", ["samples"], "all samples: the same 61 in the first epoch on"),
-    ("Model", "SeedOfTheRank", "ddp", ["samples"], "draw their shares from different permutations"),
-    ("Model", "NoSetEpoch", "ddp", ["samples"], "the same order: the sampler's set_epoch is never"),
-    ("Model", "SplitByChance", "ddp", ["evaluation"], "each process draws its own split: "),
-    ("Model", "SplitByChance", "dp", ["evaluation"], "each run draws its own split: "),
-    ("Model", "Noisy", "ddp", ["samples"], "other pixels: augmentation uses the global"),
-    ("Model", "DropsLast", "ddp", ["evaluation"], "1 of 21 samples are not evaluated"),
-    ("LogsItsOwn", "Data", "ddp", ["evaluation"], "has its own val_loss: logged without sync_dist"),
-    ("MeanOfMeans", "Data", "ddp", ["evaluation"], "of the ranks' values, not the value over all"),
-    ("ScaledRate", "Data", "ddp", RATE, "is 2 times the reference's from the first step on"),
-    ("ByEpoch", "Stock", "ddp", RATE, "StepLR advances with each epoch, which has 4 steps, 8"),
-    ("ByEstimate", "Stock", "ddp", RATE, "its total_steps is 200, 400 in the reference"),
-    ("LosesItsSchedule", "Data", "resume", RATE, "the schedule is lost on resume: step 5"),
-    ("Normalised", "Data", "ddp", ["loss"], "each replica's part of a batch by itself: net.2"),
-    ("Dropping", "Data", "ddp", ["loss"], "dropout (net.1) drawn from torch's global random state"),
-    ("Dropping", "Data", "dp", ["loss"], "which is drawn in another order when a batch is split"),
-    ("Dropping", "Data", "resume", ["loss"], "global random state, whose state is lost on resume"),
-    ("Remembers", "Data", "dp", ["loss"], "that forward sets are lost with dp's replicas: mean"),
-    ("DriftsOnOneRank", "Data", "ddp", ["loss"], "differ between ranks at the end: net.1.bias were"),
-    ("CountsItsOwn", "Data", "ddp", ["weights"], "computed from each rank's own share: seen"),
-    ("ClipsTooEarly", "Data", "ddp", ["gradients"], "parameters change each rank's gradients"),
-    ("PlainMean", "Data", "ddp", ["gradients"], "a mean of means, of unequal shares (3, 2 samples)"),
-    ("Sum", "Data", "ddp", ["loss"], "the loss is a sum over a rank's samples: "),
-    ("Model", "Data", "accumulation", ["gradients"], "of unequal shares (4, 1 samples)"),
-    ("Model", "Data", "ragged", ["gradients"], "of an epoch accumulates 1 of 2 batches"),
-    ("ByBatch", "Data", "accumulation", RATE, "the learning rate advances with each of the"),
-    ("PlainMean", "Stock", "resume", ["samples"], "lost on resume: step 5 draws those of step 1"),
-]  # fmt: skip
+# model, data and variant, with a part of the cause
+FAULTS = {
+    "Model Stock ddp": "that of each rank: 16 samples a step, 8 in",
+    "Model Halved ddp": "1 of 21 samples are evaluated twice: the shares are padded",
+    "Model Repeated ddp": "here by DistributedSampler, there by RandomSampler",
+    "PlainMean OwnBatches ddp": "2 samples a step, 8 in the reference",
+    "Weighted Data ddp": "the loss of a batch is not the mean over its samples",
+    "Model Unshared ddp": "all samples: the same 61 in the first epoch on",
+    "Model SeedOfTheRank ddp": "draw their shares from different permutations",
+    "Model NoSetEpoch ddp": "the same order: the sampler's set_epoch is never",
+    "Model SplitByChance ddp": "each process draws its own split: ",
+    "Model SplitByChance dp": "each run draws its own split: ",
+    "Model Noisy ddp": "other pixels: augmentation uses the global",
+    "Model DropsLast ddp": "1 of 21 samples are not evaluated",
+    "LogsItsOwn Data ddp": "has its own val_loss: logged without sync_dist",
+    "MeanOfMeans Data ddp": "of the ranks' values, not the value over all",
+    "ScaledRate Data ddp": "is 2 times the reference's from the first step on",
+    "ByEpoch Stock ddp": "StepLR advances with each epoch, which has 4 steps, 8",
+    "ByEstimate Stock ddp": "its total_steps is 200, 400 in the reference",
+    "LosesItsSchedule Data resume": "the schedule is lost on resume: step 5",
+    "Normalised Data ddp": "each replica's part of a batch by itself: net.2",
+    "Dropping Data ddp": "dropout (net.1) drawn from torch's global random state",
+    "Dropping Data dp": "which is drawn in another order when a batch is split",
+    "Dropping Data resume": "global random state, whose state is lost on resume",
+    "Remembers Data dp": "that forward sets are lost with dp's replicas: mean",
+    "DriftsOnOneRank Data ddp": "differ between ranks at the end: net.1.bias were",
+    "CountsItsOwn Data ddp": "computed from each rank's own share: seen",
+    "ClipsTooEarly Data ddp": "parameters change each rank's gradients",
+    "PlainMean Data ddp": "a mean of means, of unequal shares (3, 2 samples)",
+    "Sum Data ddp": "the loss is a sum over a rank's samples: ",
+    "Model Data accumulation": "of unequal shares (4, 1 samples)",
+    "Model Data ragged": "of an epoch accumulates 1 of 2 batches",
+    "ByBatch Data accumulation": "the learning rate advances with each of the",
+    "PlainMean Stock resume": "of samples is lost on resume, from step 5 on",
+}
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "variant", "columns", "text"), FAULTS, ids=lambda value: str(value)[:40]
-)
-def test_mistake_is_named_with_its_remedy(
-    model: str, data: str, variant: str, columns: Sequence[str], text: str, tmp_path: Path
-) -> None:
-    differing, reasons = Runs(tmp_path, model, data).case(variant)
-    assert differing.keys() >= set(columns), differing
-    texts = "\n".join(cause.text for cause in reasons)
-    for line in text.split("|"):
-        assert line in texts
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mistake_is_named_with_its_remedy(fault: str, tmp_path: Path) -> None:
+    model, data, variant = fault.split()
+    reasons = Runs(tmp_path, model, data).case(variant)[1]
+    assert FAULTS[fault] in "\n".join(cause.text for cause in reasons)
     assert all(cause.remedy for cause in reasons)
 
 
@@ -153,16 +144,6 @@ def test_fault_of_several_variants_is_reported_once() -> None:
         "dp × 2",
         "  does not run: why",
     ]
-
-
-def test_cell_of_unrecorded_samples_and_losses_is_a_dash() -> None:
-    step = {"epoch": 0, "samples": [], "labels": [], "loss": math.nan}
-    recorded = Recorded.__new__(Recorded)
-    recorded.steps = [Step(0, [step])]
-    recorded.losses = np.array([math.nan])
-    recorded.trained = set()
-    result = Result("ddp", [], recorded)
-    assert list(map(result.cell, ("samples", "learning rate", "loss"))) == ["—", "✓", "—"]
 
 
 def test_cause_of_the_evaluation_does_not_explain_the_loss() -> None:
@@ -195,7 +176,7 @@ def test_failed_reference_fails_each_variant(
     failed = SimpleNamespace(status="failed", error="why", time_limit=None)
     monkeypatch.setattr("app.lab.verify.proof.run_fit", lambda *_: failed)
     for name in ("ddp × 2", "dp × 2"):
-        assert prover._again(name, {}, {"run.threads": 1})[1].failed == "why"
+        assert prover._again(name, {}, {"run.threads": 1}).failed == "why"
 
 
 HIDDEN = [
@@ -235,7 +216,6 @@ def test_causes_hidden_by_other_samples_are_named(
     assert effects == sorted(effects, reverse=True)
     assert effects[0] > 0
     assert f"  with    --run.global_order true --run.virtual_devices 4: {removed}" in repr(outcome)
-    assert max(map(len, repr(outcome).splitlines()[1:5])) < 80
 
 
 OURS = ["--data", "Synthetic", *options(images=203, batch_size=20, flip=True)]
@@ -330,17 +310,6 @@ def test_every_variant_passes_but_one_with_half_the_batch(app: App, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_mlp_passes_with_adam_schedule_and_augmentation(app: App, tmp_path: Path) -> None:
-    flags = ["--model", "FashionMLP", "--model.repeats", "1", "--model.scheduler", "StepLR"]
-    flags += ["--model.scheduler.step_size", "1", *OURS]
-    flags += options(like="FashionMNIST", crop_padding=2)
-    report, out = verdict(app, tmp_path, *flags, "--quick", "true", "--steps", "20")
-    for variant in report["variants"]:
-        assert variant["same"], out
-        assert not variant["rounding"]
-
-
-@pytest.mark.slow
 def test_rounding_is_proven_in_float64(app: App, tmp_path: Path) -> None:
     """A high learning rate amplifies the rounding."""
     flags = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.01", *OURS]
@@ -362,7 +331,6 @@ REFUSED = [
         ["--trainer.callbacks+=X", "--trainer.callbacks+=Y"],
         "--trainer.callbacks+= is given twice: put the list into",
     ),
-    (["--nonsense", "1"], "--nonsense: there is no such flag"),
     (["--model", "no.Such"], "--model no.Such: No module named 'no'"),
 ]
 

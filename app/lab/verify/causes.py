@@ -121,7 +121,11 @@ def _samples(case: Case) -> Cause | None:
             "module augments; or seed a generator by seed, epoch and sample",
         )
     if variant.resumed_at is not None:
-        return _lost_order(case, place.step)
+        return Cause(
+            f"the order of samples is lost on resume, from step {place.step + 1} on",
+            "use a seeded loader with a state_dict, such as torchdata's StatefulDataLoader; or "
+            f"{OURS}",
+        )
     shares = variant.shares
     counters = list(map(Counter, shares))
     if world > 1 and shares[0] and counters.count(counters[0]) == world:
@@ -206,20 +210,6 @@ def _same_order(recorded: Recorded) -> bool:
     """Return whether the second epoch, complete or not, repeats the first epoch's order."""
     pairs = list(zip(recorded.epoch(0), recorded.epoch(1), strict=False))
     return bool(pairs) and all(first.samples == second.samples for first, second in pairs)
-
-
-def _lost_order(case: Case, number: int) -> Cause:
-    """Return the cause for a resumed run whose samples differ from step `number` on."""
-    samples = Counter(case.variant.steps[number].samples)
-    change = "draws new samples"
-    for step in case.reference.steps:
-        if Counter(step.samples) == samples:
-            change = f"draws those of step {step.number + 1}"
-            break
-    return Cause(
-        f"the order of samples is lost on resume: step {number + 1} {change}",
-        f"use a seeded loader with a state_dict, such as torchdata's StatefulDataLoader; or {OURS}",
-    )
 
 
 def _rates(case: Case) -> Cause | None:
@@ -399,7 +389,7 @@ def _state(case: Case) -> Iterator[Cause]:
             f"state that is in no checkpoint: {listed(lost)}",
             "save it in on_save_checkpoint or in a callback's state_dict, or keep it in a buffer",
         )
-    elif variant.facts["strategy"] == "dp":
+    elif case.replicas > len(variant.ranks):  # dp
         yield Cause(
             f"attributes that forward sets are lost with dp's replicas: {listed(lost)}",
             "return them from forward, and set them in training_step; or use ddp",

@@ -60,10 +60,8 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
     )
     parser.add_class_arguments(Settings, skip={"variants"})
     options = parser.parse_args(remaining)
-    if options.json is not None:
-        file = Path(options.json)
-        if file.is_dir() or not file.parent.is_dir():
-            raise UserError(f"--json {file}: no file can be written there: give another path")
+    if options.json and not Path(options.json).parent.is_dir():
+        raise UserError(f"--json {options.json}: there is no such folder: create it")
     variants = {}
     if options.variants is not None:
         variants = read_yaml(options.variants, "--variants")

@@ -122,7 +122,7 @@ class Step:
         self.micro_batches = len(ranks[0]["samples"])
         self.loss = fmean(_values(ranks, "loss"))
         self.rates = ranks[0].get("rates", [])
-        self.gradients = ranks[0].get("gradients", {})
+        self.gradients = ranks[0]["gradients"]
 
     @property
     def counts(self) -> list[int]:
@@ -135,12 +135,12 @@ class Step:
         return fmean(_joined(self.ranks, "losses"), self.counts)
 
     @property
-    def outputs(self) -> list[tuple[str, list[str]]]:
-        """Name and digests of each module's output, over all calls of `training_step`."""
-        outputs = []
-        for calls in zip(*_joined(self.ranks, "outputs"), strict=False):
-            digests = itertools.chain.from_iterable(rows for _, rows in calls)
-            outputs.append((calls[0][0], list(digests)))
+    def outputs(self) -> dict[str, list[str]]:
+        """Digests of each module's outputs, over all ranks."""
+        outputs: dict[str, list[str]] = {}
+        for rank in self.ranks:
+            for name, digests in rank["outputs"].items():
+                outputs.setdefault(name, []).extend(digests)
         return outputs
 
 
@@ -240,13 +240,17 @@ def first_bits(reference: Recorded, variant: Recorded) -> str | None:
     """Describe the first output of a module, or else gradient, whose bits differ."""
     for here, there in zip(variant.steps, reference.steps, strict=False):
         step = f"step {there.number + 1}"
-        for (_, digests), (name, expected) in zip(here.outputs, there.outputs, strict=False):
-            if digests != expected and len(digests) == len(expected):
+        outputs = here.outputs
+        for name, expected in there.outputs.items():
+            digests = outputs.get(name, [])
+            # ranks and replicas have other orders of samples
+            if len(digests) == len(expected) and sorted(digests) != sorted(expected):
                 return f"{step}: the output of {name}"
-        wanted = there.ranks[0].get("bits", {})
+        bits = here.ranks[0]["bits"]
+        expected_bits = there.ranks[0]["bits"]
         # the last gradient is the first that backward computes
-        for name in reversed(wanted):
-            if here.ranks[0].get("bits", {}).get(name) != wanted[name]:
+        for name in reversed(expected_bits):
+            if bits.get(name) != expected_bits[name]:
                 return f"{step}: the gradient of {name}"
     return None
 

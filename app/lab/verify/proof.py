@@ -146,7 +146,7 @@ class Prover:
             if not self.settings.bits:
                 self._repeat_in_float64(result, flags_of_result)
             if result.differences and faults.setdefault(result.fault, result) is result:
-                self._look_behind(result, flags_of_result, reference.recorded)
+                self._look_behind(result, flags_of_result)
         return Verdict(reference.recorded, results, self.settings.bits)
 
     def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
@@ -180,7 +180,7 @@ class Prover:
             steps: Number of optimizer steps; by default the settings'.
         """
         variant = self.variant(name, {**flags, **more})
-        result = Result(name, variant.arguments, skipped=variant.lacking)
+        result = Result(name, variant.arguments, reference=reference, skipped=variant.lacking)
         if variant.lacking:
             return result
         series = _series(more)
@@ -231,9 +231,7 @@ class Prover:
         flags = {**ALONE, "ckpt_path": checkpoint}
         return self._run(RESUMED, flags, more, reference, stopped.recorded)
 
-    def _again(
-        self, name: str, flags: Mapping[str, Any], more: Mapping[str, Any]
-    ) -> tuple[Recorded | None, Result]:
+    def _again(self, name: str, flags: Mapping[str, Any], more: Mapping[str, Any]) -> Result:
         """Run the reference, on one device, and a variant, both with additional flags.
 
         Args:
@@ -242,20 +240,19 @@ class Prover:
             more: Additional flags.
 
         Returns:
-            The reference's recording and the variant's result. If the reference fails, None and the
-            reference's result.
+            The variant's result; if the reference fails, the reference's.
         """
         series = _series(more)
         if series not in self.references:
             self.references[series] = self._run(REFERENCE, ALONE, more)
-        reference = self.references[series].recorded
-        if reference is None:
-            return None, self.references[series]
+        reference = self.references[series]
+        if reference.recorded is None:
+            return reference
         if name == RESUMED:
-            return reference, self._resume(reference, more)
-        return reference, self._run(name, flags, more, reference)
+            return self._resume(reference.recorded, more)
+        return self._run(name, flags, more, reference.recorded)
 
-    def _look_behind(self, result: Result, flags: Mapping[str, Any], reference: Recorded) -> None:
+    def _look_behind(self, result: Result, flags: Mapping[str, Any]) -> None:
         """Repeat a variant with flags that remove known causes, to find hidden causes.
 
         Add the hidden causes to the result, and set each cause's effect on the loss.
@@ -263,7 +260,6 @@ class Prover:
         Args:
             result: Result of a variant that differs.
             flags: Flags of the variant.
-            reference: Recording on one device.
         """
         if "data.batch_size" in flags and "trainer.accumulate_grad_batches" not in flags:
             # the variant sets a rank's batch size, but the global order would divide it among the
@@ -281,16 +277,18 @@ class Prover:
             except UserError:  # `fit` does not allow the flag in this variant
                 continue
             more[name] = value
-            same, after = self._again(result.name, flags, more)
+            after = self._again(result.name, flags, more)
             self._repeat_in_float64(after, flags, more)
             result.remedied = _outcome(more, after)
-            if same is None or after.recorded is None:
+            if after.recorded is None:
                 return
-            assert before.recorded is not None
-            change = effect(after.recorded, same)
+            assert after.reference
+            assert before.recorded
+            assert before.reference
+            change = effect(after.recorded, after.reference)
             removed = effect(before.recorded, after.recorded)
             if not is_order:
-                removed = max(effect(before.recorded, reference) - change, 0.0)
+                removed = max(effect(before.recorded, before.reference) - change, 0.0)
             known = {cause.kind for cause in (*result.causes, *result.behind)}
             remaining = {cause.kind for cause in after.causes}
             for cause in after.causes:
@@ -302,7 +300,6 @@ class Prover:
                 elif cause.changes_loss and cause.effect is None:
                     cause.effect = removed
             before = after
-            reference = same
 
     def _repeat_in_float64(
         self, result: Result, flags: Mapping[str, Any], more: Mapping[str, Any] = {}
@@ -323,15 +320,12 @@ class Prover:
         if exact or other or not sizes or sizes[0] > MAY_BE_ROUNDING:
             return
         more = {**more, "trainer.precision": "64-true"}
-        reference, repeated = self._again(result.name, flags, more)
-        if reference is None or repeated.recorded is None:
+        repeated = self._again(result.name, flags, more)
+        if repeated.recorded is None:
             return
-        result.in_float64 = largest(reference, repeated.recorded)
+        assert repeated.reference
+        result.in_float64 = largest(repeated.reference, repeated.recorded)
         if result.in_float64 > EXACT:
-            exactly = differences(reference, repeated.recorded, EXACT)
-            replicas = self.variant(result.name, flags).replicas
-            if not result.causes:
-                result.causes = causes(Case(reference, repeated.recorded, exactly, replicas))
             return
         for name in list(result.differences):
             if name in NUMBERS or name not in repeated.differences:

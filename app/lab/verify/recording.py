@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mode
 from typing import Any
@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -47,39 +46,20 @@ class Recording(Callback):
         self._before: dict[str, float] = {}  # metrics at the start of the last validation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wrap `training_step` to record the modules' outputs, if `bits` is set."""
-        if self.bits and stage == "fit":
-            pl_module.training_step = self._watched(pl_module)  # type: ignore[method-assign]
+        """Record the outputs of all modules, if `bits` is set."""
+        if not self.bits or stage != "fit":
+            return
+        for name, module in pl_module.named_modules():
+            path = f"{type(pl_module).__name__}.{name}".rstrip(".")
+            module.register_forward_hook(functools.partial(self._record_output, path))
 
-    def _watched(self, root: LightningModule) -> Callable[..., Any]:
-        training_step = root.training_step
-        names: dict[nn.Module, str] = {}
-        for name, module in root.named_modules():
-            names[module] = f"{type(root).__name__}.{name}".rstrip(".")
-
-        @functools.wraps(training_step)
-        def watched(batch: Any, *args: Any) -> Any:
-            samples = batch_size(batch)
-            outputs: list[tuple[str, list[str]]] = []
-
-            def note(module: nn.Module, _args: Any, output: Any) -> None:
-                if module not in names:  # a replica of dp, whose thread may run at any time
-                    return
-                for value in tensors(output):
-                    rows = [value]
-                    if value.ndim and len(value) == samples:
-                        rows = list(value)
-                    outputs.append((names[module], list(map(digest, rows))))
-
-            with register_module_forward_hook(note):
-                output = training_step(batch, *args)
-            note(root, (), output)
-            assert self._step is not None
-            if samples:  # a rank without samples trains on a stand-in batch, which is not recorded
-                self._step["outputs"].append(outputs)
-            return output
-
-        return watched
+    def _record_output(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Record digests of an output's rows, which do not depend on the split of a batch."""
+        if self._step is None or not torch.is_grad_enabled():
+            return
+        digests = self._step["outputs"].setdefault(path, [])
+        for value in tensors(output):
+            digests += map(digest, torch.atleast_1d(value))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record facts that may explain differences, and limit the length of an epoch."""
@@ -104,7 +84,9 @@ class Recording(Callback):
                 "samples": [],
                 "labels": [],
                 "losses": [],
-                "outputs": [],
+                "gradients": {},
+                "outputs": {},
+                "bits": {},
             }
         samples, labels = contents(trainer.train_dataloader, batch, batch_idx)
         self._step["samples"].append(samples)
@@ -121,8 +103,6 @@ class Recording(Callback):
         rates = step.setdefault("rates", [])
         for group in optimizer.param_groups:
             rates.append(float(group.get("lr") or 0.0))
-        step["gradients"] = {}
-        step["bits"] = {}
         for name, parameter in pl_module.named_parameters():
             if parameter.grad is not None:
                 step["gradients"][name] = norm(parameter.grad)
@@ -190,8 +170,9 @@ class Recording(Callback):
             if isinstance(value, Tensor):
                 state[name] = value.detach().cpu()
                 digests[name] = digest(value)
-        trained = filter(lambda item: item[1].requires_grad, pl_module.named_parameters())
-        self.record["parameters"] = list(dict(trained))
+        self.record["parameters"] = [
+            name for name, parameter in pl_module.named_parameters() if parameter.requires_grad
+        ]
         states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
         self.record["optimizers"] = numbers(
             {"optimizers": states, "schedulers": schedulers(trainer)}
@@ -260,9 +241,10 @@ def samples_of(batch: Any) -> list[Sequence[Tensor]]:
 
 def is_mask(leaf: Tensor) -> bool:
     """Return whether a sample's tensor is a mask: 1 for a token, 0 for padding."""
-    if leaf.ndim != 1 or leaf.is_floating_point() or not len(leaf):
+    if leaf.ndim != 1 or leaf.is_floating_point():
         return False
-    return bool(leaf[0] == 1 and ((leaf == 0) | (leaf == 1)).all())
+    values = leaf.tolist()
+    return values[:1] == [1] and set(values) <= {0, 1}
 
 
 def batch_size(batch: Any) -> int:
@@ -324,10 +306,12 @@ def are_alike(items: Sequence[Any]) -> bool:
 
 def unpadded(sample: Tensor) -> Tensor:
     """Remove an integer sequence's trailing zeros and -100, then repetitions of its last value."""
-    if sample.ndim != 1 or sample.is_floating_point() or not len(sample):
+    if sample.ndim != 1 or sample.is_floating_point():
         return sample
-    kept = sample[: int(((sample != 0) & (sample != -100)).nonzero()[-1:].sum()) + 1]
-    return kept[: int((kept != kept[-1]).nonzero()[-1:].sum()) + 2]
+    values = sample.tolist()
+    while len(values) > 1 and values[-1] in (0, -100, values[-2]):
+        values.pop()
+    return torch.tensor(values)
 
 
 def norm(value: Tensor) -> float:
@@ -380,7 +364,6 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     for row in rows:
         row["state"]["estimated_stepping_batches"] = float(trainer.estimated_stepping_batches)
     return {
-        "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
         "accumulate": trainer.accumulate_grad_batches,
         "sampler": type(getattr(trainer.train_dataloader, "sampler", None)).__name__,
         "batches": trainer.num_training_batches,

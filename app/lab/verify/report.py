@@ -1,7 +1,6 @@
 """Report of a verification: table, losses of all variants, differences, and causes."""
 
-import itertools
-import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from app.lab.verify.verdict import Verdict
 from app.system.files import write_text
-from app.system.page import COLOURS, INK, PALE, Section, code, draw, label_lines, page, table
+from app.system.page import PALE, Section, code, draw, page, table
 
 
 def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
@@ -31,30 +30,19 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
             differences[result.name] = line[: len(reference)] - reference[: len(line)]
     sizes = np.abs(np.concatenate([*differences.values(), np.zeros(1)]))
     largest = sizes[np.isfinite(sizes)].max()
-    colours = dict(zip(losses, itertools.cycle(COLOURS)))
 
-    def paint(axes: Axes, lines: dict[str, np.ndarray], label: str) -> None:
+    def draw_lines(lines: dict[str, np.ndarray], label: str, axes: Axes) -> None:
         for name, line in lines.items():
-            axes.plot(range(1, len(line) + 1), line, color=colours[name], linewidth=1.2)
+            axes.plot(range(1, len(line) + 1), line, label=name, linewidth=1.2)
         axes.set(xlabel="step", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(axis="y")
+        axes.figure.legend(loc="outside lower center", ncols=3, fontsize=9)
 
-    def paint_losses(axes: Axes) -> None:
-        axes.plot(
-            range(1, len(reference) + 1), reference, color=PALE, linewidth=5, solid_capstyle="round"
-        )
-        paint(axes, losses, "training loss")
-        label_lines(axes, [(reference[-1], "one device (pale)\nand the others", INK)])
-
-    def paint_differences(axes: Axes) -> None:
-        paint(axes, differences, "difference")
-        axes.ticklabel_format(axis="y", scilimits=(0, 0))
-        ends = []
-        for name, line in differences.items():
-            if math.isfinite(line[-1]):
-                ends.append((line[-1], name, colours[name]))
-        label_lines(axes, ends)
+    def draw_losses(axes: Axes) -> None:
+        steps = range(1, len(reference) + 1)
+        axes.plot(steps, reference, color=PALE, linewidth=5, label="one device")
+        draw_lines(losses, "training loss", axes)
 
     title = "No difference"
     if largest:
@@ -71,7 +59,10 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         Section("The command", code(command)),
     ]
     steps = f"{len(reference)} steps in {len(losses) + 1} variants, against one device."
-    figures = {"losses": draw(paint_losses), "differences": draw(paint_differences)}
+    figures = {
+        "losses": draw(draw_losses),
+        "differences": draw(partial(draw_lines, differences, "difference")),
+    }
     file = folder / "report.html"
     write_text(file, page(verdict.conclusion, steps, sections, figures))
     return file

@@ -23,6 +23,7 @@ class Result:
         name: Name of the variant.
         command: Arguments of `python -m app`, from `fit` on.
         recorded: Recording of the run; None for a failed or skipped run.
+        reference: Recording that the run is compared with.
         differences: Difference from one device, by column; see
             `app.lab.verify.differences.differences`.
         causes: Known causes of the differences.
@@ -38,6 +39,7 @@ class Result:
     name: str
     command: list[str]
     recorded: Recorded | None = None
+    reference: Recorded | None = None
     differences: dict[str, Difference] = field(default_factory=dict)
     causes: list[Cause] = field(default_factory=list)
     first_bits: str | None = None
@@ -112,8 +114,8 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as a JSON object, without the recording."""
-        row = asdict(replace(self, recorded=None, causes=self.by_effect))
-        del row["recorded"], row["behind"]
+        row = asdict(replace(self, recorded=None, reference=None, causes=self.by_effect))
+        del row["recorded"], row["reference"], row["behind"]
         return {**row, "same": self.same}
 
 
