@@ -81,14 +81,14 @@ class Settings:
         root: Plans go to ROOT/plan.
     """
 
-    max_devices: PositiveInt = 16  # type: ignore[valid-type]
+    max_devices: PositiveInt = 16
     scale_batch: bool = False
-    per_node: PositiveInt | None = None  # type: ignore[valid-type]
+    per_node: PositiveInt | None = None
     bandwidth: str | None = None
     latency: str | None = None
     node_bandwidth: str | None = None
     node_latency: str | None = None
-    price_per_hour: NonNegativeFloat | None = None  # type: ignore[valid-type]
+    price_per_hour: NonNegativeFloat | None = None
     root: str = "runs"
 
 
@@ -100,10 +100,9 @@ class Basis:
         step: Step on one device.
         batch: Global batch size.
         config: Resolved configuration of the measurement.
-        threads: Number of threads of a process on a CPU.
         source: Origin of the step's times, as text for the report.
-        devices: Number of processes that the measured machine can run, each with its own GPU or
-            cores.
+        machines: Machines to predict.
+        network: Origin of the speed of their links, as text for the report.
         cautions: Sentences about effects that the predictions ignore.
         doubts: Words that the title adds to `predicted`.
     """
@@ -111,9 +110,9 @@ class Basis:
     step: Step
     batch: int
     config: dict[str, Any]
-    threads: int
     source: str
-    devices: int
+    machines: Machines
+    network: str
     cautions: list[str]
     doubts: str = ""
 
@@ -138,7 +137,7 @@ def run(arguments: list[str]) -> int:
             raise UserError(f"{flag} {value}: --run already defines the steps: leave it out")
     with console.status("") as status:
         basis = _basis(options, flags, status.update)
-        machines, network = _machines(options, basis.devices, status.update)
+    machines = basis.machines
     most = options.max_devices
     if basis.batch < most and not options.scale_batch:
         most = basis.batch
@@ -150,7 +149,6 @@ def run(arguments: list[str]) -> int:
         most = min(most, machines.per_node)
     counts = _counts(most, machines.per_node)
     table = predict(basis.step, basis.batch, counts, machines, options.scale_batch)
-    table["threads"] = basis.threads
 
     folder = claim_version(Path(options.root, "plan"))
     command = str(CommandLine(["plan", *arguments]))
@@ -161,7 +159,7 @@ def run(arguments: list[str]) -> int:
     for name, caption in PICTURES.items():
         figures += f'![{caption}]({name} "{caption}")\n'
     rows = predictions(table)
-    origins = "\n\n".join(origin(basis.step, machines, basis.source, network))
+    origins = "\n\n".join(origin(basis.step, machines, basis.source, basis.network))
     machine = f"With torch {versions()['torch']}, on {plain(hardware()['cpu'])}."
     sections = [
         Section("Predicted", f"{figures}\n{rows}\n\n{reading}"),
@@ -235,7 +233,7 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
         threads = first.threads
         gpus = len(first.hardware.gpus) if first.hardware else 0
     devices = gpus if cuda else max(usable_cores() // threads, 1)
-    _require_links(options, devices, cuda)
+    machines, network = _machines(options, devices, cuda, say)
     # no warm-up, because `fit` rejects one that is as long as the run, and the measured runs have
     # only 30 steps
     if "warmup" in config["model"].get("init_args", {}):
@@ -254,7 +252,7 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
     say("timing the gradients of a backward pass")
     backward, gradients = profile_gradients(fit, max(int(measured[0].images), 1))
     step = fit_step(measured, backward, make_buckets(gradients))
-    basis = Basis(step, batch, config, threads, source, devices, [])
+    basis = Basis(step, batch, config, source, machines, network, [])
     taken = max(steps.taken for steps in measured)
     if taken:
         basis.doubts += " on a busy machine"
@@ -272,37 +270,24 @@ def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str]
     return basis
 
 
-def _require_links(options: Namespace, devices: int, cuda: bool) -> None:
-    """Require flags for the speed of the links between devices, unless it can be measured here.
+def _machines(
+    options: Namespace, devices: int, cuda: bool, say: Callable[[str], None]
+) -> tuple[Machines, str]:
+    """Return the machines to predict, and the origin of their links' speed, as text.
 
-    The measurement needs two processes, each with its own GPU or cores.
+    Two processes measure the links, each with its own GPU or cores.
+
+    Args:
+        options: Settings of `plan`.
+        devices: Number of processes that the measured machine can run.
+        cuda: Whether they run on GPUs.
+        say: Function called with a description of the measurement.
 
     Raises:
         UserError: When flags are missing. Nodes with more devices than this machine need
             `--bandwidth` and `--latency`. Nodes with a single device need these two, or
             `--node_bandwidth` and `--node_latency`.
     """
-    per_node = options.per_node or devices
-    network = options.bandwidth is not None and options.latency is not None
-    nodes = options.node_bandwidth is not None and options.node_latency is not None
-    gpus = torch.cuda.device_count()
-    can_measure = 1 < per_node <= devices and (gpus > 1 or not cuda)
-    if network or can_measure or (per_node == 1 and nodes):
-        return
-    flag = ""
-    if options.per_node:
-        flag = f"--per_node {per_node}: "
-    has = f"cores for {devices} process(es) of this training; see --run.threads"
-    if cuda:
-        has = f"{gpus} GPU(s)"
-    raise UserError(
-        f"{flag}this machine has {has}: give --per_node, --bandwidth and --latency of another "
-        "machine, or --node_bandwidth and --node_latency between machines like this one"
-    )
-
-
-def _machines(options: Namespace, devices: int, say: Callable[[str], None]) -> tuple[Machines, str]:
-    """Return the machines to predict, and the origin of their links' speed, as text."""
     within = {}
     between = {}
     for name in ("bandwidth", "latency"):
@@ -314,7 +299,11 @@ def _machines(options: Namespace, devices: int, say: Callable[[str], None]) -> t
     link = Link(math.inf, 0.0)
     spread = (1.0, 1.0)
     source = "given"
-    if len(within) < 2 and per_node > 1:
+    gpus = torch.cuda.device_count()
+    if len(within) == 2:
+        if not between:
+            source += ", between nodes taken to be the same (see --node_bandwidth, --node_latency)"
+    elif 1 < per_node <= devices and (gpus > 1 or not cuda):
         say("measuring an all-reduce of two processes")
         try:
             measured = measure_all_reduce(timeout=300)
@@ -324,10 +313,19 @@ def _machines(options: Namespace, devices: int, say: Callable[[str], None]) -> t
             ) from error
         link = fit_link(measured, 2)
         spread = spread_of_link(measured, link, 2)
-        missing = [name for name in ("bandwidth", "latency") if name not in within]
-        source = f"{' and '.join(missing)} measured between two processes of this machine"
-    elif len(within) == 2 and not between:
-        source += ", between nodes taken to be the same (see --node_bandwidth, --node_latency)"
+        missing = {"bandwidth", "latency"} - within.keys()
+        source = f"{' and '.join(sorted(missing))} measured between two processes of this machine"
+    elif per_node > 1 or len(between) < 2:
+        flag = ""
+        if options.per_node:
+            flag = f"--per_node {per_node}: "
+        has = f"cores for {devices} process(es) of this training; see --run.threads"
+        if cuda:
+            has = f"{gpus} GPU(s)"
+        raise UserError(
+            f"{flag}this machine has {has}: give --per_node, --bandwidth and --latency of another "
+            "machine, or --node_bandwidth and --node_latency between machines like this one"
+        )
     link = replace(link, **within)
     node_link = None
     if between or len(within) == 2:

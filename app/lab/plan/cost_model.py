@@ -154,7 +154,7 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
         times = seconds[phase].clip(lower=1e-9)
         if not launch_known:
             return Line(0.0, share * times.mean() / images[0])
-        launch, per_image = fit_line(images, times)
+        launch, per_image = fit_line(images, times.tolist())
         return Line(share * launch, share * per_image)
 
     step = Step(
@@ -263,7 +263,6 @@ def predict(
         link = machines.slowest(count)
         time = step.ddp(images, count, link)
         row = {
-            "strategy": "ddp",
             "devices": count,
             "nodes": -(-count // machines.per_node),
             "global_batch": images,
@@ -272,8 +271,6 @@ def predict(
             "step_ms": 1000 * time,
             "waiting_ms": 1000 * (time - step.ddp(images, count, ALONE)),
         }
-        if count == 1:
-            row["strategy"] = "one device"
         times = {
             "": time,
             "_low": _slower(step, images, count, link, compute_high, sending_high),

@@ -140,11 +140,8 @@ def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tup
     device = torch.device("cpu")
     if trainer.accelerator != "cpu":
         device = torch.accelerator.current_accelerator(check_available=True) or device
-    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.bfloat16}
-    if device.type == "cuda":
-        mixed["16-mixed"] = torch.float16
-    precision = mixed.get(trainer.precision)
-    autocast = torch.autocast(device.type, precision, enabled=precision is not None)
+    is_mixed = str(trainer.precision).endswith("-mixed")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_mixed)
     network = model.network.to(device)
     images = torch.randn(batch, *data.image_shape, device=device)
     labels = torch.zeros(batch, dtype=torch.int64, device=device)

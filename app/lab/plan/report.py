@@ -65,7 +65,6 @@ def predictions(table: pd.DataFrame) -> str:
     """Return the table of predictions in Markdown."""
     marks = table["shared_equally"].map({True: "", False: " *"})
     columns = {
-        "": table["strategy"],
         "devices": table["devices"],
         "nodes": table["nodes"],
         "batch": table["replica_batch"].astype(str) + marks,
@@ -77,7 +76,7 @@ def predictions(table: pd.DataFrame) -> str:
     }
     if "cost_per_million_samples" in table:
         columns["cost of 10⁶"] = table["cost_per_million_samples"].map("{:.4g}".format)
-    return page_table([*columns], zip(*columns.values(), strict=True))
+    return page_table([*columns], zip(*columns.values(), strict=True), words=())
 
 
 def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
