@@ -103,7 +103,7 @@ class Replay(Callback):
         """Keep the step if its loss is the largest so far; a non-finite loss is the largest."""
         if trainer.global_step >= self.last:
             stop_training(trainer, batch_idx)
-        if trainer.global_step < self.first or self._step["step"] < self.first:
+        if not self._step["step"]:
             return
         self._step["loss"] += loss_of(outputs)
         if not self._worst or key(self._step["loss"]) > key(self._worst["loss"]):
@@ -159,7 +159,7 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[None]:
         buffers.restore(buffers.changed())
 
 
-def mean_loss(module: LightningModule, batch: Any, index: int) -> Tensor:
+def mean_loss(module: LightningModule, batch: Any, index: int) -> Any:
     """Return a batch's mean loss."""
     step = type(module).training_step
     if isinstance(module, ImageClassifier) and step is ImageClassifier.training_step:
