@@ -1,4 +1,4 @@
-"""Models and data for tests of `verify`: correct base classes, and subclasses with a mistake that it must name."""
+"""Models and data for tests of `verify`: correct base classes, and subclasses with a mistake."""
 
 import os
 from collections.abc import Iterator
@@ -24,7 +24,9 @@ from app.modules import CIFARCNN
 
 # the last training batch and the last validation batch have 5 samples, which two ranks cannot share
 # equally
-BATCH, COUNT, VALIDATED = 8, 61, 21
+BATCH = 8
+COUNT = 61
+VALIDATED = 21
 
 
 class Model(LightningModule):
@@ -40,8 +42,7 @@ class Model(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        total = torch.tensor(float(len(y)))
-        total = self.trainer.strategy.reduce(total, reduce_op="sum")
+        total = self.trainer.strategy.reduce(torch.tensor(float(len(y))), reduce_op="sum")
         return cross_entropy(self(x), y, reduction="sum") * self.trainer.world_size / total
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -56,32 +57,33 @@ class Model(LightningModule):
 
 
 class Shares(Sampler[list[int]]):
-    """Batch sampler that draws one permutation per epoch, and yields this rank's share of each global batch."""
+    """Batch sampler that yields this rank's share of each global batch."""
 
     def __init__(self, data: "Data", count: int, shuffle: bool) -> None:
-        self.data, self.count, self.shuffle, self.epoch = data, count, shuffle, 0
+        self.data = data
+        self.count = count
+        self.shuffle = shuffle
 
     def __len__(self) -> int:
         return -(-self.count // self.data.batch_size)
 
     def order(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.data.trainer.current_epoch)
-        return (
-            torch.randperm(self.count, generator=generator)
-            if self.shuffle
-            else torch.arange(self.count)
-        )
+        if not self.shuffle:
+            return torch.arange(self.count)
+        return torch.randperm(self.count, generator=generator)
 
     def __iter__(self) -> Iterator[list[int]]:
         trainer = self.data.trainer
-        # index of the first batch, above 0 in a resumed epoch
-        position = trainer.fit_loop.batch_idx + 1 if self.shuffle else 0
-        for batch in self.order().split(self.data.batch_size)[position:]:
+        batches = self.order().split(self.data.batch_size)
+        if self.shuffle:  # skip the first batches of a resumed epoch
+            batches = batches[trainer.fit_loop.batch_idx + 1 :]
+        for batch in batches:
             yield batch.tensor_split(trainer.world_size)[trainer.global_rank].tolist()
 
 
 class Data(LightningDataModule):
-    """Images of shape 3×2×2, correctly shared among the ranks. Needs `--trainer.use_distributed_sampler false`."""
+    """Correctly shared images of shape 3×2×2, with `--trainer.use_distributed_sampler false`."""
 
     sampler: type[Shares] = Shares
 
@@ -99,11 +101,10 @@ class Data(LightningDataModule):
 
 
 # -- samples
-# --------------------------------------------------------------------------------------------------------
 
 
 class Stock(Data):
-    """Data with ordinary loaders, to which Lightning adds its sampler. Each rank then takes the full batch size."""
+    """Data with ordinary loaders, to which Lightning adds its sampler."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True)
@@ -140,16 +141,13 @@ class Repeated(Halved):
 class Everything(IterableDataset[Any]):
     """Iterable data set that yields all samples on every rank."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
     def __iter__(self) -> Iterator[Any]:
-        return iter([self.dataset[i] for i in range(COUNT)])
+        return iter(Data().dataset)
 
 
 class Unshared(Data):
     def train_dataloader(self) -> Any:
-        return DataLoader(Everything(self.dataset), batch_size=BATCH)
+        return DataLoader(Everything(), batch_size=BATCH)
 
 
 class OwnSeeds(Shares):
@@ -195,24 +193,24 @@ class Noisy(Data):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y = batch
-        return (x + 0.1 * torch.randn(x.shape) if self.trainer.training else x), y
+        if self.trainer.training:
+            x = x + 0.1 * torch.randn(x.shape)
+        return x, y
 
 
 # -- evaluation
-# -----------------------------------------------------------------------------------------------------
 
 
 class DropsLast(Data):
     def val_dataloader(self) -> Any:
         assert self.trainer is not None
-        world, rank = self.trainer.world_size, self.trainer.global_rank
-        rows = range(rank * (VALIDATED // world), (rank + 1) * (VALIDATED // world))
-        return DataLoader(Subset(self.dataset, rows), batch_size=4)
+        count = VALIDATED // self.trainer.world_size
+        first = self.trainer.global_rank * count
+        return DataLoader(Subset(self.dataset, range(first, first + count)), batch_size=4)
 
 
 class LogsItsOwn(Model):
-    def on_validation_epoch_end(self) -> None:
-        pass
+    on_validation_epoch_end = LightningModule.on_validation_epoch_end
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", cross_entropy(self(batch[0]), batch[1]))
@@ -224,7 +222,6 @@ class MeanOfMeans(LogsItsOwn):
 
 
 # -- learning rate
-# --------------------------------------------------------------------------------------------------
 
 
 class ScaledRate(Model):
@@ -269,7 +266,6 @@ class LosesItsSchedule(Model):
 
 
 # -- network
-# --------------------------------------------------------------------------------------------------------
 
 
 class Normalised(Model):
@@ -340,29 +336,28 @@ class Weighted(PlainMean):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         weights = batch[0][:, 0, 0, 0].exp()
-        return (
-            cross_entropy(self(batch[0]), batch[1], reduction="none") * weights
-        ).sum() / weights.sum()
+        losses = cross_entropy(self(batch[0]), batch[1], reduction="none")
+        return (losses * weights).sum() / weights.sum()
 
 
 class Average(Callback):
     """Evaluates with a moving average of the weights. No checkpoint contains the average."""
 
-    def __init__(self) -> None:
-        self.average: Any = None
+    average: Any = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        now = pl_module.net[1].weight.detach().clone()
-        self.average = now if self.average is None else 0.9 * self.average + 0.1 * now
+        weight = pl_module.net[1].weight.detach()
+        if self.average is None:
+            self.average = weight.clone()
+        self.average = 0.9 * self.average + 0.1 * weight
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.kept = pl_module.net[1].weight.detach().clone()
         if self.average is not None:
-            self.kept = pl_module.net[1].weight.detach().clone()
             pl_module.net[1].weight.data.copy_(self.average)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.average is not None:
-            pl_module.net[1].weight.data.copy_(self.kept)
+        pl_module.net[1].weight.data.copy_(self.kept)
 
 
 class Sum(Model):

@@ -25,18 +25,14 @@ class PlainModel(LightningModule):
 
     def __init__(self, normalized: bool = True) -> None:
         super().__init__()
-        norm, drop = (
-            (nn.BatchNorm2d(8), nn.Dropout(0.2)) if normalized else (nn.Identity(), nn.Identity())
-        )
-        layers = (
-            nn.Conv2d(3, 8, 3, bias=False),
-            norm,
-            nn.ReLU(),
-            drop,
-            nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(),
-        )
-        self.net = nn.Sequential(*layers)
+        norm: nn.Module = nn.Identity()
+        drop: nn.Module = nn.Identity()
+        if normalized:
+            norm = nn.BatchNorm2d(8)
+            drop = nn.Dropout(0.2)
+        convolution = nn.Conv2d(3, 8, 3, bias=False)
+        pool = nn.AdaptiveAvgPool2d(2)
+        self.net = nn.Sequential(convolution, norm, nn.ReLU(), drop, pool, nn.Flatten())
         self.head = nn.Linear(32, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +54,7 @@ class PlainModel(LightningModule):
 
 
 class WithBuffers(PlainModel):
-    """`PlainModel` with buffers: InstanceNorm's statistics, a moving mean, and a count of training forward passes."""
+    """`PlainModel` with InstanceNorm's statistics, a moving mean, and a count of passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,11 +85,8 @@ class PlainPictures(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, size: int) -> None:
         self.images = torch.rand(size, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-        changes = [
-            transforms.RandomResizedCrop(10, antialias=True),
-            transforms.ColorJitter(0.3, 0.3, 0.3),
-        ]
-        self.transform = transforms.Compose(changes)
+        crop = transforms.RandomResizedCrop(10, antialias=True)
+        self.transform = transforms.Compose([crop, transforms.ColorJitter(0.3, 0.3, 0.3)])
 
     def __len__(self) -> int:
         return len(self.images)
@@ -104,36 +97,36 @@ class PlainPictures(Dataset[tuple[Tensor, int]]):
 
 
 class PlainData(LightningDataModule):
-    """Usual data module. By default, its DataLoader shuffles; `kind` selects another training loader."""
+    """Usual data module; `kind` selects another training loader than the shuffled one."""
 
     def __init__(
         self, size: int = 50, batch_size: int = 16, num_workers: int = 0, kind: str = "shuffled"
     ) -> None:
         super().__init__()
-        self.kind, self.train, self.val = kind, PlainPictures(size), PlainPictures(11)
+        self.kind = kind
+        self.train = PlainPictures(size)
+        self.val = PlainPictures(11)
         self.options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers}
 
     def train_dataloader(self) -> Any:
-        size = len(self.train)
+        options = dict(self.options)
+        dataset: Any = self.train
         match self.kind:
+            case "shuffled" | "several":
+                options["shuffle"] = True
             case "weighted":
-                weights = torch.arange(1.0, size + 1).tolist()
-                return DataLoader(
-                    self.train, sampler=WeightedRandomSampler(weights, size), **self.options
-                )
+                weights = range(1, len(dataset) + 1)
+                options["sampler"] = WeightedRandomSampler(weights, len(dataset))
             case "own_sampler":
-                return DataLoader(self.train, sampler=OwnSampler(self.train), **self.options)
+                options["sampler"] = OwnSampler(dataset)
             case "own_batches":
-                return DataLoader(self.train, batch_sampler=[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]])
+                options = {"batch_sampler": [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]}
             case "torchs_batches":
-                return DataLoader(
-                    self.train, batch_sampler=BatchSampler(OwnSampler(self.train), 5, False)
-                )
+                options = {"batch_sampler": BatchSampler(OwnSampler(dataset), 5, False)}
             case "iterable":
-                return DataLoader(Streamed(), **self.options)
-            case "several":
-                return CombinedLoader([DataLoader(self.train, **self.options)] * 2)
-        return DataLoader(self.train, shuffle=True, **self.options)
+                dataset = Streamed()
+        loader = DataLoader(dataset, **options)
+        return CombinedLoader([loader]) if self.kind == "several" else loader
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.val, **self.options)

@@ -6,8 +6,9 @@ import re
 import shutil
 import sys
 import warnings
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -18,7 +19,7 @@ from jsonargparse import Namespace
 
 from app.errors import UserError
 from app.lab.plan import cost_model
-from app.lab.plan.command import _require_links
+from app.lab.plan.command import _machines
 from app.lab.plan.cost_model import (
     AGREEMENT,
     Bucket,
@@ -36,34 +37,24 @@ from app.system.interconnect import Link, fit_line, fit_link, measure_all_reduce
 from app.system.machine import usable_cores
 
 AT_H1 = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
-ZERO = Line(0.0, 0.0)
 SLOW = Link(bandwidth=100.0, latency=0.5)  # bytes per second, seconds
 FREE = Link(math.inf, 0.0)
 
 
-def step(**phases: object) -> Step:
+def step(**phases: Any) -> Step:
     """Return a step of zero seconds, except for the given phases."""
-    all_phases = {
-        "data": ZERO,
-        "forward": ZERO,
-        "backward": ZERO,
-        "update": 0.0,
-        "rest": 0.0,
-        "buckets": (),
-    } | phases
-    return Step(**all_phases)  # type: ignore[arg-type]
+    nothing: dict[str, Any] = dict.fromkeys(("data", "forward", "backward"), Line(0.0, 0.0))
+    return Step(**{**nothing, "update": 0.0, "rest": 0.0, "buckets": (), **phases})
 
 
 # -- the mathematics, worked by hand
-# ------------------------------------------------------------------------
 
 
-def test_a_ring_all_reduce() -> None:
+def test_ring_all_reduce() -> None:
     """On n ranks, an all-reduce takes 2·(n-1)/n·size/bandwidth + 2·(n-1)·latency."""
     assert SLOW.all_reduce(400, 1) == 0
     assert SLOW.all_reduce(400, 2) == 4 + 2 * 0.5  # 2·1/2·400/100 + 2·1·0.5
     assert SLOW.all_reduce(400, 4) == 6 + 6 * 0.5  # 2·3/4·400/100 + 2·3·0.5
-    assert Link(100, 0).all_reduce(400, 10**6) == pytest.approx(8, rel=1e-5)
 
 
 def test_communication_overlaps_with_the_backward_pass() -> None:
@@ -72,126 +63,103 @@ def test_communication_overlaps_with_the_backward_pass() -> None:
     In the first case, buckets of 200 bytes are full after 2 s and 10 s. On two ranks, the
     all-reduce of a bucket takes 3 s: 2 s for the bytes, and 1 s of latency.
     """
-    phases = {"backward": Line(10.0, 0.0), "buckets": (Bucket(200, 0.2), Bucket(200, 1.0))}
-    assert step(**phases).ddp(64, 1, SLOW) == 10
     agreed = SLOW.all_reduce(AGREEMENT, 2)
-    # the first bucket is reduced from 2 s to 5 s, the second from 10 s to 13 s
-    assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(13 + agreed)
-    # a first bucket of 1000 bytes is reduced from 2 s to 13 s, so that the second follows from 13 s
-    # to 16 s
-    phases["buckets"] = (Bucket(1000, 0.2), Bucket(200, 1.0))
-    assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(16 + agreed)
-    # both buckets are reduced during the backward pass, from 2 s to 5 s and from 5 s to 8 s
-    phases["buckets"] = (Bucket(200, 0.2), Bucket(200, 0.3))
-    assert step(**phases).ddp(64, 2, SLOW) == pytest.approx(10 + agreed)
+    for buckets, seconds in (
+        # the first bucket is reduced from 2 s to 5 s, the second from 10 s to 13 s
+        ((Bucket(200, 0.2), Bucket(200, 1.0)), 13),
+        # a first bucket of 1000 bytes is reduced from 2 s to 13 s, the second from 13 s to 16 s
+        ((Bucket(1000, 0.2), Bucket(200, 1.0)), 16),
+        # both are reduced during the backward pass, from 2 s to 5 s and from 5 s to 8 s
+        ((Bucket(200, 0.2), Bucket(200, 0.3)), 10),
+    ):
+        one = step(backward=Line(10.0, 0.0), buckets=buckets)
+        assert one.ddp(64, 1, SLOW) == 10
+        assert one.ddp(64, 2, SLOW) == pytest.approx(seconds + agreed)
 
 
-def test_what_is_divided_by_the_devices_and_what_is_not() -> None:
+def test_devices_share_data_and_passes_but_not_update_and_rest() -> None:
     lines = {"data": Line(1, 0.1), "forward": Line(2, 0.2), "backward": Line(3, 0.3)}
     one = step(**lines, update=4.0, rest=5.0, buckets=(Bucket(100, 1),))
-    assert one.single(10) == pytest.approx(1 + 1 + 2 + 2 + 3 + 3 + 4 + 5)
-    assert one.ddp(10, 2, FREE) == pytest.approx(1 + 0.5 + 2 + 1 + 3 + 1.5 + 4 + 5)
-    assert one.ddp(10, 4, FREE) == pytest.approx(1 + 0.3 + 2 + 0.6 + 3 + 0.9 + 4 + 5), (
-        "the largest part: 3 of 10"
-    )
-    # dp loads the whole batch, launches its replicas one after another, and takes 2·(100/100 + 0.5)
-    # s for copies
-    assert one.dp(10, 2, SLOW) == pytest.approx(1 + 1 + 2 * (2 + 3) + 1 + 1.5 + 3 + 4 + 5)
-    # on a CPU, dp copies nothing, and one thread runs both backward passes
-    assert one.dp(10, 2, SLOW, shared=True) == pytest.approx(one.dp(10, 2, SLOW) - 3 + 1.5)
+    assert one.ddp(10, 1, FREE) == pytest.approx(1 + 1 + 2 + 2 + 3 + 3 + 4 + 5)
+    # the largest part has 3 of 10 images
+    assert one.ddp(10, 4, FREE) == pytest.approx(1 + 0.3 + 2 + 0.6 + 3 + 0.9 + 4 + 5)
 
 
-def test_lines_and_links_are_found_again() -> None:
+def test_fitted_line_has_no_negative_offset_or_slope() -> None:
     assert fit_line([1, 2, 10], [5.0, 7.0, 23.0]) == pytest.approx((3, 2))
     assert fit_line([1, 2, 3], [1.0, 2.0, 3.0]) == pytest.approx((0, 1))
     offset, slope = fit_line([1, 2, 3], [3.0, 2.0, 1.0])
     assert slope == 0
     assert 1 < offset < 3
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_link_is_fitted_to_its_all_reduces(ranks: int) -> None:
     link = Link(2e9, 30e-6)
-    for ranks in (2, 4):
-        fitted = fit_link(
-            [(size, link.all_reduce(size, ranks)) for size in (1024, 65536, 2**24)], ranks
-        )
-        assert (fitted.bandwidth, fitted.latency) == (pytest.approx(2e9), pytest.approx(30e-6))
+    measured = [(size, link.all_reduce(size, ranks)) for size in (1024, 65536, 2**24)]
+    assert astuple(fit_link(measured, ranks)) == pytest.approx(astuple(link))
 
 
-def test_a_step_from_records() -> None:
+def test_step_is_fitted_to_records() -> None:
     times = {"data": 1.0, "forward_backward": 30.0, "optimizer": 2.0, "rest": 4.0}
     half = {"data": 1.0, "forward_backward": 20.0, "optimizer": 4.0, "rest": 4.0}
     fitted = fit_step([Timed(100, times), Timed(50, half)], backward=0.6, buckets=[Bucket(8, 1.0)])
     assert fitted.launch_known
     assert fitted.forward(100) + fitted.backward(100) == pytest.approx(0.030)
     assert fitted.backward(50) == pytest.approx(0.6 * 0.020)
-    assert (fitted.backward.launch, fitted.update, fitted.rest) == pytest.approx(
-        (0.006, 0.003, 0.004)
-    )
-    alone = fit_step([Timed(100, times, windows=(0.9, 1.2))], 0.6, [])
-    assert alone.spread == pytest.approx((0.9, 1.2))
+    assert fitted.backward.launch == pytest.approx(0.006)
+    assert fitted.update == pytest.approx(0.003)
+    assert fitted.rest == pytest.approx(0.004)
+    alone = fit_step([Timed(100, times)], 0.6, [])
     assert not alone.launch_known
     assert alone.forward(10) + alone.backward(10) == pytest.approx(0.003)
 
 
-def test_buckets_as_ddp_fills_them() -> None:
+def test_buckets_are_those_of_ddp() -> None:
     mib = 2**20
     gradients = [(mib // 2, 0.1), (mib // 2, 0.2), (20 * mib, 0.5), (6 * mib, 0.8), (mib, 1.0)]
     assert make_buckets(gradients) == [Bucket(mib, 0.2), Bucket(26 * mib, 0.8), Bucket(mib, 1.0)]
 
 
-def test_predictions_cost_and_nodes() -> None:
+def test_predictions_on_several_nodes_with_their_cost() -> None:
     one = step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.02), buckets=(Bucket(100, 1.0),))
     machines = Machines(per_node=2, link=FREE, node_link=SLOW, price_per_hour=3.6)
     table = predict(one, 100, [1, 2, 4], machines)
-    assert list(table["strategy"]) == ["one device", "ddp", "dp", "ddp"], (
-        "dp does not leave its node"
-    )
-    assert list(table["nodes"]) == [1, 1, 1, 2]
-    alone, ddp, _, nodes = table.to_dict("records")
+    assert list(table["nodes"]) == [1, 1, 2]
+    alone, node, nodes = table.to_dict("records")
     assert alone["samples_per_s"] == pytest.approx(100 / 3)
     assert alone["cost_per_million_samples"] == pytest.approx(1e6 * 3 / 100 * 0.001)
-    assert (ddp["speed_up"], ddp["efficiency"], ddp["waiting_ms"]) == pytest.approx((2, 1, 0))
+    assert node["speed_up"] == pytest.approx(2)
+    assert node["efficiency"] == pytest.approx(1)
+    assert node["waiting_ms"] == pytest.approx(0)
     waiting = 1.5 + 6 * 0.5 + SLOW.all_reduce(AGREEMENT, 4)  # by SLOW, the slowest link of the ring
     assert nodes["step_ms"] == pytest.approx(1000 * (0.75 + waiting))
     assert nodes["waiting_ms"] == pytest.approx(1000 * waiting)
     scaled = predict(one, 100, [4], machines, scale_batch=True).iloc[0]
-    assert (scaled["global_batch"], scaled["step_ms"]) == (400, pytest.approx(1000 * (3 + waiting)))
+    assert scaled["global_batch"] == 400
+    assert scaled["step_ms"] == pytest.approx(1000 * (3 + waiting))
 
 
-def test_a_range_from_what_was_measured() -> None:
-    """The range of a prediction combines three deviations.
-
-    Steps deviate by 10 % from their line, windows by 20 % from the median window, and all-reduces
-    by a factor of 2 from the link's line.
-    """
+def test_range_combines_deviations_of_steps_windows_and_all_reduces() -> None:
     phases = dict.fromkeys(("data", "optimizer", "rest"), 0.0)
-    measured = [(10, 11.0), (20, 18.0), (40, 44.0)]
-    timed = [Timed(b, {**phases, "forward_backward": ms}, windows=(0.8, 1.2)) for b, ms in measured]
+    timed = []
+    for batch in (10, 20):  # an exact line
+        times = {**phases, "forward_backward": 100.0 * batch}
+        timed.append(Timed(batch, times, windows=(0.8, 1.2)))
     one = fit_step(timed, 0.5, [Bucket(100, 1.0)])
-    low, high = one.spread
-    off = [ms / 1000 / one.single(batch) for batch, ms in measured]
-    assert (low, high) == pytest.approx((0.8 * min(off), 1.2 * max(off)), rel=1e-3)
+    assert one.spread == pytest.approx((0.8, 1.2))
     measured = [(100, 0.5 * SLOW.all_reduce(100, 2)), (400, 2 * SLOW.all_reduce(400, 2))]
-    link_spread = cost_model.spread_of_link(measured, SLOW, 2)
-    assert link_spread == (0.5, 2.0)
-    table = predict(one, 100, [1, 2], Machines(2, SLOW, SLOW, link_spread=link_spread))
-    assert (table["samples_per_s_low"] < table["samples_per_s"]).all()
-    assert (table["samples_per_s_high"] > table["samples_per_s"]).all()
-    ddp = table[table["strategy"] == "ddp"].iloc[0]
-    slow = Link(SLOW.bandwidth / 2, SLOW.latency * 2)
-    slower = replace(
-        one, forward=Line(*(high * x for x in astuple(one.forward))), update=high * one.update
-    )
-    slower = replace(
-        slower, backward=Line(*(high * x for x in astuple(one.backward))), rest=high * one.rest
-    )
-    slower = replace(slower, data=Line(*(high * x for x in astuple(one.data))))
-    assert ddp["samples_per_s_low"] == pytest.approx(100 / slower.ddp(100, 2, slow))
-    assert ddp["speed_up_low"] / ddp["speed_up"] == pytest.approx(
-        ddp["samples_per_s_low"] / ddp["samples_per_s"]
-    )
+    spread = cost_model.spread_of_link(measured, SLOW, 2)
+    assert spread == (0.5, 2.0)
+    row = predict(one, 100, [2], Machines(2, SLOW, SLOW, link_spread=spread)).iloc[0]
+    # two devices with 50 images each take 5 s; the bucket takes 2 s, the agreement 1.08 s
+    assert row["samples_per_s"] == pytest.approx(100 / (5 + 2 + 1.08))
+    assert row["samples_per_s_low"] == pytest.approx(100 / (1.2 * 5 + 2 * (2 + 1.08)))
+    assert row["samples_per_s_high"] == pytest.approx(100 / (0.8 * 5 + 0.5 * (2 + 1.08)))
+    assert row["speed_up_low"] == pytest.approx(row["samples_per_s_low"] / 10)
 
 
 # -- the command
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -208,63 +176,42 @@ TINY_DATA = ["--data", "Synthetic", *options(images=240, batch_size=24)]
 
 
 @pytest.mark.usefixtures("drawn")
-def test_a_plan_from_a_run(app: App, run_dir: Path, tmp_path: Path) -> None:
-    more = [
-        "--node_bandwidth=100Mbit/s",
-        "--per_node",
-        "8",
-        "--max_devices=16384",
-        "--price_per_hour=2.5",
-    ]
-    out = output_of(
-        *app("plan", "--root", tmp_path, "--run", run_dir, *NETWORK, *more, "--scale_batch=true")
-    )
+def test_plan_from_a_run(app: App, run_dir: Path, tmp_path: Path) -> None:
+    words = ["--run", run_dir, *NETWORK, "--node_bandwidth=100Mbit/s", "--per_node", "8"]
+    words += ["--max_devices=16384", "--price_per_hour=2.5", "--scale_batch=true"]
+    out = output_of(*app("plan", "--root", tmp_path, *words))
     folder = tmp_path / "plan" / "version_0"
-    assert {file.name for file in folder.iterdir()} == {"report.html", "plan.csv", "plan.json"}
     html = (folder / "report.html").read_text()
     assert html.count("<svg") == 2
     assert re.findall(r"<h1>lenet, batch 64: take .*</h1>", html)
-    assert "hypothetical" not in html
     assert not re.findall(r'(?:src|href)="(?!data:|#)', html), "it needs no other file"
     table = pd.read_csv(folder / "plan.csv")
-    ddp = table[table["strategy"] != "dp"]
-    assert list(ddp["devices"]) == [2**exponent for exponent in range(15)]
-    assert list(ddp["nodes"]) == [1, 1, 1, 1, *(2**exponent for exponent in range(1, 12))]
-    assert "dp" not in set(table["strategy"]), "one batch size does not tell what dp costs"
+    assert list(table["devices"]) == [2**exponent for exponent in range(15)]
+    assert list(table["nodes"]) == [1, 1, 1, *(2**exponent for exponent in range(12))]
     assert "the cost of launching a step is unknown" in out
-    assert (ddp["cost_per_million_samples"].diff().iloc[1:] > 0).all(), (
-        "the same work on more devices costs more"
-    )
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["machines"]["node_link"] == pytest.approx({"bandwidth": 12.5e6, "latency": 20e-6})
     assert sum(bucket["size"] for bucket in plan["step"]["buckets"]) == 62006 * 4
-    assert list(ddp["global_batch"])[-1] == 64 * 16384
+    assert list(table["global_batch"])[-1] == 64 * 16384
     measured = record_of(run_dir)["time_per_step"]
     step_ms = sum(measured[phase] for phase in ("data", "forward_backward", "optimizer", "rest"))
-    assert ddp["step_ms"].iloc[0] == pytest.approx(step_ms, rel=0.01)
+    assert table["step_ms"].iloc[0] == pytest.approx(step_ms, rel=0.01)
 
 
-def test_a_plan_from_a_busy_run_says_so(app: App, run_dir: Path, tmp_path: Path) -> None:
-    """Title and table have the same speed-up; the title names the reasons to doubt it."""
+def test_title_of_a_plan_from_a_busy_run_doubts_the_speed_up(
+    app: App, run_dir: Path, tmp_path: Path
+) -> None:
     busy = shutil.copytree(run_dir, tmp_path / "busy")
     record = record_of(busy) | {"others_cores": 1.8}
     record["hardware"]["cores"] = 2
     (busy / "run.json").write_text(json.dumps(record))
-    out = " ".join(
-        output_of(
-            *app("plan", "--root", tmp_path, "--run", busy, *NETWORK, "--per_node", "8")
-        ).split()
-    )
+    words = ["plan", "--root", tmp_path, "--run", busy, *NETWORK, "--per_node", "8"]
+    out = " ".join(output_of(*app(*words)).split())
     assert "Other programs took 1.8 of 2 cores while the steps were measured" in out
-    table = pd.read_csv(tmp_path / "plan" / "version_0" / "plan.csv")
-    gain = re.search(r"take ddp on (\d+) devices.*: ([\d.]+) × one device \(", out)
-    assert gain
-    row = table[table["devices"] == int(gain[1])].iloc[0]
-    assert float(gain[2]) == pytest.approx(row["speed_up"], abs=0.005)
     assert "predicted on a busy machine without the cost of launching a step" in out
 
 
-def test_a_fixed_batch_has_an_end(app: App, run_dir: Path, tmp_path: Path) -> None:
+def test_fixed_batch_limits_the_devices(app: App, run_dir: Path, tmp_path: Path) -> None:
     words = ["plan", "--root", tmp_path, "--run", run_dir, *NETWORK]
     out = output_of(*app(*words, "--max_devices", "64", "--per_node", "6"))
     table = pd.read_csv(tmp_path / "plan" / "version_0" / "plan.csv")
@@ -273,11 +220,6 @@ def test_a_fixed_batch_has_an_end(app: App, run_dir: Path, tmp_path: Path) -> No
     assert "hypothetical" in out
     out = output_of(*app(*words, "--data.batch_size", "8"))
     assert "A batch of 8 has no images for more than 8 devices" in " ".join(out.split())
-
-
-def test_with_the_steps_of_a_run_its_model_stays(app: App, run_dir: Path) -> None:
-    words = ["--root", "runs", "--run", run_dir, *NETWORK, "--model.network", "lenet"]
-    assert "--model.network lenet: --run already defines" in error_of(*app("plan", *words))
 
 
 WRONG = [
@@ -294,53 +236,41 @@ WRONG = [
         ["--per_node", "1", "--node_bandwidth", "1GB/s", *CPU, *TINY_DATA],
         "give --per_node, --bandwidth and --lat",
     ),
+    (["--run", "x", "--model.network", "lenet"], "--model.network lenet: --run already defines"),
     (["--run", "nowhere", *NETWORK], "--run nowhere: nowhere/run.json cannot be read"),
     (["--bandwith", "1GB/s"], "--bandwith: there is no such flag: did you mean --bandwidth?"),
 ]
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG)
-def test_a_plan_that_cannot_be(app: App, words: list[str], message: str) -> None:
+def test_impossible_plan_is_rejected(app: App, words: list[str], message: str) -> None:
     assert message in error_of(*app("plan", "--root", "runs", *words))
 
 
 def test_one_gpu_does_not_measure_the_network_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with one GPU, a plan from steps recorded on eight GPUs needs the bandwidth and latency as flags.
-
-    It must not measure CPU processes instead.
-    """
+    """It must not measure CPU processes instead."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     names = ("bandwidth", "latency", "node_bandwidth", "node_latency", "per_node")
     with pytest.raises(
         UserError, match=r"this machine has 1 GPU\(s\): give --per_node, --bandwidth and --latency"
     ):
-        _require_links(Namespace(**dict.fromkeys(names)), devices=8, cuda=True)
+        _machines(Namespace(**dict.fromkeys(names)), devices=8, cuda=True, say=print)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(usable_cores() < 2, reason="two processes need two cores")
-def test_a_plan_from_steps_measured_here(
+def test_plan_from_steps_measured_here(
     app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan from steps measured on a busy machine begins with a warning, and predicts at most two devices."""
-    monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     monkeypatch.setattr(
         "app.lab.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)]
     )
-    early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
-    out = output_of(
-        *app("plan", *CPU, *TINY_DATA, "--per_node", "2", "--model.warmup", "1ep", *early)
-    )
-    assert out.startswith("busy  other processes keep this machine busy: a load of 10000.0")
+    words = [*CPU, *TINY_DATA, "--per_node", "2", "--model.warmup", "1ep"]
+    words += ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
+    out = output_of(*app("plan", *words))
     assert "More than 2 devices are not predicted" in out
     table = pd.read_csv(tmp_path / "runs" / "plan" / "version_0" / "plan.csv")
-    assert list(zip(table["strategy"], table["devices"], strict=True)) == [
-        ("one device", 1),
-        ("ddp", 2),
-        ("dp", 2),
-    ]
-    assert (table["samples_per_s_low"] <= table["samples_per_s"]).all()
-    assert list(table["threads"]) == [1] * 3
+    assert list(table["devices"]) == [1, 2]
 
 
 CONFIG = {"model": {"class_path": "app.modules.CIFARCNN", "init_args": {"network": "lenet"}}}
@@ -348,16 +278,13 @@ CONFIG = {"model": {"class_path": "app.modules.CIFARCNN", "init_args": {"network
 
 def planned(spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
     """Return title and advice for a training that scales perfectly to four devices."""
-    one = replace(
-        step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.01), buckets=(Bucket(1, 1.0),)),
-        spread=spread,
-    )
-    table = predict(one, 64, [1, 2, 4], Machines(2, FREE, FREE, shared=True))
+    one = step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.01), spread=spread)
+    table = predict(one, 64, [1, 2, 4], Machines(2, FREE, FREE))
     return heading(table, CONFIG, 64, ""), " ".join(advice(table, scaled=False))
 
 
 def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
-    """A variant is recommended only if its efficiency exceeds one half even at the low end of the predicted range."""
+    """The efficiency must exceed one half even at the low end of the range."""
     title, _ = planned()
     best = "lenet, batch 64: take ddp on 4 devices of 2 nodes: 4.00 × one device"
     assert title == f"{best} (4.00–4.00), predicted"
@@ -369,52 +296,40 @@ def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
     )
 
 
-MLP = [
-    "--model",
-    "FashionMLP",
-    "--model.repeats",
-    "4",
-    "--model.hidden",
-    "[64]",
-    "--data",
-    "Synthetic",
-]
+MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]"]
+MLP += ["--data", "Synthetic"]
 MLP += options(accelerator="cpu", like="FashionMNIST", images=4000, batch_size=128)
 
 
 @pytest.mark.cluster
-def test_two_hosts(hosts: Network, tmp_path: Path) -> None:
-    """On two hosts, a step takes about as long as predicted from the link's rate. A warning shows the difference."""
-    fit, both = ["fit", *MLP], [hosts.hosts["h1"], hosts.hosts["h2"]]
+@pytest.mark.parametrize(
+    ("name", "rate", "steps", "least"), [("1gbit", 1e9, 200, 0.2), ("10mbit", 1e7, 16, 0.5)]
+)
+def test_step_on_two_hosts_takes_about_as_long_as_predicted(
+    name: str, rate: float, steps: int, least: float, hosts: Network, tmp_path: Path
+) -> None:
+    """A warning shows the difference."""
+    fit = ["fit", *MLP]
+    both = [hosts.hosts["h1"], hosts.hosts["h2"]]
     backward, gradients = profile_gradients(fit, 128)
     step = fit_step(measure_steps(fit), backward, make_buckets(gradients))
-    for name, rate, steps, least in (("1gbit", 1e9, 200, 0.2), ("10mbit", 1e7, 16, 0.5)):
-        for host in both:
-            host.run(
-                *f"tc qdisc replace dev eth0 root tbf rate {name} burst 64kb latency 500ms".split()
-            )
-        fitted = fit_link(measure_all_reduce(timeout=300), 2)
-        link = Link(min(fitted.bandwidth, rate / 8), fitted.latency)
-        flags = options(
-            strategy="ddp", num_nodes=2, devices=1, max_epochs=-1, max_steps=steps, root=tmp_path
-        )
-        flags += options(
-            name=name,
-            test=False,
-            limit_val_batches=0,
-            enable_checkpointing=False,
-            log_every_n_steps=steps // 16,
-        )
-        command = [sys.executable, "-m", "app", *fit, *QUIET, *flags]
-        processes = [
-            host.start(*command, env={**AT_H1, "NODE_RANK": str(node)})
-            for node, host in enumerate(both)
-        ]
-        out = [process.communicate(timeout=200)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], out
-        record = record_of(tmp_path / name / "version_0")
-        assert record["status"] == "completed", record["error"]
-        predicted, measured = step.ddp(128, 2, link), 128 / record["throughput"]["median"]
-        text = f"2 hosts at {name}: {1000 * predicted:.2f} ms predicted, {1000 * measured:.2f} ms measured a step"
-        warnings.warn(f"{text}, error {predicted / measured - 1:+.0%}", stacklevel=1)
-        assert least < predicted / measured < 2, "a slow link takes the time"
+    shape = f"tc qdisc replace dev eth0 root tbf rate {name} burst 64kb latency 500ms"
+    for host in both:
+        host.run(*shape.split())
+    fitted = fit_link(measure_all_reduce(timeout=300), 2)
+    link = Link(min(fitted.bandwidth, rate / 8), fitted.latency)
+    flags = options(strategy="ddp", num_nodes=2, devices=1, max_epochs=-1, max_steps=steps)
+    flags += options(root=tmp_path, name="x", test=False, limit_val_batches=0)
+    flags += options(enable_checkpointing=False, log_every_n_steps=steps // 16)
+    command = [sys.executable, "-m", "app", *fit, *QUIET, *flags]
+    processes = []
+    for node, host in enumerate(both):
+        processes.append(host.start(*command, env={**AT_H1, "NODE_RANK": str(node)}))
+    out = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], out
+    record = record_of(tmp_path / "x" / "version_0")
+    predicted = step.ddp(128, 2, link)
+    measured = 128 / record["throughput"]["median"]
+    text = f"{1000 * predicted:.2f} ms predicted, {1000 * measured:.2f} ms measured a step"
+    warnings.warn(f"2 hosts at {name}: {text}", stacklevel=1)
+    assert least < predicted / measured < 2, "a slow link takes the time"

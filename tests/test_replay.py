@@ -2,12 +2,13 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, options, output_of, tiny
+from harness import QUIET, App, error_of, options, output_of, record_of, tiny
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -19,25 +20,8 @@ from app.monitor.report import read_metrics
 RUN = tiny(
     90, 20, "CIFARCNN", virtual_devices=4, max_epochs=3, threads=1, flip=True, log_every_n_steps=1
 )
-THEIRS = [
-    "--model",
-    "plain_code.PlainModel",
-    "--data",
-    "test_replay.Poisoned",
-    "--run.global_order",
-    "true",
-    *QUIET,
-]
-THEIRS += [
-    "--run.name",
-    "poisoned",
-    "--run.threads",
-    "1",
-    "--trainer.log_every_n_steps",
-    "1",
-    "--run.test",
-    "false",
-]
+THEIRS = ["--model", "plain_code.PlainModel", "--data", "test_replay.Poisoned", *QUIET]
+THEIRS += options(name="poisoned", threads=1, log_every_n_steps=1, test=False, global_order=True)
 
 
 class Poisoned(LightningDataModule):
@@ -50,98 +34,79 @@ class Poisoned(LightningDataModule):
     def __init__(self, bad: int, value: float, count: int = 2000) -> None:
         super().__init__()
         images = torch.rand(count, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-        images[bad : bad + (1 if value > 1e38 else 3)] = images[bad] * value
+        copies = 1 if value > 1e38 else 3
+        images[bad : bad + copies] = images[bad] * value
         self.dataset = TensorDataset(images, torch.arange(count) % 3)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.dataset, batch_size=100, shuffle=True)
 
 
-def largest(out: str) -> str:
-    """Return the line of the sample with the largest loss."""
-    return next(line for line in out.splitlines() if line.startswith("largest loss"))
+def largest(out: str) -> tuple[float, str]:
+    """Return loss and name of the sample with the largest loss."""
+    match = re.search(r"largest loss (.*): sample (.*), label", out)
+    assert match, out
+    return float(match[1]), match[2]
+
+
+def logged(folder: Path, step: int) -> float:
+    """Return a step's loss in metrics.csv."""
+    for row in read_metrics(folder / "metrics.csv"):
+        for name in ("train_loss_step", "loss_step"):
+            if row["step"] == step - 1 and name in row:
+                return row[name]
+    raise AssertionError(step)
 
 
 @pytest.mark.usefixtures("drawn")
-def test_a_step_of_a_run(app: App, tmp_path: Path) -> None:
-    """The repeated step has the loss that the run logged. Its page lists all samples and each shard's gradient norm."""
-    output_of(
-        *app(
-            "fit", *RUN, "--run.name", "run", "--model.schedule", "cosine", "--model.warmup", "1ep"
-        )
-    )
+def test_step_has_the_loss_that_the_run_logged(app: App, tmp_path: Path) -> None:
+    words = [*RUN, "--run.name", "run", "--model.schedule", "cosine", "--model.warmup", "1ep"]
+    output_of(*app("fit", *words))
     folder = tmp_path / "runs" / "run" / "version_0"
     out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "7"))
-    logged = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-    column = logged[0].index("train_loss_step")
-    (loss,) = [
-        float(row[column])
-        for row in logged[1:]
-        if row[logged[0].index("step")] == "6" and row[column]
-    ]
-    assert f"Step 7, epoch 2: loss {loss:.4g}" in out
+    assert f"Step 7, epoch 2: loss {logged(folder, 7):.4g}" in out
     assert "step 7, from " in out
     assert ".ckpt" in out, "it begins at a checkpoint, not with the first step"
     page = (folder / "replay" / "version_0" / "report.html").read_text()
-    assert page.count("<tr>") == 1 + 20 + 1 + 4
+    assert page.count("<tr>") == 1 + 20
     assert "as the network got them" in page
 
 
 @pytest.mark.parametrize("value", ["1e39", "1e4"])
-def test_a_poisoned_image(value: str, app: App, tmp_path: Path) -> None:
-    """`replay` names the image whose NaN loss ended the run. If three images have too high losses, it names one."""
+def test_worst_step_has_the_bad_image(value: str, app: App, tmp_path: Path) -> None:
+    """The NaN loss of one image ends the run; three images have too high losses."""
+    is_nan = value == "1e39"
     bad = random.randrange(1997)
-    flags = [*THEIRS, "--trainer.max_epochs", "1", "--data.bad", str(bad), "--data.value", value]
-    flags += ["--model.normalized", str(value == "1e39").lower()]
-    assert app("fit", *flags)[0] == (2 if value == "1e39" else 0)
+    flags = [*THEIRS, *options(max_epochs=1, bad=bad, value=value)]
+    flags += ["--model.normalized", str(is_nan).lower()]
+    assert app("fit", *flags)[0] == (2 if is_nan else 0)
     config = tmp_path / "runs" / "poisoned" / "version_0" / "config.yaml"
     out = output_of(*app("replay", "--config", config, "--step", "worst"))
-    sample = int(largest(out).partition(": sample ")[2].split()[0])
-    assert sample in (range(bad, bad + 1) if value == "1e39" else range(bad, bad + 3))
-    if value == "1e39":
-        assert json.loads(config.with_name("run.json").read_text())["not_finite_step"]
+    count = 1 if is_nan else 3
+    assert int(largest(out)[1]) in range(bad, bad + count)
+    assert bool(record_of(config.parent)["not_finite_step"]) == is_nan
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_the_worst_step_of_a_run_too_short_for_two_windows(
+def test_run_too_short_for_two_windows_is_searched_as_a_whole(
     epochs: int, app: App, tmp_path: Path
 ) -> None:
-    """In 20 or 40 steps, no window of 50 steps ends: the whole run is searched."""
-    flags = [
-        *THEIRS,
-        *options(log_every_n_steps=50, max_epochs=epochs),
-        "--data.bad",
-        "7",
-        "--data.value",
-        "1e4",
-    ]
+    """In 20 or 40 steps, no window of 50 steps ends."""
+    flags = [*THEIRS, *options(log_every_n_steps=50, max_epochs=epochs, bad=7, value=1e4)]
     output_of(*app("fit", *flags, "--model.normalized", "false"))
     config = tmp_path / "runs" / "poisoned" / "version_0" / "config.yaml"
     out = output_of(*app("replay", "--config", config, "--step", "worst"))
     assert f"replay  step 1 to {20 * epochs}, from the beginning" in out
-    assert int(largest(out).partition(": sample ")[2].split()[0]) in (7, 8, 9)
+    assert largest(out)[1] in ("7", "8", "9")
 
 
-def test_a_shuffled_loader(app: App, tmp_path: Path) -> None:
-    """A run with a plain DataLoader is repeated from the beginning, because a resumed loader has another order."""
-    flags = [
-        *THEIRS,
-        "--run.global_order",
-        "false",
-        "--data.bad",
-        "0",
-        "--data.value",
-        "1",
-        "--data.count",
-        "300",
-    ]
-    output_of(*app("fit", *flags, "--trainer.max_epochs", "2"))
+def test_run_with_a_plain_loader_is_repeated_from_its_beginning(app: App, tmp_path: Path) -> None:
+    """A resumed loader would have another order."""
+    flags = options(global_order=False, bad=0, value=1, count=300, max_epochs=2)
+    output_of(*app("fit", *THEIRS, *flags))
     folder = tmp_path / "runs" / "poisoned" / "version_0"
-    loss = next(
-        float(row["loss_step"]) for row in read_metrics(folder / "metrics.csv") if row["step"] == 4
-    )
     out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "5"))
-    assert f"Step 5, epoch 2: loss {loss:.4g}" in out
+    assert f"Step 5, epoch 2: loss {logged(folder, 5):.4g}" in out
 
 
 class Tenth(CIFARCNN):
@@ -149,29 +114,14 @@ class Tenth(CIFARCNN):
         return 0.1 * cross_entropy(self(batch[0]), batch[1])
 
 
-def test_a_training_step_of_the_user(app: App, tmp_path: Path) -> None:
-    """`replay` ranks samples by the loss of the user's training_step.
-
-    `fit` logs no training loss, because this training_step adds no batch to the sums of
-    `app.modules.sums`.
-    """
-    output_of(
-        *app(
-            "fit",
-            *tiny(90, 20, "test_replay.Tenth", max_epochs=1, log_every_n_steps=1),
-            "--run.name",
-            "x",
-        )
-    )
-    folder = tmp_path / "runs" / "x" / "version_0"
-    assert not [
-        name
-        for row in read_metrics(folder / "metrics.csv")
-        for name in row
-        if name.startswith("train")
-    ]
-    out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "2"))
-    assert float(largest(out).split()[2].rstrip(":")) < 0.5
+def test_samples_are_ranked_by_the_loss_of_the_user_s_training_step(
+    app: App, tmp_path: Path
+) -> None:
+    words = tiny(90, 20, "test_replay.Tenth", max_epochs=1, log_every_n_steps=1, name="x")
+    output_of(*app("fit", *words))
+    config = tmp_path / "runs" / "x" / "version_0" / "config.yaml"
+    out = output_of(*app("replay", "--config", config, "--step", "2"))
+    assert largest(out)[0] < 0.5
 
 
 REFUSED = [
@@ -186,15 +136,17 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED)
-def test_what_cannot_be_replayed(flags: list[str], message: str, app: App, tmp_path: Path) -> None:
+def test_impossible_replay_is_rejected(
+    flags: list[str], message: str, app: App, tmp_path: Path
+) -> None:
     config = tmp_path / "config.yaml"
     config.touch()
+    words = list(flags)
     if "CONFIG" in flags:
-        steps = 0 if "no step" in message else 4
-        record = f'{{"steps": {steps}, "global_batch_size": 8}}'
-        (tmp_path / "run.json").write_text("{" if "run.json" in message else record)
+        words[1] = str(config)
+        record = {"steps": 0 if "no step" in message else 4, "global_batch_size": 8}
+        text = "{" if "run.json" in message else json.dumps(record)
+        (tmp_path / "run.json").write_text(text)
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "last.ckpt").write_text("damaged")
-    assert message in error_of(
-        *app("replay", *(str(config) if flag == "CONFIG" else flag for flag in flags))
-    )
+    assert message in error_of(*app("replay", *words))

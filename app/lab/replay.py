@@ -1,4 +1,4 @@
-"""Command `python -m app replay`: repeats a training step, and reports its samples, the largest loss first.
+"""Command `python -m app replay`: repeats a step, and reports its samples, largest loss first.
 
 The run's seed, a checkpoint and the step's number determine a step. `replay` resumes the run from
 the nearest earlier checkpoint on one device, and scores the step's samples with the weights before
@@ -9,8 +9,9 @@ with a non-finite loss, or else the sharpest rise of the loss.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +20,8 @@ from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.nn.utils import get_total_norm
 
 from app.command.checkpoint_file import read
 from app.command.configuration import split_flags
@@ -31,7 +31,7 @@ from app.data.global_order import GlobalSampler, order_of
 from app.data.shares import Shards
 from app.errors import UserError
 from app.lab.runs import CommandLine, run_fit
-from app.lab.verify.recording import singles
+from app.lab.verify.recording import loss_of, singles
 from app.launch.signals import stop_training
 from app.modules import ImageClassifier
 from app.monitor.loggers import claim_version
@@ -42,12 +42,11 @@ from app.system.page import Section, code, page, short, table
 from app.system.random_streams import own_streams
 from app.system.torch_files import load
 from app.training.buffers import Buffers
-from app.training.virtual_devices import seed_of_shard
 
-USAGE = "python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG.OF.FIT VALUE ...]"
+USAGE = "python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG VALUE ...]"
 FILE = "replay.pt"
-SHOWN = 25  # largest number of images in the report
-LIMIT = 7 * 86400.0  # timeout of the run in seconds
+MOST_IMAGES = 25  # largest number of images in the report
+TIMEOUT = 7 * 86400.0  # of the run, in seconds
 
 
 class Replay(Callback):
@@ -65,66 +64,48 @@ class Replay(Callback):
         self._worst: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reject manual optimization, because scoring a sample calls `training_step`, which would then train on it.
+        """Reject manual optimization, because scoring a sample would then train on it.
 
         Raises:
             UserError: When the module optimizes manually.
         """
         if not pl_module.automatic_optimization:
             raise UserError(
-                f"{type(pl_module).__name__} optimizes manually, and replay needs automatic optimization"
+                f"{type(pl_module).__name__} optimizes manually, and replay needs automatic "
+                "optimization"
             )
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Score the batch's samples, and compute each shard's gradient norm, with the weights before the step."""
+        """Score the batch's samples with the weights before the step."""
         step = trainer.global_step + 1
-        epoch = trainer.current_epoch
         if not self.first <= step <= self.last:
             return
         if step != self._step["step"]:
-            names = list(getattr(trainer.datamodule, "class_names", []))  # type: ignore[attr-defined]
+            names = getattr(trainer.datamodule, "class_names", [])  # type: ignore[attr-defined]
             self._step = {
                 "step": step,
-                "epoch": epoch + 1,
-                "losses": [],
+                "epoch": trainer.current_epoch + 1,
+                "loss": 0.0,
                 "samples": [],
-                "norms": [],
-                "names": names,
+                "names": list(names),
             }
-        shards = (
-            batch
-            if isinstance(batch, Shards)
-            else Shards([batch], 0, [size := len(singles(batch))], size)
-        )
-        files = iter(names_of(trainer, batch_idx))
-        for number, (shard, count) in enumerate(
-            zip(shards, shards.counts, strict=True), shards.first
-        ):
-            with untouched(pl_module, trainer.strategy.root_device):
-                for one in singles(shard)[:count]:
-                    row = {"sample": next(files, len(self._step["samples"])), "shard": number + 1}
-                    self._step["samples"].append(row | score(pl_module, one, batch_idx))
-            with untouched(
-                pl_module, trainer.strategy.root_device
-            ) as seed:  # restores BatchNorm's statistics
-                seed(seed_of_shard(trainer, 5, batch_idx, number))
-                self._step["norms"].append(
-                    gradient_norm(pl_module, shard, batch_idx) if count else 0.0
-                )
+        samples = self._step["samples"]
+        names = names_of(trainer, batch_idx) or itertools.count(len(samples))
+        with untouched(pl_module, trainer.strategy.root_device):
+            for name, one in zip(names, ones(batch), strict=False):
+                samples.append({"sample": name, **score(pl_module, one, batch_idx)})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the step if its loss is the largest so far; a non-finite loss counts as the largest."""
+        """Keep the step if its loss is the largest so far; a non-finite loss is the largest."""
         if trainer.global_step >= self.last:
             stop_training(trainer, batch_idx)
-        if trainer.global_step < self.first or self._step["step"] < self.first:
+        if not self._step["step"]:
             return
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        self._step["losses"].append(math.nan if loss is None else float(loss))
-        self._step["loss"] = sum(self._step["losses"])
+        self._step["loss"] += loss_of(outputs)
         if not self._worst or key(self._step["loss"]) > key(self._worst["loss"]):
             self._worst = self._step
 
@@ -140,7 +121,7 @@ def key(loss: float) -> float:
 
 
 def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
-    """Return the file or index of each sample of a batch; an empty list if the loader has no global order."""
+    """Return the file or index of each sample of a batch; [] without a global order."""
     loader = trainer.train_dataloader
     if isinstance(loader, GlobalBatches):
         rows = loader.samples(batch_idx).tolist()
@@ -150,20 +131,27 @@ def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
     return order.samples(batch_idx) if isinstance(order, GlobalSampler) else []
 
 
-@contextmanager
-def untouched(module: LightningModule, device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Protect a training from the code of a `with` block: disable logging; restore buffers, modes, random streams.
+def ones(batch: Any) -> list[Any]:
+    """Cut a batch into batches of one sample."""
+    if not isinstance(batch, Shards):
+        return singles(batch)
+    samples = []
+    for shard, count in zip(batch, batch.counts, strict=True):
+        samples += singles(shard)[:count]
+    return samples
 
-    Yields:
-        A function that seeds the random streams.
-    """
+
+@contextmanager
+def untouched(module: LightningModule, device: torch.device) -> Iterator[None]:
+    """Evaluate in a `with` block; then restore logging, buffers, modes and random streams."""
     buffers = Buffers(module)
     modes = [(layer, layer.training) for layer in module.modules()]
     buffers.save()
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
+    module.eval()
     try:
-        with own_streams(device) as seed:
-            yield seed
+        with own_streams(device), torch.no_grad():
+            yield
     finally:
         del module.log, module.log_dict
         for layer, mode in modes:
@@ -171,52 +159,38 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
         buffers.restore(buffers.changed())
 
 
-def mean_loss(module: LightningModule, batch: Any, index: int) -> Tensor:
+def mean_loss(module: LightningModule, batch: Any, index: int) -> Any:
     """Return a batch's mean loss."""
-    if (
-        isinstance(module, ImageClassifier)
-        and type(module).training_step is ImageClassifier.training_step
-    ):
+    step = type(module).training_step
+    if isinstance(module, ImageClassifier) and step is ImageClassifier.training_step:
         return module.recipe.criterion(module(batch[0]), batch[1]).mean()
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    output: Any = module.training_step(batch, index) if takes_index else module.training_step(batch)
-    return output["loss"] if isinstance(output, dict) else output
+    arguments = [batch]
+    if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
+        arguments.append(index)
+    return module.training_step(*arguments)
 
 
-def gradient_norm(module: LightningModule, batch: Any, index: int) -> float:
-    """Return the gradient norm of a batch's mean loss."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    with torch.enable_grad():
-        gradients = torch.autograd.grad(
-            mean_loss(module, batch, index), parameters, allow_unused=True
-        )
-    return float(get_total_norm([gradient for gradient in gradients if gradient is not None]))
-
-
-@torch.no_grad()
 def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
     """Return loss, label, predicted class and image of a sample, given as a batch of one."""
     outputs: list[Tensor] = []
-    module.eval()
-    with register_module_forward_hook(
-        lambda _module, _args, output: outputs.extend(tensors(output))
-    ):
-        loss = float(mean_loss(module, sample, index))
-    module.train()
+
+    def note(_module: nn.Module, _args: Any, output: Any) -> None:
+        outputs.extend(tensors(output))
+
+    with register_module_forward_hook(note):
+        loss = loss_of(mean_loss(module, sample, index))
     leaves = tensors(sample)
-    label = next(
-        (int(leaf) for leaf in leaves if leaf.numel() == 1 and not leaf.is_floating_point()), None
-    )
-    logits = next(
-        (output for output in reversed(outputs) if output.ndim == 2 and label is not None), None
-    )
-    image = next((leaf[0].float().cpu() for leaf in leaves if leaf.ndim == 4), None)
-    return {
-        "loss": loss,
-        "label": label,
-        "predicted": None if logits is None else int(logits.argmax()),
-        "image": image,
-    }
+    labels = [leaf for leaf in leaves if leaf.numel() == 1 and not leaf.is_floating_point()]
+    images = [leaf for leaf in leaves if leaf.ndim == 4]
+    logits = [output for output in outputs if output.ndim == 2]
+    row: dict[str, Any] = {"loss": loss, "label": None, "predicted": None, "image": None}
+    if labels:
+        row["label"] = int(labels[0])
+    if labels and logits:
+        row["predicted"] = int(logits[-1].argmax())
+    if images:
+        row["image"] = images[0][0].float().cpu()
+    return row
 
 
 def run(arguments: list[str]) -> int:
@@ -229,55 +203,56 @@ def run(arguments: list[str]) -> int:
         UserError: For invalid flags, or when the run cannot be repeated.
     """
     options, flags = _parse(arguments)
-    config = next((Path(value) for flag, value in flags if flag == "--config"), None)
-    if config is None or not config.with_name("run.json").exists():
-        problem = "" if config is None else f" {config}: there is no run.json beside it"
+    # the first config is the run's
+    name = dict(reversed(flags)).get("--config")
+    if name is None or not Path(name).with_name("run.json").exists():
+        problem = ""
+        if name is not None:
+            problem = f" {name}: there is no run.json beside it"
         raise UserError(
-            f"--config{problem}: name the config.yaml of a run, such as runs/NAME/version_0/config.yaml"
+            f"--config{problem}: name the config.yaml of a run, such as "
+            "runs/NAME/version_0/config.yaml"
         )
+    config = Path(name)
     try:
         record = Record.load(config.with_name("run.json"))
     except ValueError as error:
         raise UserError(f"--config {config}: {error}: give another run's") from error
-    first, last = (
-        worst(record, config.with_name("metrics.csv"))
-        if options.step == "worst"
-        else (options.step,) * 2
-    )
+    first = last = options.step
+    if options.step == "worst":
+        first, last = worst(record, config.with_name("metrics.csv"))
     if first > record.steps + 1:
         raise UserError(f"--step {first}: the run took {record.steps:,} steps")
     folder = claim_version(config.with_name("replay"))
-    words = [word for flag, value in flags for word in (flag, value)]
+    words = list(itertools.chain.from_iterable(flags))
     words += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1"]
     words += ["--trainer.enable_checkpointing=false", "--run.wandb=off", "--run.on_nonfinite=warn"]
     words += [f"--trainer.callbacks+={__name__}.Replay"]
     words += [f"--trainer.callbacks.first={first}", f"--trainer.callbacks.last={last}"]
-    # resume only with a global order, because another loader would yield other samples after a
-    # resume
-    checkpoint = (
-        before(config.with_name("checkpoints"), first) if record.global_batch_size else None
-    )
+    checkpoint = None
+    # another loader than one with a global order would yield other samples after a resume
+    if record.global_batch_size:
+        checkpoint = before(config.with_name("checkpoints"), first)
     if checkpoint is not None:
         words += ["--ckpt_path", str(checkpoint)]
-    print(
-        f"replay  step {first:,}{f' to {last:,}' * (last > first)}, from {checkpoint or 'the beginning'}",
-        flush=True,
-    )
-    result = run_fit(words, LIMIT, folder)
-    if result.status != "completed" or not (folder / "version_0" / FILE).exists():
+    steps = f"step {first:,}"
+    if last > first:
+        steps += f" to {last:,}"
+    print(f"replay  {steps}, from {checkpoint or 'the beginning'}", flush=True)
+    result = run_fit(words, TIMEOUT, folder)
+    file = folder / "version_0" / FILE
+    if result.status != "completed" or not file.exists():
         raise UserError(f"the run cannot be repeated: {result.error or 'it ended before the step'}")
-    step = load(folder / "version_0" / FILE)
-    samples = sorted(step["samples"], key=lambda sample: -key(sample["loss"]))
+    step = load(file)
+    samples = sorted(step["samples"], key=lambda sample: key(sample["loss"]), reverse=True)
     rows = [described(sample, step["names"]) for sample in samples]
     title = f"Step {step['step']:,}, epoch {step['epoch']}: loss {step['loss']:.4g}"
     command = str(CommandLine(["replay", *arguments]))
-    sample, shard, label, predicted, loss = rows[0]
-    print(
-        f"{title}\nlargest loss {loss}: sample {sample} (shard {shard}), label {label}, predicted {predicted}"
-    )
-    print(
-        f"report  {write_report(title, samples, rows, step['norms'], command, folder / 'report.html')}"
-    )
+    sample, label, predicted, loss = rows[0]
+    report = folder / "report.html"
+    write_report(title, samples, rows, command, report)
+    print(f"{title}\nlargest loss {loss}: sample {sample}, label {label}, predicted {predicted}")
+    print(f"report  {report}")
     return 0
 
 
@@ -303,23 +278,23 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
     """
     if record.not_finite_step is not None:
         return record.not_finite_step, record.not_finite_step
+    if not record.steps:
+        raise UserError("--step worst: the run took no step: give another run")
     rows = read_metrics(metrics)
-    names = {
-        name
-        for row in rows
-        for name in row
-        if name.endswith("loss_step") or name in ("loss", "train_loss")
-    }
+    names = []
+    for name in set().union(*rows):
+        if name.endswith("loss_step") or name in ("loss", "train_loss"):
+            names.append(name)
     # prefer any other name to "train_loss", which may be an epoch's mean
     name = min(names, key=lambda name: (name == "train_loss", name), default="")
     losses = [(int(row["step"]) + 1, row[name]) for row in rows if name in row]
-    if not record.steps:
-        raise UserError("--step worst: the run took no step: give another run")
     if len(losses) in (0, 1, len(record.epochs)):  # no windows, or epochs' means
         return 1, record.steps
-    rises = [key(after) - before for (_, before), (_, after) in itertools.pairwise(losses)]
-    place = rises.index(max(rises))
-    return losses[place][0] + 1, losses[place + 1][0]
+    rises = []
+    for (step, loss), (step_after, loss_after) in itertools.pairwise(losses):
+        rises.append((key(loss_after) - loss, step + 1, step_after))
+    _, first, last = max(rises, key=itemgetter(0))
+    return first, last
 
 
 def before(folder: Path, step: int) -> Path | None:
@@ -328,64 +303,58 @@ def before(folder: Path, step: int) -> Path | None:
     Raises:
         UserError: When a checkpoint is damaged.
     """
-    made = [(read(path)["global_step"], path) for path in folder.glob("*.ckpt")]
-    return max(((steps, path) for steps, path in made if steps < step), default=(0, None))[1]
+    last = 0
+    checkpoint = None
+    for path in folder.glob("*.ckpt"):
+        steps = read(path)["global_step"]
+        if last < steps < step:
+            last = steps
+            checkpoint = path
+    return checkpoint
 
 
-def described(sample: dict[str, Any], names: list[str]) -> list[str]:
-    """Return a sample's cells for the table: file or index, shard, label, prediction, loss."""
-    numbers = (sample["label"], sample["predicted"])
-    classes = [
-        "—" if number is None else names[number] if names else str(number) for number in numbers
-    ]
-    return [str(sample["sample"]), str(sample["shard"]), *classes, f"{sample['loss']:.4g}"]
+def described(sample: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Return a sample's cells for the table: file or index, label, prediction, loss."""
+    cells = [str(sample["sample"])]
+    for number in (sample["label"], sample["predicted"]):
+        if number is None:
+            cells.append("—")
+        elif names:
+            cells.append(names[number])
+        else:
+            cells.append(str(number))
+    return [*cells, f"{sample['loss']:.4g}"]
 
 
 def write_report(
-    title: str,
-    samples: list[dict[str, Any]],
-    rows: list[list[str]],
-    norms: list[float],
-    command: str,
-    file: Path,
-) -> Path:
-    """Write the report, and return its path.
+    title: str, samples: Sequence[Any], rows: Sequence[Sequence[str]], command: str, file: Path
+) -> None:
+    """Write the report.
 
     Args:
         title: Step and loss.
         samples: Samples, the largest loss first.
         rows: Cells of each sample.
-        norms: Gradient norm of each shard.
         command: Command line of `replay`.
         file: Path of the report.
     """
-    texts = [
-        f"{short(a, 9)}, predicted {short(b, 9)}\nloss {loss}" for _, _, a, b, loss in rows[:SHOWN]
-    ]
-    shown = [
-        (sample["image"], t)
-        for sample, t in zip(samples, texts, strict=False)
-        if sample["image"] is not None
-    ]
-    figures = {"images": draw_images(shown)} if shown else {}
-    pictures = '![The samples as the network got them, with label, prediction and loss](images "Largest loss first")'
-    norm_rows = [(f"shard {number + 1}", f"{norm:.4g}") for number, norm in enumerate(norms)]
+    images = []
+    for sample, (_, label, predicted, loss) in zip(samples[:MOST_IMAGES], rows, strict=False):
+        if sample["image"] is not None:
+            text = f"{short(label, 9)}, predicted {short(predicted, 9)}\nloss {loss}"
+            images.append((sample["image"], text))
     sections = [
-        Section("Images", pictures * bool(shown)),
-        Section(
-            "Samples",
-            table(("sample", "shard", "label", "predicted", "loss"), rows, words=range(4)),
-        ),
-        Section("Gradient norm", table(("shard", "norm"), norm_rows)),
+        Section("Samples", table(("sample", "label", "predicted", "loss"), rows, words=range(3))),
         Section("The command", code(command)),
     ]
-    write_text(
-        file,
-        page(
-            title,
-            f"{len(samples)} samples, each scored alone with the weights before the step, without dropout.",
-            sections,
-            figures,
-        ),
+    figures = {}
+    if images:
+        figures["images"] = draw_images(images)
+        caption = "The samples as the network got them, with label, prediction and loss"
+        picture = f'![{caption}](images "Largest loss first")'
+        sections.insert(0, Section("Images", picture))
+    lead = (
+        f"{len(samples)} samples, each scored alone with the weights before the step, without "
+        "dropout."
     )
-    return file
+    write_text(file, page(title, lead, sections, figures))

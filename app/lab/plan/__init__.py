@@ -1,4 +1,4 @@
-"""Prediction of the speed-up on more devices or nodes, from a measured step and the speed of the links between them.
+"""Prediction of the speed-up on more devices or nodes, from a measured step and the links.
 
 cost_model   formulas, with their sources
 measure      measurement of a step and its gradients

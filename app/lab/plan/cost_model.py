@@ -1,17 +1,17 @@
-"""Cost model of scaling: step time on several devices and nodes, from a step on one device and the devices' links.
+"""Cost model of scaling: step time on several devices, from a step on one and the links.
 
 On one device, a step with b images takes data(b) + forward(b) + backward(b) + update + rest. The
 first three are linear functions of b, fitted to measured steps. The offset of such a function is
 its launch time.
 
-ddp: each of N devices computes b = B/N images of a global batch B. DDP groups the gradients into
-buckets. When the last gradient of a bucket is ready, the bucket is summed over a ring of all
+With DDP, each of N devices computes b = B/N images of a global batch B. DDP groups the gradients
+into buckets. When the last gradient of a bucket is ready, the bucket is summed over a ring of all
 devices. Buckets are summed one after the other:
 
     all_reduce(bytes) = 2(N-1)/N · bytes/bandwidth + 2(N-1) · latency
     end of bucket i   = max(end of bucket i-1, ready_i · backward(b)) + all_reduce(bytes_i)
-    step              = data(b) + forward(b) + max(backward(b), end of the last bucket) + update + rest
-                        + all_reduce(8 bytes)
+    step              = data(b) + forward(b) + max(backward(b), end of the last bucket) + update
+                        + rest + all_reduce(8 bytes)
 
 Here, ready_i is the fraction of the backward pass after which bucket i's last gradient is ready. By
 the all-reduce of 8 bytes, the ranks agree whether to stop.
@@ -20,17 +20,6 @@ Communication costs only the time that the backward pass does not hide. Over sev
 is as fast as its slowest link. Sources: Patarasuk and Yuan (ring),
 https://doi.org/10.1016/j.jpdc.2008.09.002; Li et al., VLDB 2020 (buckets, overlap),
 https://arxiv.org/abs/2006.15704.
-
-dp: one process feeds all devices of one node. Python launches the replicas one after the other,
-because the GIL serialises them. On every step, parameters are sent to N-1 devices and gradients are
-sent back, without overlap. Data, update and rest are those of the whole batch on the first device:
-
-    step = data(B) + N · (launch of forward and backward) + (forward + backward)(b) without launch
-           + 2(N-1) · (bytes of the parameters/bandwidth + latency) + update + rest
-
-On a CPU, nothing is copied, and autograd runs all replicas' backward passes in one thread. GPUs
-have one thread each:
-https://docs.pytorch.org/docs/stable/notes/autograd.html#multithreaded-autograd.
 
 Processes that share cores are not predicted, because the formulas ignore their interference.
 
@@ -43,6 +32,7 @@ Not modelled: stragglers, other traffic, and algorithms other than the ring. For
 many ranks, NCCL uses trees, whose latency grows with log N.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,11 +41,12 @@ import pandas as pd
 
 from app.system.interconnect import Link, fit_line
 
+ALONE = Link(math.inf, 0.0)  # a link that takes no time
+PHASES = ["data", "forward_backward", "optimizer", "rest"]
 AGREEMENT = 8  # bytes of the all-reduce by which ranks agree on stopping, in app.launch.signals
-FIRST_BUCKET, BUCKET = (
-    2**20,
-    25 * 2**20,
-)  # bytes; defaults of torch.nn.parallel.DistributedDataParallel
+# bytes; defaults of torch.nn.parallel.DistributedDataParallel
+FIRST_BUCKET = 2**20
+BUCKET = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -109,14 +100,8 @@ class Step:
     launch_known: bool = True
     spread: tuple[float, float] = (1.0, 1.0)
 
-    def single(self, batch: float) -> float:
-        """Predict the seconds of a step on one device."""
-        return (
-            self.data(batch) + self.forward(batch) + self.backward(batch) + self.update + self.rest
-        )
-
-    def ddp(self, batch: int, devices: int, link: Link) -> float:
-        """Predict the seconds of a step under ddp.
+    def ddp(self, batch: float, devices: int, link: Link) -> float:
+        """Predict the seconds of a step.
 
         Args:
             batch: Global batch size.
@@ -125,46 +110,13 @@ class Step:
         """
         images = -(-batch // devices)
         backward = self.backward(images)
-        end = 0.0
+        end = backward
+        reduced = 0.0
         for bucket in self.buckets:
-            end = max(end, bucket.ready * backward) + link.all_reduce(bucket.size, devices)
+            reduced = max(reduced, bucket.ready * backward) + link.all_reduce(bucket.size, devices)
+            end = max(end, reduced)
         agreed = link.all_reduce(AGREEMENT, devices)
-        return (
-            self.data(images)
-            + self.forward(images)
-            + max(backward, end)
-            + self.update
-            + self.rest
-            + agreed
-        )
-
-    def dp(self, batch: int, devices: int, link: Link, shared: bool = False) -> float:
-        """Predict the seconds of a step under dp.
-
-        Args:
-            batch: Global batch size.
-            devices: Number of replicas.
-            link: Link between the devices.
-            shared: Whether the replicas are threads on one CPU. Then no parameters are copied, and
-                one thread runs the backward pass of all replicas.
-        """
-        images = -(-batch // devices)
-        launch = self.forward.launch + self.backward.launch
-        forward = self.forward.per_image * images
-        backward = self.backward.per_image * (batch if shared else images)
-        size = sum(
-            bucket.size for bucket in self.buckets
-        )  # bytes of the gradients; the parameters have as many
-        copies = 0.0 if shared else 2 * (devices - 1) * (size / link.bandwidth + link.latency)
-        return (
-            self.data(batch)
-            + devices * launch
-            + forward
-            + backward
-            + copies
-            + self.update
-            + self.rest
-        )
+        return self.data(images) + self.forward(images) + end + self.update + self.rest + agreed
 
 
 @dataclass(frozen=True)
@@ -195,40 +147,38 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
         buckets: Gradients, grouped into DDP's buckets.
     """
     images = [timed.images for timed in measured]
+    seconds = pd.DataFrame([timed.phases for timed in measured])[PHASES] / 1000
+    launch_known = len(set(images)) > 1
 
-    def line(phase: str) -> Line:
-        seconds = [max(timed.phases[phase], 1e-6) / 1000 for timed in measured]
-        if len(set(images)) == 1:
-            return Line(0.0, sum(seconds) / len(seconds) / images[0])
-        return Line(*fit_line(images, seconds))
+    def line(phase: str, share: float = 1.0) -> Line:
+        times = seconds[phase].clip(lower=1e-9)
+        if not launch_known:
+            return Line(0.0, share * times.mean() / images[0])
+        launch, per_image = fit_line(images, times.tolist())
+        return Line(share * launch, share * per_image)
 
-    def mean(phase: str) -> float:
-        return sum(timed.phases[phase] for timed in measured) / len(measured) / 1000
-
-    both = line("forward_backward")
     step = Step(
         data=line("data"),
-        forward=Line(both.launch * (1 - backward), both.per_image * (1 - backward)),
-        backward=Line(both.launch * backward, both.per_image * backward),
-        update=mean("optimizer"),
-        rest=mean("rest"),
+        forward=line("forward_backward", 1 - backward),
+        backward=line("forward_backward", backward),
+        update=float(seconds["optimizer"].mean()),
+        rest=float(seconds["rest"].mean()),
         buckets=tuple(buckets),
-        launch_known=len(set(images)) > 1,
+        launch_known=launch_known,
     )
-    phases = ("data", "forward_backward", "optimizer", "rest")
-    fits = [
-        (sum(t.phases[p] for p in phases) / 1000 / step.single(t.images), *t.windows)
-        for t in measured
-    ]
-    lows = [fit * low for fit, low, _ in fits]
-    highs = [fit * high for fit, _, high in fits]
-    return replace(step, spread=(min(1.0, *lows), max(1.0, *highs)))
+    low = 1.0
+    high = 1.0
+    for timed, time in zip(measured, seconds.sum(axis=1), strict=True):
+        ratio = time / step.ddp(timed.images, 1, ALONE)
+        low = min(low, ratio * timed.windows[0])
+        high = max(high, ratio * timed.windows[1])
+    return replace(step, spread=(low, high))
 
 
 def spread_of_link(
     measured: Sequence[tuple[int, float]], link: Link, ranks: int
 ) -> tuple[float, float]:
-    """Return the smallest and largest ratio of a measured time to the link's prediction. The range includes 1.
+    """Return the smallest and largest ratio of a measured time to the prediction, including 1.
 
     Args:
         measured: Bytes and seconds of each all-reduce.
@@ -240,7 +190,7 @@ def spread_of_link(
 
 
 def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
-    """Group gradients into buckets as DDP does after its first step: the first bucket of 1 MiB, the others of 25 MiB.
+    """Group gradients into buckets of 1 MiB (the first) and 25 MiB, as DDP does.
 
     Args:
         gradients: For each gradient, its bytes and the share of the backward pass after which it is
@@ -266,8 +216,6 @@ class Machines:
         per_node: Number of devices per node.
         link: Link between devices within a node.
         node_link: Link between nodes; None if unknown, so that only one node can be predicted.
-        shared: Whether the devices of a node are cores of one CPU. If so, dp copies no parameters,
-            and one thread runs the backward pass of all replicas.
         link_spread: Smallest and largest ratio of a measured all-reduce time to `link`'s
             prediction. The range always includes 1.
         price_per_hour: Price of one device for an hour, or None.
@@ -276,7 +224,6 @@ class Machines:
     per_node: int
     link: Link
     node_link: Link | None
-    shared: bool = False
     link_spread: tuple[float, float] = (1.0, 1.0)
     price_per_hour: float | None = None
 
@@ -292,7 +239,7 @@ class Machines:
 def predict(
     step: Step, batch: int, counts: Iterable[int], machines: Machines, scale_batch: bool = False
 ) -> pd.DataFrame:
-    """Predict training on several numbers of devices, under ddp, and under dp within a node.
+    """Predict training on several numbers of devices.
 
     Args:
         step: Step on one device.
@@ -302,53 +249,49 @@ def predict(
         scale_batch: Whether the global batch grows with the devices.
 
     Returns:
-        A row for each strategy and number of devices, with step_ms, samples_per_s, speed_up,
-        efficiency, waiting_ms (communication that the backward pass does not hide) and, with a
-        price, cost_per_million_samples. Columns with the suffix `_low` or `_high` are the ends of
-        the prediction's range.
+        A row for each number of devices, with step_ms, samples_per_s, speed_up, efficiency,
+        waiting_ms (communication that the backward pass does not hide) and, with a price,
+        cost_per_million_samples. Columns with the suffix `_low` or `_high` are the ends of the
+        prediction's range.
     """
     rows: list[dict[str, Any]] = []
-    alone = batch / step.single(batch)
+    alone = batch / step.ddp(batch, 1, ALONE)
+    compute_low, compute_high = step.spread
+    sending_low, sending_high = machines.link_spread
     for count in counts:
         images = batch * count if scale_batch else batch
-        both = 1 < count <= machines.per_node and step.launch_known
-        for strategy in ("ddp", "dp") if both else ("ddp",):
-            factors = ((1.0, 1.0), *zip(step.spread, machines.link_spread, strict=True))
-            time, *ends = (
-                _seconds(strategy, step, images, count, machines, *pair) for pair in factors
-            )
-            rates = {"": images / time, "_low": images / ends[1], "_high": images / ends[0]}
-            speed_ups = {end: rate / alone if count > 1 else 1.0 for end, rate in rates.items()}
-            hidden = step.ddp(images, count, Link(float("inf"), 0.0))
-            row = {
-                "strategy": strategy if count > 1 else "one device",
-                "devices": count,
-                "nodes": -(-count // machines.per_node),
-                "global_batch": images,
-                "replica_batch": -(-images // count),
-                "shared_equally": images % count == 0,
-                "step_ms": 1000 * time,
-                "waiting_ms": 1000 * (time - hidden) if strategy == "ddp" else float("nan"),
-                **{f"samples_per_s{end}": rate for end, rate in rates.items()},
-                **{f"speed_up{end}": speed_up for end, speed_up in speed_ups.items()},
-                **{f"efficiency{end}": speed_up / count for end, speed_up in speed_ups.items()},
-            }
-            if machines.price_per_hour is not None:
-                row["cost_per_million_samples"] = (
-                    1e6 / rates[""] / 3600 * machines.price_per_hour * count
-                )
-            rows.append(row)
+        link = machines.slowest(count)
+        time = step.ddp(images, count, link)
+        row = {
+            "devices": count,
+            "nodes": -(-count // machines.per_node),
+            "global_batch": images,
+            "replica_batch": -(-images // count),
+            "shared_equally": images % count == 0,
+            "step_ms": 1000 * time,
+            "waiting_ms": 1000 * (time - step.ddp(images, count, ALONE)),
+        }
+        times = {
+            "": time,
+            "_low": _slower(step, images, count, link, compute_high, sending_high),
+            "_high": _slower(step, images, count, link, compute_low, sending_low),
+        }
+        for end, seconds in times.items():
+            speed_up = 1.0
+            if count > 1:
+                speed_up = images / seconds / alone
+            row[f"samples_per_s{end}"] = images / seconds
+            row[f"speed_up{end}"] = speed_up
+            row[f"efficiency{end}"] = speed_up / count
+        if machines.price_per_hour is not None:
+            price = machines.price_per_hour / 3600 * count
+            row["cost_per_million_samples"] = 1e6 * time / images * price
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
-def _seconds(
-    strategy: str,
-    step: Step,
-    images: int,
-    count: int,
-    machines: Machines,
-    compute: float,
-    sending: float,
+def _slower(
+    step: Step, images: int, count: int, link: Link, compute: float, sending: float
 ) -> float:
     """Predict the seconds of a step with slower devices and a slower link.
 
@@ -357,18 +300,12 @@ def _seconds(
     `sending`.
 
     Args:
-        strategy: `ddp` or `dp`.
         step: Step on one device.
         images: Global batch size.
         count: Number of devices.
-        machines: The machines.
+        link: Slowest link of the ring.
         compute: Factor by which devices are slower.
         sending: Factor by which the link is slower.
     """
-    link = machines.slowest(count)
     link = Link(link.bandwidth * compute / sending, link.latency * sending / compute)
-    return compute * (
-        step.ddp(images, count, link)
-        if strategy == "ddp"
-        else step.dp(images, count, link, machines.shared)
-    )
+    return compute * step.ddp(images, count, link)

@@ -1,4 +1,4 @@
-"""Measurement of a training step, and of the times at which its gradients are ready, on one device."""
+"""Measurement of a training step on one device, and of when its gradients are ready."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,31 +18,27 @@ from app.record.words import taken_cores
 from app.system.machine import time_when_done
 
 ONE_DEVICE = (  # flags of a run of 30 steps on one device, without checkpoints or tracking
-    *(
-        "--trainer.devices=1",
-        "--trainer.num_nodes=1",
-        "--trainer.strategy=auto",
-        "--trainer.max_epochs=-1",
-    ),
-    *(
-        "--trainer.max_steps=30",
-        "--trainer.limit_train_batches=30",
-        "--trainer.limit_val_batches=1",
-    ),
-    *(
-        "--trainer.enable_checkpointing=false",
-        "--trainer.fast_dev_run=false",
-        "--trainer.barebones=false",
-    ),
-    *("--run.warmup_epochs=0", "--run.wandb=false", "--trainer.log_every_n_steps=5"),
+    "--trainer.devices=1",
+    "--trainer.num_nodes=1",
+    "--trainer.strategy=auto",
+    "--trainer.max_epochs=-1",
+    "--trainer.max_steps=30",
+    "--trainer.limit_train_batches=30",
+    "--trainer.limit_val_batches=1",
+    "--trainer.enable_checkpointing=false",
+    "--trainer.fast_dev_run=false",
+    "--trainer.barebones=false",
+    "--trainer.log_every_n_steps=5",
+    "--run.warmup_epochs=0",
+    "--run.wandb=false",
 )
-LIMIT = 300.0  # timeout of a run in seconds
+TIMEOUT = 300.0  # of a run, in seconds
 
 
 def measure_steps(
     arguments: list[str], say: Callable[[str], None] = lambda activity: None
 ) -> list[Timed]:
-    """Measure 30 steps on one device with each of three batch sizes: the global batch, a quarter, and a sixteenth.
+    """Measure 30 steps on one device with the global batch, a quarter, and a sixteenth of it.
 
     Args:
         arguments: The arguments of `python -m app`, beginning with `fit`.
@@ -75,9 +71,9 @@ def timed_run(arguments: list[str]) -> Record:
     Raises:
         UserError: When the run fails, or its steps were not timed.
     """
-    record = run_fit([*arguments[1:], *ONE_DEVICE], LIMIT)
+    record = run_fit([*arguments[1:], *ONE_DEVICE], TIMEOUT)
     if record.time_limit is not None:
-        raise UserError(f"30 steps on one device took more than {LIMIT:g} s: use a smaller model")
+        raise UserError(f"30 steps on one device took more than {TIMEOUT:g} s: use a smaller model")
     if record.status != "completed":
         raise UserError(str(record.error))
     if record.time_per_step is None:
@@ -123,7 +119,7 @@ def read_record(path: str) -> Record:
 
 
 def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tuple[int, float]]]:
-    """Measure the backward pass's share of the computation, and the time at which each gradient is ready.
+    """Measure the backward pass's share of the time, and when each gradient is ready.
 
     Args:
         arguments: The arguments of `python -m app`, beginning with `fit`.
@@ -141,17 +137,11 @@ def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tup
     if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):
         raise UserError("plan needs a model and data of this application: give --model and --data")
     trainer = resolve(arguments).trainer
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = (
-        torch.device("cpu") if accelerator is None or trainer.accelerator == "cpu" else accelerator
-    )
-    mixed = {
-        "bf16-mixed": torch.bfloat16,
-        "16-mixed": torch.float16 if device.type == "cuda" else torch.bfloat16,
-    }
-    autocast = torch.autocast(
-        device.type, mixed.get(trainer.precision), enabled=trainer.precision in mixed
-    )
+    device = torch.device("cpu")
+    if trainer.accelerator != "cpu":
+        device = torch.accelerator.current_accelerator(check_available=True) or device
+    is_mixed = str(trainer.precision).endswith("-mixed")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_mixed)
     network = model.network.to(device)
     images = torch.randn(batch, *data.image_shape, device=device)
     labels = torch.zeros(batch, dtype=torch.int64, device=device)

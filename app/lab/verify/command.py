@@ -1,12 +1,10 @@
-"""Command `python -m app verify`: trains on one device, and again in each variant that this machine allows.
+"""Command `python -m app verify`: trains on one device, and again in each possible variant.
 
 Prints the first differences, their causes, and remedies. Exit code: 0 if all variants train the
 same, 1 if any differs or fails, 2 if the training on one device cannot run.
 """
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import Namespace
 
@@ -21,7 +19,7 @@ from app.monitor.loggers import claim_version
 from app.system.files import write_json
 from app.system.terminal import make_console
 
-USAGE = "python -m app verify [--model my.Model] [--data my.Data] [--steps N] [--ways FILE] [--FLAG.OF.FIT VALUE ...]"
+USAGE = "python -m app verify [--model my.Model] [--data my.Data] [--steps N] [--FLAG VALUE ...]"
 
 
 def run(arguments: list[str]) -> int:
@@ -56,28 +54,22 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Prover]:
     remaining, flags = split_flags(arguments)
     parser = PlainParser(usage=USAGE, description=__doc__)
     parser.add_argument("--root", default="runs", help="the report and its runs go to ROOT/verify")
+    parser.add_argument("--json", type=str | None, help="write the result to this file, too")
     parser.add_argument(
-        "--json", default=None, type=str | None, help="write the result to this file, too"
+        "--variants", type=str | None, help="YAML file of variants, NAME: {FLAG: VALUE}"
     )
-    parser.add_argument(
-        "--ways", default=None, type=str | None, help="YAML file of variants, NAME: {FLAG: VALUE}"
-    )
-    parser.add_class_arguments(Settings, skip={"ways"})
+    parser.add_class_arguments(Settings, skip={"variants"})
     options = parser.parse_args(remaining)
-    if options.json is not None and (
-        Path(options.json).is_dir() or not Path(options.json).parent.is_dir()
-    ):
-        raise UserError(f"--json {options.json}: no file can be written there: give another path")
-    values = {field.name: options[field.name] for field in fields(Settings)}
-    settings = Settings(**values | {"ways": _ways(options.ways)})
-    return options, Prover(settings, *by_name(flags), Path(options.root))
-
-
-def _ways(file: str | None) -> dict[str, dict[str, Any]]:
-    ways = {} if file is None else read_yaml(file, "--ways")
-    for name, flags in ways.items():
-        if not isinstance(name, str) or not isinstance(flags, dict):
+    if options.json and not Path(options.json).parent.is_dir():
+        raise UserError(f"--json {options.json}: there is no such folder: create it")
+    variants = {}
+    if options.variants is not None:
+        variants = read_yaml(options.variants, "--variants")
+    for name, flags_of_variant in variants.items():
+        if not isinstance(name, str) or not isinstance(flags_of_variant, dict):
             raise UserError(
-                f"--ways {file}: {name}: expected a name and its flags of fit, as in compare's variants"
+                f"--variants {options.variants}: {name}: expected a name and its flags of fit, as "
+                "in compare's variants"
             )
-    return ways
+    settings = Settings(options.steps, variants, options.quick, options.bits, options.time_limit)
+    return options, Prover(settings, *by_name(flags), Path(options.root))

@@ -1,9 +1,8 @@
 """Verification: runs a training in several variants, and compares each with a run on one device."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ import torch
 from app.errors import UserError
 from app.lab.runs import run_fit
 from app.lab.variant import RESERVED, Variant
-from app.lab.verify.causes import ORDER, ROUNDING, SHARDS, Case, Cause, causes
+from app.lab.verify.causes import BITS, ORDER, REMEDIES, Case, Cause, causes
 from app.lab.verify.differences import (
     EXACT,
     TOLERANCE,
     Recorded,
     differences,
     effect,
-    first_operation,
+    first_bits,
     largest,
 )
 from app.lab.verify.verdict import Result, Verdict
@@ -39,14 +38,14 @@ class Settings:
 
     Args:
         steps: Number of optimizer steps of each run.
-        ways: Flags of `fit` for further variants, by variant name.
-        quick: Run only the variants `ddp × 2`, `stop and resume`, and those of `ways`.
-        bits: Require the same bits, and print the first operation whose output differs.
+        variants: Flags of `fit` for further variants, by variant name.
+        quick: Run only the variants `ddp × 2`, `stop and resume`, and those of `variants`.
+        bits: Require the same bits, and print the first module whose output differs.
         time_limit: Seconds after which a run is stopped and counts as failed.
     """
 
     steps: int = 30
-    ways: dict[str, dict[str, Any]] = field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     quick: bool = False
     bits: bool = False
     time_limit: float = 600.0
@@ -78,7 +77,8 @@ class Prover:
                 raise UserError(f"--{flag} is set by verify itself: leave it out")
             if flag in ("trainer.devices", "trainer.strategy", "trainer.num_nodes"):
                 raise UserError(
-                    f"--{flag} is a flag of the variants: leave it out, or add a variant of your own by --ways"
+                    f"--{flag} is a flag of the variants: leave it out, or add a variant of your "
+                    "own by --variants"
                 )
         self.settings = settings
         self.configs = list(configs)
@@ -87,46 +87,40 @@ class Prover:
         self.say = lambda line: None
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        self.references: dict[
-            str, Result
-        ] = {}  # each run on one device; the key is its additional flags
+        # each run on one device, by its additional flags
+        self.references: dict[str, Result] = {}
         self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
-            self.device = {"trainer.accelerator": "gpu" if torch.cuda.device_count() > 1 else "cpu"}
+            self.device["trainer.accelerator"] = "cpu"
+            if torch.cuda.device_count() > 1:
+                self.device["trainer.accelerator"] = "gpu"
 
-    def ways(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return two dictionaries by variant name: flags of the variants to run, and reasons of the skipped ones."""
+    def variants(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return flags of the variants to run, and reasons of the skipped ones, by variant name."""
         ddp = {**ALONE, "trainer.strategy": "ddp", "trainer.devices": 2}
         skipped: dict[str, str] = {}
-        if self.settings.quick:
-            return {"ddp × 2": ddp, **self.settings.ways}, skipped
-        ways = {
+        variants = {
             "dp × 2": {**ddp, "trainer.strategy": "dp"},
             "ddp × 2": ddp,
             "ddp × 4": {**ddp, "trainer.devices": 4},
             "ddp_spawn × 2": {**ddp, "trainer.strategy": "ddp_spawn"},
             "ddp, 2 nodes": {**ddp, "trainer.devices": 1, "trainer.num_nodes": 2},
         }
+        if self.settings.quick:
+            return {"ddp × 2": ddp, **self.settings.variants}, skipped
         sharded = self.config.run.virtual_devices is not None
         if sharded:
             skipped["dp × 2"] = "--run.virtual_devices needs separate processes"
-            del ways["dp × 2"]
-        accumulated = "accumulation × 2"
+            del variants["dp × 2"]
         size = self.config.data.get("init_args.batch_size")
-        if (
-            sharded
-            or self.config.trainer.accumulate_grad_batches != 1
-            or not isinstance(size, int)
-            or size % 2
-        ):
-            skipped[accumulated] = "it halves --data.batch_size, which these flags do not allow"
+        is_even = isinstance(size, int) and size % 2 == 0
+        if is_even and not sharded and self.config.trainer.accumulate_grad_batches == 1:
+            halved = {"trainer.accumulate_grad_batches": 2, "data.batch_size": size // 2}
+            variants["accumulation × 2"] = {**ALONE, **halved}
         else:
-            ways[accumulated] = {
-                **ALONE,
-                "trainer.accumulate_grad_batches": 2,
-                "data.batch_size": size // 2,
-            }
-        return ways | self.settings.ways, skipped
+            reason = "it halves --data.batch_size, which these flags do not allow"
+            skipped["accumulation × 2"] = reason
+        return variants | self.settings.variants, skipped
 
     def run(self) -> Verdict:
         """Run all variants, and return the verdict.
@@ -134,21 +128,25 @@ class Prover:
         Raises:
             UserError: When the reference fails, or `fit` rejects a variant's flags.
         """
-        flags, skipped = self.ways()
+        flags, skipped = self.variants()
         for name, more in flags.items():  # check all flags before the first run
             self.variant(name, more)
         reference = self._run(REFERENCE, ALONE)
         if reference.recorded is None:
             raise UserError(f"the run on one device failed: {reference.failed}")
-        results = [self._run(name, more, reference.recorded) for name, more in flags.items()]
-        results += [Result(name, [], skipped=reason) for name, reason in skipped.items()]
-        results.append(self._resume(reference.recorded, {}))
+        results = []
+        for name, more in flags.items():
+            results.append(self._run(name, more, reference=reference.recorded))
+        for name, reason in skipped.items():
+            results.append(Result(name, [], skipped=reason))
+        results.append(self._resume(reference.recorded))
         faults: dict[str, Result] = {}
         for result in results:
+            flags_of_result = flags.get(result.name, ALONE)
             if not self.settings.bits:
-                self._repeat_in_float64(result, flags.get(result.name), {})
+                self._repeat_in_float64(result, flags_of_result)
             if result.differences and faults.setdefault(result.fault, result) is result:
-                self._look_behind(result, flags.get(result.name), reference.recorded)
+                self._look_behind(result, flags_of_result)
         return Verdict(reference.recorded, results, self.settings.bits)
 
     def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
@@ -166,28 +164,27 @@ class Prover:
         self,
         name: str,
         flags: Mapping[str, Any],
+        more: Mapping[str, Any] = {},
         reference: Recorded | None = None,
         earlier: Recorded | None = None,
         steps: int | None = None,
-        series: str = "",
     ) -> Result:
         """Run a variant, and compare its recording with the reference.
 
         Args:
             name: Name of the variant.
             flags: The variant's flags of `fit`.
+            more: Additional flags. They are printed after the variant's name, and name the folder.
             reference: Recording to compare with, or None.
             earlier: Recording of the run that this run resumes, or None.
             steps: Number of optimizer steps; by default the settings'.
-            series: Label of a series of runs with additional flags, such as
-                `run.global_order=true`. It is printed after the variant's name, and names the
-                folder of the series.
         """
-        variant = self.variant(name, flags)
-        result = Result(name, variant.arguments, skipped=variant.lacking)
+        variant = self.variant(name, {**flags, **more})
+        result = Result(name, variant.arguments, reference=reference, skipped=variant.lacking)
         if variant.lacking:
             return result
-        self.say(name + (f", {series}" if series else ""))
+        series = _series(more)
+        self.say(f"{name} {series}".rstrip())
         recording = {
             "trainer.callbacks+": "app.lab.verify.recording.Recording",
             "trainer.callbacks.steps": steps or self.settings.steps,
@@ -197,11 +194,10 @@ class Prover:
             "run.warmup_epochs": 0,
             "run.on_nonfinite": "warn",
         }
+        arguments = variant.arguments[1:]
+        for flag, value in recording.items():
+            arguments.append(f"--{flag}={value}")
         folder = self.folder / "runs" / series / variant.slug
-        arguments = [
-            *variant.arguments[1:],
-            *(f"--{flag}={value}" for flag, value in recording.items()),
-        ]
         record = run_fit(arguments, self.settings.time_limit, folder, variant.nodes())
         if record.status != "completed":
             result.failed = record.error
@@ -209,172 +205,145 @@ class Prover:
                 result.failed = f"not finished after {record.time_limit:g} s: see --time_limit"
             return result
         result.recorded = Recorded(Path(str(record.run_dir)), earlier)
-        if reference is not None:
-            tolerance = 0.0 if self.settings.bits else TOLERANCE
-            result.differences = differences(reference, result.recorded, tolerance)
-            result.causes = causes(
-                Case(reference, result.recorded, result.differences, variant.replicas)
-            )
-            if self.settings.bits and result.differences:
-                result.first_operation = first_operation(reference, result.recorded)
-                if not result.causes and variant.settings.run.virtual_devices is None:
-                    result.causes = [ROUNDING]
+        if reference is None:
+            return result
+        bits = self.settings.bits
+        result.differences = differences(reference, result.recorded, 0.0 if bits else TOLERANCE)
+        case = Case(reference, result.recorded, result.differences, variant.replicas)
+        result.causes = causes(case)
+        if bits and result.differences:
+            result.first_bits = first_bits(reference, result.recorded)
+            if not result.causes and variant.settings.run.virtual_devices is None:
+                text = (
+                    "each rank sums over its own samples, and another order of summation rounds "
+                    "differently"
+                )
+                result.causes = [Cause(text, BITS)]
         return result
 
-    def _resume(self, reference: Recorded, more: Mapping[str, Any], series: str = "") -> Result:
-        """Run a training that stops in the middle of the first epoch, and resume it from the checkpoint."""
-        flags = {**ALONE, **more}
+    def _resume(self, reference: Recorded, more: Mapping[str, Any] = {}) -> Result:
+        """Stop a training in the middle of the first epoch, and resume it from the checkpoint."""
         middle = max(len(reference.epoch(0)) // 2, 1)
-        stopped = self._run(STOPPED, flags, steps=middle, series=series)
+        stopped = self._run(STOPPED, ALONE, more, steps=middle)
         if stopped.recorded is None:
             return Result(RESUMED, stopped.command, failed=stopped.failed)
-        checkpoint = {"ckpt_path": str(stopped.recorded.run_dir / "checkpoints" / "last.ckpt")}
-        return self._run(RESUMED, flags | checkpoint, reference, stopped.recorded, series=series)
+        checkpoint = str(stopped.recorded.run_dir / "checkpoints" / "last.ckpt")
+        flags = {**ALONE, "ckpt_path": checkpoint}
+        return self._run(RESUMED, flags, more, reference, stopped.recorded)
 
-    def _again(
-        self, name: str, flags: Mapping[str, Any] | None, more: Mapping[str, Any]
-    ) -> tuple[Recorded | None, Result]:
+    def _again(self, name: str, flags: Mapping[str, Any], more: Mapping[str, Any]) -> Result:
         """Run the reference, on one device, and a variant, both with additional flags.
 
         Args:
             name: Name of the variant.
-            flags: Flags of the variant; None for the variant that is stopped and resumed.
+            flags: Flags of the variant.
             more: Additional flags.
 
         Returns:
-            The reference's recording and the variant's result. If the reference fails, None and the
-            reference's result.
+            The variant's result; if the reference fails, the reference's.
         """
-        series = " ".join(f"{flag}={value}" for flag, value in more.items())
+        series = _series(more)
         if series not in self.references:
-            self.references[series] = self._run(REFERENCE, {**ALONE, **more}, series=series)
-        reference = self.references[series].recorded
-        if reference is None:
-            return None, self.references[series]
-        if flags is None:
-            return reference, self._resume(reference, more, series)
-        return reference, self._run(name, {**flags, **more}, reference, series=series)
+            self.references[series] = self._run(REFERENCE, ALONE, more)
+        reference = self.references[series]
+        if reference.recorded is None:
+            return reference
+        if name == RESUMED:
+            return self._resume(reference.recorded, more)
+        return self._run(name, flags, more, reference.recorded)
 
-    def _look_behind(
-        self, result: Result, flags: Mapping[str, Any] | None, reference: Recorded
-    ) -> None:
-        """Repeat a variant with flags that remove the known causes of its difference, to find hidden causes.
+    def _look_behind(self, result: Result, flags: Mapping[str, Any]) -> None:
+        """Repeat a variant with flags that remove known causes, to find hidden causes.
 
         Add the hidden causes to the result, and set each cause's effect on the loss.
 
         Args:
             result: Result of a variant that differs.
-            flags: Flags of the variant; None for the variant that was stopped and resumed.
-            reference: Recording on one device.
+            flags: Flags of the variant.
         """
-        before = result
-        more = dict[str, Any]()
-        left = result.causes
-        if "data.batch_size" in (flags or ()) and "trainer.accumulate_grad_batches" not in (
-            flags or ()
-        ):
+        if "data.batch_size" in flags and "trainer.accumulate_grad_batches" not in flags:
             # the variant sets a rank's batch size, but the global order would divide it among the
             # ranks again
             return
-        for name, value in (ORDER, SHARDS):
-            deals = name == ORDER[0] and "samples" in result.differences
-            if not deals and not any(name in cause.remedy for cause in left):
+        before = result
+        more: dict[str, Any] = {}
+        for name, value in REMEDIES.items():
+            is_order = name == ORDER
+            is_remedy = any(name in cause.remedy for cause in before.causes)
+            if not is_remedy and not (is_order and "samples" in result.differences):
                 continue
             try:
-                self.variant(result.name, {**(flags or ALONE), **more, name: value})
+                self.variant(result.name, {**flags, **more, name: value})
             except UserError:  # `fit` does not allow the flag in this variant
                 continue
             more[name] = value
-            same, after = self._again(result.name, flags, more)
+            after = self._again(result.name, flags, more)
             self._repeat_in_float64(after, flags, more)
             result.remedied = _outcome(more, after)
-            if same is None or after.recorded is None:
+            if after.recorded is None:
                 return
-            assert before.recorded is not None
-            change = effect(after.recorded, same)
+            assert after.reference
+            assert before.recorded
+            assert before.reference
+            change = effect(after.recorded, after.reference)
             removed = effect(before.recorded, after.recorded)
-            if name != ORDER[0]:
-                removed = max(effect(before.recorded, reference) - change, 0.0)
-            remaining = {_without_figures(cause) for cause in after.causes}
-            known = {_without_figures(cause) for cause in (*result.causes, *result.behind)}
-            result.behind += [
-                cause for cause in after.causes if _without_figures(cause) not in known
-            ]
-            for causes_so_far in (result.causes, result.behind):
-                causes_so_far[:] = [
-                    _with_effect(cause, remaining, removed, change) for cause in causes_so_far
-                ]
+            if not is_order:
+                removed = max(effect(before.recorded, before.reference) - change, 0.0)
+            known = {cause.kind for cause in (*result.causes, *result.behind)}
+            remaining = {cause.kind for cause in after.causes}
+            for cause in after.causes:
+                if cause.kind not in known:
+                    result.behind.append(cause)
+            for cause in (*result.causes, *result.behind):
+                if cause.changes_loss and cause.kind in remaining:
+                    cause.effect = change
+                elif cause.changes_loss and cause.effect is None:
+                    cause.effect = removed
             before = after
-            reference = same
-            left = after.causes
 
     def _repeat_in_float64(
-        self, result: Result, flags: Mapping[str, Any] | None, more: Mapping[str, Any]
+        self, result: Result, flags: Mapping[str, Any], more: Mapping[str, Any] = {}
     ) -> None:
-        """Repeat a variant in float64, where rounding nearly vanishes, to separate rounding from other differences.
+        """Repeat a variant in float64, to separate rounding from other differences.
 
         Do nothing if rounding cannot be the cause. This is so if the numbers are equal or far
         apart, if samples or learning rates differ, or if the variant ran in float64 already.
 
         Args:
             result: Result of a variant. This method updates it.
-            flags: Flags of the variant; None for the variant that was stopped and resumed.
+            flags: Flags of the variant.
             more: Additional flags of the result's run.
         """
-        numbers = [result.differences[name] for name in NUMBERS if name in result.differences]
+        sizes = [place.size for name, place in result.differences.items() if name in NUMBERS]
         exact = str(self.config.trainer.precision).startswith("64")
         other = {"samples", "learning rate"} & result.differences.keys()
-        if exact or other or not numbers or numbers[0].size > MAY_BE_ROUNDING:
+        if exact or other or not sizes or sizes[0] > MAY_BE_ROUNDING:
             return
-        reference, repeated = self._again(
-            result.name, flags, {**more, "trainer.precision": "64-true"}
-        )
-        if reference is None or repeated.recorded is None:
+        more = {**more, "trainer.precision": "64-true"}
+        repeated = self._again(result.name, flags, more)
+        if repeated.recorded is None:
             return
-        result.in_float64 = largest(reference, repeated.recorded)
+        assert repeated.reference
+        result.in_float64 = largest(repeated.reference, repeated.recorded)
         if result.in_float64 > EXACT:
-            replicas = self.variant(result.name, flags or ALONE).replicas
-            exactly = differences(reference, repeated.recorded, EXACT)
-            result.causes = result.causes or causes(
-                Case(reference, repeated.recorded, exactly, replicas)
-            )
             return
-        kept = repeated.differences.keys() - set(NUMBERS)
-        result.rounding = {
-            name: place for name, place in result.differences.items() if name not in kept
-        }
-        result.differences = {
-            name: place for name, place in result.differences.items() if name in kept
-        }
-        result.causes = result.causes if kept else []
+        for name in list(result.differences):
+            if name in NUMBERS or name not in repeated.differences:
+                result.rounding[name] = result.differences.pop(name)
+        if not result.differences:
+            result.causes = []
 
 
 def _outcome(flags: Mapping[str, Any], result: Result) -> str:
-    """Describe how a variant ran with additional flags, such as `--run.global_order true: the same training`."""
-    text = (
-        f"still different {', '.join(result.differences)}"
-        if result.differences
-        else "the same training"
-    )
-    text = f"does not run: {result.failed}" if result.failed else text
-    return f"{' '.join(f'--{name} {value}' for name, value in flags.items())}: {text}"
+    """Describe a run with more flags, such as `--run.global_order true: the same training`."""
+    text = "the same training"
+    if result.failed:
+        text = f"does not run: {result.failed}"
+    elif result.differences:
+        text = f"still different {', '.join(result.differences)}"
+    typed = " ".join(f"--{name} {value}" for name, value in flags.items())
+    return f"{typed}: {text}"
 
 
-def _without_figures(cause: Cause) -> str:
-    return re.sub(r"\d", "", cause.text)
-
-
-def _with_effect(cause: Cause, remaining: set[str], removed: float, change: float) -> Cause:
-    """Set a cause's effect on the loss in a copy of it, after the variant was repeated with flags that remove causes.
-
-    Args:
-        cause: The cause.
-        remaining: Texts, without digits, of the causes that are still there in the repetition.
-        removed: Effect of the causes that are gone in the repetition.
-        change: Effect of the causes that are still there.
-    """
-    if not cause.changes_loss:
-        return cause
-    if _without_figures(cause) in remaining:
-        return replace(cause, effect=change)
-    return cause if cause.effect is not None else replace(cause, effect=removed)
+def _series(flags: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in flags.items())

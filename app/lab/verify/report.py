@@ -1,7 +1,6 @@
 """Report of a verification: table, losses of all variants, differences, and causes."""
 
-import itertools
-import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from app.lab.verify.verdict import Verdict
 from app.system.files import write_text
-from app.system.page import COLOURS, INK, PALE, Section, code, draw, label_lines, page, table
+from app.system.page import PALE, Section, code, draw, page, table
 
 
 def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
@@ -21,47 +20,33 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         command: The command line.
         folder: Folder of the report.
     """
-    reference = np.array([step.loss for step in verdict.reference.steps])
-    runs = {
-        result.name: result.recorded for result in verdict.results if result.recorded is not None
-    }
-    losses = {name: np.array([step.loss for step in run.steps]) for name, run in runs.items()}
-    differences = {
-        name: line[: len(reference)] - reference[: len(line)]
-        for name, line in losses.items()
-        if len(line)
-    }
-    largest = max(
-        (abs(line[np.isfinite(line)]).max(initial=0.0) for line in differences.values()),
-        default=0.0,
-    )
-    colours = dict(zip(losses, itertools.cycle(COLOURS)))
+    reference = verdict.reference.losses
+    losses: dict[str, np.ndarray] = {}
+    differences: dict[str, np.ndarray] = {}
+    for result in verdict.results:
+        if result.recorded is not None and len(result.recorded.losses):
+            line = result.recorded.losses
+            losses[result.name] = line
+            differences[result.name] = line[: len(reference)] - reference[: len(line)]
+    sizes = np.abs(np.concatenate([*differences.values(), np.zeros(1)]))
+    largest = sizes[np.isfinite(sizes)].max()
 
-    def paint(axes: Axes, lines: dict[str, np.ndarray], label: str) -> None:
+    def draw_lines(lines: dict[str, np.ndarray], label: str, axes: Axes) -> None:
         for name, line in lines.items():
-            axes.plot(range(1, len(line) + 1), line, color=colours[name], linewidth=1.2)
+            axes.plot(range(1, len(line) + 1), line, label=name, linewidth=1.2)
         axes.set(xlabel="step", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(axis="y")
+        axes.figure.legend(loc="outside lower center", ncols=3, fontsize=9)
 
-    def paint_losses(axes: Axes) -> None:
-        axes.plot(
-            range(1, len(reference) + 1), reference, color=PALE, linewidth=5, solid_capstyle="round"
-        )
-        paint(axes, losses, "training loss")
-        label_lines(axes, [(reference[-1], "one device (pale)\nand the others", INK)])
+    def draw_losses(axes: Axes) -> None:
+        steps = range(1, len(reference) + 1)
+        axes.plot(steps, reference, color=PALE, linewidth=5, label="one device")
+        draw_lines(losses, "training loss", axes)
 
-    def paint_differences(axes: Axes) -> None:
-        paint(axes, differences, "difference")
-        axes.ticklabel_format(axis="y", scilimits=(0, 0))
-        ends = [(line[-1], name, colours[name]) for name, line in differences.items()]
-        label_lines(axes, [end for end in ends if math.isfinite(end[0])])
-
-    title = (
-        f"Difference from one device: at most {largest:.0e}".replace("e-0", "e-")
-        if largest
-        else "No difference"
-    )
+    title = "No difference"
+    if largest:
+        title = f"Difference from one device: at most {largest:.0e}".replace("e-0", "e-")
     header, *rows = verdict.table()
     pictures = (
         '![Training loss of each step, in every variant](losses "Training loss of each step")\n'
@@ -73,8 +58,11 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         Section("Losses", pictures),
         Section("The command", code(command)),
     ]
-    steps = f"{len(reference)} steps in {len(losses) + 1} ways of running, against one device."
-    figures = {"losses": draw(paint_losses), "differences": draw(paint_differences)}
+    steps = f"{len(reference)} steps in {len(losses) + 1} variants, against one device."
+    figures = {
+        "losses": draw(draw_losses),
+        "differences": draw(partial(draw_lines, differences, "difference")),
+    }
     file = folder / "report.html"
     write_text(file, page(verdict.conclusion, steps, sections, figures))
     return file

@@ -1,7 +1,6 @@
-"""Verdict of a verification: each variant's differences from the run on one device, as a table and as text."""
+"""Verdict of a verification: each variant's differences from one device, as table and text."""
 
 import io
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -24,10 +23,11 @@ class Result:
         name: Name of the variant.
         command: Arguments of `python -m app`, from `fit` on.
         recorded: Recording of the run; None for a failed or skipped run.
+        reference: Recording that the run is compared with.
         differences: Difference from one device, by column; see
             `app.lab.verify.differences.differences`.
         causes: Known causes of the differences.
-        first_operation: First operation whose output bits differ; only with `--bits true`.
+        first_bits: First output or gradient whose bits differ; only with `--bits true`.
         rounding: Differences that are only rounding, by column.
         in_float64: Largest difference in float64, if the variant was repeated in float64.
         failed: Reason of a failure, or None.
@@ -39,9 +39,10 @@ class Result:
     name: str
     command: list[str]
     recorded: Recorded | None = None
+    reference: Recorded | None = None
     differences: dict[str, Difference] = field(default_factory=dict)
     causes: list[Cause] = field(default_factory=list)
-    first_operation: str | None = None
+    first_bits: str | None = None
     rounding: dict[str, Difference] = field(default_factory=dict)
     in_float64: float | None = None
     failed: str | None = None
@@ -57,10 +58,10 @@ class Result:
     @property
     def fault(self) -> str:
         """Key that is equal for variants with the same failure or causes."""
-        causes = [cause.text for cause in self.causes] or [*self.differences]
-        return (
-            self.name if self.same else re.sub(r"\d", "", "; ".join([self.failed or "", *causes]))
-        )
+        if self.same:
+            return self.name
+        kinds = [cause.kind for cause in self.causes]
+        return "; ".join([self.failed or "", *(kinds or self.differences)])
 
     @property
     def by_effect(self) -> list[Cause]:
@@ -69,17 +70,14 @@ class Result:
 
     def cell(self, column: str) -> str:
         """Return the variant's table cell for a column."""
-        difference = self.differences.get(column)
-        steps = self.recorded.steps if self.recorded else []
-        known = {
-            "samples": any(step.samples for step in steps),
-            "loss": any(step.loss == step.loss for step in steps),
-        }
-        if not steps or (difference is None and not known.get(column, True)):
+        if self.recorded is None or not self.recorded.has(column):
             return "—"
-        if difference is None:
-            return "≈" if column in self.rounding else "✓"
-        return "✗" if difference.step is None else f"✗ {difference.step + 1}"
+        difference = self.differences.get(column)
+        if difference is not None and difference.step is not None:
+            return f"✗ {difference.step + 1}"
+        if difference is not None:
+            return "✗"
+        return "≈" if column in self.rounding else "✓"
 
     def explained(self) -> Iterator[str]:
         """Yield lines that explain the variant's row: differences, then causes."""
@@ -90,32 +88,35 @@ class Result:
             yield f"  does not run: {self.failed}"
         if self.rounding:
             sizes = ", ".join(
-                f"{name} by {difference.size:.1g}" for name, difference in self.rounding.items()
+                f"{name} by {place.size:.1g}" for name, place in self.rounding.items()
             )
             yield f"  rounding ({sizes}): in float64 they agree to {self.in_float64:.1g}"
         for column, difference in self.differences.items():
             yield f"  {column}, {difference}"
         if self.in_float64 is not None and not self.rounding:
-            yield f"  in float64 the difference is {self.in_float64:.1g}; rounding would nearly vanish"
-        if self.first_operation:
-            yield f"  first different bits: {self.first_operation}"
+            size = f"{self.in_float64:.1g}"
+            yield f"  in float64 the difference is {size}; rounding would nearly vanish"
+        if self.first_bits:
+            yield f"  first different bits: {self.first_bits}"
         for cause in self.by_effect:
-            change = f" (changes the loss by up to {cause.effect:.1g})" if cause.effect else ""
+            change = ""
+            if cause.effect:
+                change = f" (changes the loss by up to {cause.effect:.1g})"
             yield f"  because {cause.text}{change}"
             yield f"  do      {cause.remedy}"
-        explains_loss = (
-            any(cause.changes_loss for cause in self.causes) or "loss" not in self.differences
-        )
-        if self.differences and not (self.causes and explains_loss) and not self.first_operation:
-            yield f"  the cause{' of the loss' if self.causes else ''} is not known"
+        explains_loss = any(cause.changes_loss for cause in self.causes)
+        if not self.first_bits and "loss" in self.differences and not explains_loss:
+            yield "  the cause of the loss is not known"
+        elif not self.first_bits and self.differences and not self.causes:
+            yield "  the cause is not known"
         if self.remedied:
             yield f"  with    {self.remedied}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as a JSON object, without the recording."""
-        way = asdict(replace(self, recorded=None, causes=self.by_effect)) | {"same": self.same}
-        del way["recorded"], way["behind"]
-        return way
+        row = asdict(replace(self, recorded=None, reference=None, causes=self.by_effect))
+        del row["recorded"], row["reference"], row["behind"]
+        return {**row, "same": self.same}
 
 
 @dataclass(repr=False)
@@ -143,10 +144,13 @@ class Verdict:
 
     def table(self) -> list[list[str]]:
         """Return the rows of the table, the header first."""
-        rows = [
-            [result.name, *(result.cell(column) for column in COLUMNS)] for result in self.results
-        ]
-        return [["", *(column.removeprefix("learning ") for column in COLUMNS)], *rows]
+        header = [""]
+        for column in COLUMNS:
+            header.append(column.removeprefix("learning "))
+        rows = [header]
+        for result in self.results:
+            rows.append([result.name, *map(result.cell, COLUMNS)])
+        return rows
 
     def explained(self) -> Iterator[str]:
         """Yield lines that explain the table.
@@ -170,23 +174,20 @@ class Verdict:
         different = [result.name for result in tried if not result.same]
         trained = sum(step.micro_batches for step in self.reference.epoch(0))
         batches = self.reference.facts["batches"]
-        cut = (
-            f", in the first {trained} of {batches} batches of an epoch"
-            if trained < batches
-            else ""
-        )
-        if not different:
-            return f"The same {'bits' if self.bits else 'training'} in all {len(tried) + 1} ways of running{cut}."
-        return f"Not the same {'bits' if self.bits else 'training'} as on one device: {', '.join(different)}{cut}."
+        kind = "bits" if self.bits else "training"
+        text = f"The same {kind} in all {len(tried) + 1} variants"
+        if different:
+            text = f"Not the same {kind} as on one device: {', '.join(different)}"
+        if trained < batches:
+            text += f", in the first {trained} of {batches} batches of an epoch"
+        return f"{text}."
 
     def show(self, console: Console) -> None:
         """Print the table and the causes."""
         header, *rows = self.table()
         table = Table(*header, box=None, padding=(0, 1, 0, 0))
         for row in rows:
-            table.add_row(
-                *(f"[red]{escape(text)}[/red]" if text[0] == "✗" else escape(text) for text in row)
-            )
+            table.add_row(*map(_coloured, row))
         console.print(table)
         console.print(LEGEND, style="dim", highlight=False)
         for line in self.explained():
@@ -199,5 +200,10 @@ class Verdict:
             "same": bool(self),
             "said": self.conclusion,
             "steps": len(self.reference.steps),
-            "ways": [result.as_json() for result in self.results],
+            "variants": [result.as_json() for result in self.results],
         }
+
+
+def _coloured(text: str) -> str:
+    text = escape(text)
+    return f"[red]{text}[/red]" if text.startswith("✗") else text
