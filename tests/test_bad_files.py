@@ -79,16 +79,14 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
         assert f"{idx.parent} cannot be read" in error_of(*app("fit", *fashion, *QUIET))
 
     image = image_root / "train" / "dog" / "02.jpg"
-    truncated = image.read_bytes()[:200]
-    for broken, reason, flags in (
-        (truncated, "Truncated File Read", options(num_workers=2)),
-        (truncated, "Truncated File Read", options(cache="off", num_workers=0)),
-        (truncated, "Truncated File Read", options(cache="off", placement="disk")),
-        (b"not an image", "not an image", []),
+    image.write_bytes(image.read_bytes()[:200])
+    for flags in (
+        options(num_workers=2),
+        options(cache="off", num_workers=0),
+        options(cache="off", placement="disk"),
     ):
-        image.write_bytes(broken)
         message = error_of(*app("fit", *folder(image_root), *flags))
-        assert message == f"error: {image} cannot be read ({reason}): {REPLACE}"
+        assert message == f"error: {image} cannot be read (Truncated File Read): {REPLACE}"
     shutil.rmtree(image_root / "train" / "dog")
     assert "dog" in error_of(*app("fit", *folder(image_root)))
 
@@ -153,7 +151,7 @@ def rejection(root: Path, **flags: Any) -> str:
     return str(error.value)
 
 
-def test_what_a_folder_of_images_must_not_hold(
+def test_odd_entries_of_a_folder_are_named(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error names a pipe, a broken or circular link, a link to no image, an empty class or an unreadable folder."""
@@ -189,7 +187,7 @@ def test_what_a_folder_of_images_must_not_hold(
     assert "/dog cannot be read (Permission denied)" in rejection(image_root)
 
 
-def test_bad_images_are_left_out(app: App, image_root: Path, tmp_path: Path) -> None:
+def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path) -> None:
     """Skipped images are counted in the record, and reported once. Both placements skip the same images.
 
     Without the cache, or if no image can be read, the run is refused.
@@ -259,15 +257,14 @@ def test_no_image_starts_ghostscript(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         FileSplit([str(path)], [0], (3, 8, 8), Geometry((8, 8)))[0]
 
 
-def test_labels_that_there_are_not(app: App, fashion_root: Path) -> None:
+def test_label_beyond_the_classes_is_refused(app: App, fashion_root: Path) -> None:
     labels = fashion_root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
     whole = bytearray(labels.read_bytes())
     flags = ["--config", ROOT / "configs" / "fashion_mlp.yaml", "--data.root", fashion_root, *QUIET]
-    for label in (10, 255):
-        whole[-1] = label
-        labels.write_bytes(whole)
-        message = error_of(*app("fit", *flags))
-        assert f"{labels.parent} has a label {label}, of 10 classes" in message
+    whole[-1] = 255
+    labels.write_bytes(whole)
+    message = error_of(*app("fit", *flags))
+    assert f"{labels.parent} has a label 255, of 10 classes" in message
     labels.unlink()
     labels.mkdir()
     assert f"{labels.parent} cannot be read" in error_of(*app("fit", *flags))

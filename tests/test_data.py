@@ -25,7 +25,6 @@ from PIL import Image
 from app.data import FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
-from app.data.sources import split_of
 from app.data.synthetic import SyntheticSource
 from app.data.transforms import DRAW_RANGE, Transform
 from app.errors import UserError
@@ -127,13 +126,6 @@ def test_image_folder(
     assert head == f"file,predicted,name,probability{label}"
     assert rows[0].startswith(str(image_root / "test" / (new or "cat") / "00.jpg"))
     assert len(rows) == (4 if new else 12)
-
-
-def test_names_of_splits() -> None:
-    assert {split_of(name) for name in ("train", "Training", "TRAIN ")} == {"train"}
-    assert {split_of(name) for name in ("val", "valid", "Validation", "eval", "dev")} == {"val"}
-    assert {split_of(name) for name in ("test", "Testing")} == {"test"}
-    assert {split_of(name) for name in ("trains", "cat", "", "unsupervised")} == {None}
 
 
 @pytest.mark.parametrize(
@@ -270,19 +262,16 @@ def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Pa
     assert "test" not in data.source.splits
 
 
-@pytest.mark.parametrize(
-    ("like", "shape"), [("CIFAR10", (3, 32, 32)), ("FashionMNIST", (1, 28, 28))]
-)
-def test_synthetic(like: str, shape: tuple[int, ...]) -> None:
-    source = SyntheticSource(like, 300, seed=1)  # type: ignore[arg-type]
+def test_synthetic() -> None:
+    source = SyntheticSource("FashionMNIST", 300, seed=1)
     images = source.load("train").tensor()
-    assert images.shape == (300, *shape)
+    assert images.shape == (300, 1, 28, 28)
     assert torch.equal(source.load("train").tensor(), images)
     test = source.load("test").tensor()
     assert len(test) == 60
     assert not torch.equal(test, images[:60])
-    other = SyntheticSource(like, 300, seed=2)  # type: ignore[arg-type]
-    assert not torch.equal(other.load("train").tensor(), images)
+    other = SyntheticSource("FashionMNIST", 300, seed=2).load("train").tensor()
+    assert not torch.equal(other, images)
 
 
 @pytest.mark.parametrize(
@@ -309,8 +298,8 @@ def test_overfitting_repeats_the_same_batches() -> None:
     assert not loader.shuffle
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, -0.1])
-def test_sizes_that_make_no_sense(size: float) -> None:
+@pytest.mark.parametrize("size", [0, 1.5, -0.1])
+def test_wrong_batch_size_is_refused(size: float) -> None:
     with pytest.raises(UserError, match="batch_size"):
         Synthetic(batch_size=size)
 

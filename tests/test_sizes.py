@@ -255,7 +255,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)
-def test_what_does_not_go_together(
+def test_conflicting_flags_are_refused(
     flags: list[str], message: str, app: App, image_root: Path
 ) -> None:
     assert message in error_of(*app("fit", *folder(image_root), *flags))

@@ -163,7 +163,7 @@ def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path) -> None:
         ("file,label\na.png,c\udce4t\n", "invalid continuation byte): give a CSV file in UTF-8"),
     ],
 )
-def test_tables_that_are_ambiguous(text: str, problem: str, tmp_path: Path) -> None:
+def test_ambiguous_table_is_refused(text: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "a.png").touch()
     (tmp_path / "t.csv").write_bytes(text.encode(errors="surrogateescape"))
     columns = ["./a.png", "cat"] if text.startswith("./a.png") else ["file", "label"]
@@ -180,13 +180,6 @@ def test_odd_names_of_classes(tmp_path: Path) -> None:
     ):
         (tmp_path / "t.csv").write_text(f"file,label\n{rows}")
         assert ImageTable(str(tmp_path / "t.csv")).class_names == names
-
-
-def test_a_table_with_a_test_split_without_labels(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text(
-        "file,label,split\n1,cat,train\n2,dog,train\n3,,test\n4,,test\n"
-    )
-    assert ImageTable(str(tmp_path / "t.csv")).source.splits == ["train", "predict"]
 
 
 @pytest.fixture
@@ -238,9 +231,6 @@ def test_columns_of_hugging_face(saved: Path, image_root: Path) -> None:
     data = attach(HuggingFace(str(image_root / "named"), **settings))
     assert data.class_names == ["8", "10", "12"]
     assert next(iter(data.train_dataloader())).images.shape == (33, 3, 32, 32)
-    made["test"] = made["test"].remove_columns("label")
-    made.save_to_disk(str(image_root / "unlabelled"))
-    assert HuggingFace(str(image_root / "unlabelled")).source.splits == ["train", "predict"]
     for name in ("gone", "train.csv"):
         with pytest.raises(UserError, match="cannot be read"):
             HuggingFace(str(image_root / name))
@@ -249,12 +239,9 @@ def test_columns_of_hugging_face(saved: Path, image_root: Path) -> None:
 def test_rows_of_paths(image_root: Path) -> None:
     """A row's image may be a path, too. Only image formats are opened, whatever the path's suffix is."""
     paths = [str(image_root / "train" / name / "01.png") for name in ("cat", "dog")]
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
-    )
-    datasets.Dataset.from_dict({"image": paths, "label": [0, 1]}, features).save_to_disk(
-        str(image_root / "paths")
-    )
+    features = datasets.Features({"image": Image(), "label": BOTH})
+    made = datasets.Dataset.from_dict({"image": paths, "label": [0, 1]}, features)
+    made.save_to_disk(str(image_root / "paths"))
     split = HuggingFace(str(image_root / "paths"), size=16).source.load("train")
     expected = ImageFolder(str(image_root), size=16).source.load("train")
     assert torch.equal(split[1], expected[expected.names.index(paths[1])])
@@ -314,7 +301,9 @@ def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_pa
         ((BOTH, [0, -1]), None, "row 1 of train has no label"),
     ],
 )  # fmt: skip
-def test_labels_that_are_no_classes(train: Any, test: Any, problem: str, tmp_path: Path) -> None:
+def test_wrong_labels_of_hugging_face_are_refused(
+    train: Any, test: Any, problem: str, tmp_path: Path
+) -> None:
     path = save(tmp_path, train=train, **({"test": test} if test else {}))
     with pytest.raises(UserError) as error:
         HuggingFace(path, label_column="label")
