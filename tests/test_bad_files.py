@@ -1,4 +1,7 @@
-"""Missing or broken data and checkpoints: the error must be one line that names the file, with exit code 2."""
+"""Missing or broken data and checkpoints.
+
+The error must be one line that names the file, with exit code 2.
+"""
 
 import errno
 import gc
@@ -154,7 +157,7 @@ def rejection(root: Path, **flags: Any) -> str:
 def test_odd_entries_of_a_folder_are_named(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error names a pipe, a broken or circular link, a link to no image, an empty class or an unreadable folder."""
+    """An error names pipes, wrong links, an empty class and an unreadable folder."""
     odd = image_root / "train" / "cat" / "odd.jpg"
     os.mkfifo(odd)
     assert f"{odd} cannot be read ([Errno 22] not a file" in rejection(image_root)
@@ -188,7 +191,9 @@ def test_odd_entries_of_a_folder_are_named(
 
 
 def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path) -> None:
-    """Skipped images are counted in the record, and reported once. Both placements skip the same images.
+    """Skipped images are counted in the record, and reported once.
+
+    Both placements skip the same images.
 
     Without the cache, or if no image can be read, the run is refused.
     """

@@ -156,7 +156,7 @@ def test_changed_images_are_decoded_again(
 def test_links_that_lead_elsewhere(
     image_root: Path, cache: Path, decoded: Callable[[], int]
 ) -> None:
-    """The cache notices a new link target, even if its files have the same names, sizes and modification times."""
+    """The cache notices a folder's new link target, even if its files have the same dates."""
     other = image_root / "other"
     for image in sorted((image_root / "train").rglob("*.*")):
         copy = other / image.relative_to(image_root)
@@ -374,7 +374,7 @@ def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
 
 @SLOW
 def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path) -> None:
-    """`test` works with a batch size that is a fraction of the training images, although it must count them first."""
+    """`test` counts the training images if the batch size is a fraction of them."""
     flags = tiny(100, 0.25, root=tmp_path)  # type: ignore[arg-type]
     output_of(*fork_app("fit", *flags, "--data.batch_size", "24", *STEPS, *UNTESTED))
     more = [*on_cpu("ddp_fork", val_size=20), "--ckpt_path", "last"]
@@ -382,7 +382,7 @@ def test_a_batch_that_is_a_fraction_of_what_is_not_otherwise_read(tmp_path: Path
 
 
 def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:
-    """The test split's images have a second cache file if they are given as `predict_dir`, which has no labels."""
+    """The test split's images have a second cache file as `predict_dir`, without labels."""
     kept = ImageCache(str(cache))
     unlabelled = ImageFolder(str(image_root), predict_dir=str(image_root / "test")).source
     kept.write(unlabelled, "predict", 0)

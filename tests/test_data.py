@@ -53,12 +53,15 @@ def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageDa
 
 
 def folder(root: Path, /, **settings: object) -> list[str | Path]:
-    """Return flags to read a folder of images, without bar and model summary; settings as in `options`."""
+    """Return flags to read a folder of images, without bar and model summary.
+
+    Settings as in `options`.
+    """
     return ["--data", "ImageFolder", "--data.root", root, *options(**settings), *QUIET]
 
 
 # -- pixels
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_normalisation() -> None:
@@ -94,7 +97,7 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
 
 
 # -- sources
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("drawn")
@@ -163,7 +166,7 @@ def test_layouts_of_folders(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A folder is read as splits or classes, with a remark on folders that are not read, or it is refused."""
+    """A folder is read as splits or classes, with a remark on unread folders, or refused."""
     for name in folders.split():
         (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4)).save(tmp_path / "images" / name / "image.png")
@@ -184,7 +187,10 @@ def test_layouts_of_folders(
 
 
 def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: Path) -> None:
-    """All images are read, whatever their names are. Other files are counted, in training and in prediction."""
+    """All images are read, whatever their names are.
+
+    Other files are counted, in training and in prediction.
+    """
     cats = image_root / "train" / "cat"
     formats = {"gif": "GIF", "avif": "AVIF", "jfif": "JPEG", "webp": "WEBP", "tiff": "TIFF"}
     for path, (suffix, name) in zip(sorted(cats.iterdir()), formats.items(), strict=False):
@@ -209,7 +215,10 @@ def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: 
 
 
 def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path: Path) -> None:
-    """Links may replace a split, a class and a file. Hidden files of notebooks and desktops are ignored."""
+    """Links may replace a split, a class and a file.
+
+    Hidden files of notebooks and desktops are ignored.
+    """
     linked = tmp_path / "linked"
     train = tmp_path / "split"
     for name in ("cat", "dog"):
@@ -231,7 +240,10 @@ def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path:
 
 
 def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None:
-    """Without splits, validation images are split off, and there is no test. `predict` takes a single file, too."""
+    """Without splits, validation images are split off, and there is no test.
+
+    `predict` takes a single file, too.
+    """
     flags = folder((image_root / "train").rename(image_root / "flat"))
     predict = ["predict", *flags, "--ckpt_path", "last", "--data.predict_dir"]
     out = output_of(*app("fit", *flags, "--trainer.max_epochs", "1"))
@@ -306,7 +318,10 @@ def test_wrong_batch_size_is_refused(size: float) -> None:
 
 @pytest.mark.slow
 def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
-    """With 1 image for 2 ranks, rank 1 steps with an empty batch. The losses equal those of one device."""
+    """With 1 image for 2 ranks, rank 1 steps with an empty batch.
+
+    The losses equal those of one device.
+    """
     flags = tiny(73, 32, val_size=8, max_epochs=2, log_every_n_steps=1, root=tmp_path)
     output_of(*fork_app("fit", *flags, *on_cpu("ddp_fork"), "--run.name", "ddp"))
     output_of(*fork_app("fit", *flags, "--run.name", "single"))

@@ -1,4 +1,7 @@
-"""`validate`, `test` and `predict` see every sample exactly once, for any world size. test_parity checks `fit`."""
+"""`validate`, `test` and `predict` see every sample exactly once, for any world size.
+
+`test_parity.py` checks `fit`.
+"""
 
 import csv
 import shutil
@@ -83,7 +86,7 @@ def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path
 
 @pytest.mark.parametrize("by", ["path", "name"])
 def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> None:
-    """Without flags for model and data, a test uses those of the checkpoint's run, not the default CIFAR-10."""
+    """Without flags for model and data, a test uses those of the checkpoint's run."""
     flags = {"path": best_of(trained), "name": ["--ckpt_path=best", "--run.name", "x"]}[by]
     output_of(*app("test", *flags, "--run.root", trained.parents[1]))
     tests = sorted(trained.glob("test_*"), key=lambda run: run.stat().st_mtime)
@@ -106,7 +109,10 @@ def test_images_that_lack_a_class_are_tested_by_name(
 
 
 def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path) -> None:
-    """A checkpoint holds class names, image size and normalisation. Images of other classes are refused."""
+    """A checkpoint holds class names, image size and normalisation.
+
+    Images of other classes are refused.
+    """
     checkpoint = tmp_path / "alone.ckpt"
     shutil.copy(trained / "checkpoints" / "best.ckpt", checkpoint)
     model = CIFARCNN.load_from_checkpoint(checkpoint, map_location="cpu")

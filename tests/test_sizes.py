@@ -1,4 +1,7 @@
-"""Images of different sizes: resize, crops, cache, and augmentation by name; equal for any number of ranks."""
+"""Images of different sizes: resize, crops, cache, and augmentation by name.
+
+Results are equal for any number of ranks.
+"""
 
 import resource
 from pathlib import Path
@@ -36,7 +39,10 @@ def sample(path: Path) -> torch.Tensor:
 
 
 def test_aspect_ratio_is_kept(image_root: Path) -> None:
-    """Evaluation images equal those of torchvision's Resize and CenterCrop; only `squash` changes the aspect ratio."""
+    """Evaluation images equal those of torchvision's Resize and CenterCrop.
+
+    Only `squash` changes the aspect ratio.
+    """
     reference = v2.Compose([v2.Resize(20), v2.CenterCrop(16)])
     data = attach(ImageFolder(str(image_root), size=16, resize=20, cache="off"), "test")
     split = data._splits["test"][0]
@@ -95,7 +101,10 @@ def test_several_workers_write_one_file(
     cache: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Workers append in any order; each row still holds its own image, and a damaged image is skipped."""
+    """Workers append in any order.
+
+    Each row still holds its own image, and a damaged image is skipped.
+    """
     monkeypatch.setattr(FileSplit, "_block", 2)
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 2)
     damaged = image_root / "train" / "dog" / "04.jpg"
@@ -132,7 +141,10 @@ def test_a_worker_without_room(
 
 
 def test_jpegs_have_the_pixels_of_pil(tmp_path: Path) -> None:
-    """JPEG files of every kind get the same full-size pixels as from PIL. A truncated file raises PIL's error."""
+    """JPEG files of every kind get the same full-size pixels as from PIL.
+
+    A truncated file raises PIL's error.
+    """
     path = tmp_path / "x.jpg"
     rng = np.random.default_rng(0)
     colours = Image.fromarray(rng.integers(256, size=(37, 51, 3), dtype=np.uint8))
@@ -214,7 +226,7 @@ RECIPE += options(max_epochs=3, log_every_n_steps=1, flip=True)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """Flags of a training of LeNet with crops and RandAugment, and the directory of its run on one device."""
+    """Flags of a training with crops and RandAugment, and its run's directory on one device."""
     root = tmp_path_factory.mktemp("alone")
     flags = folder(draw_images(root / "images", ("cat", "dog", "eel"), train=12), root=root)
     flags += [*RECIPE, "--run.test", "false"]

@@ -19,7 +19,10 @@ FLAGS = [*options(max_epochs=1, batch_size=8, num_workers=0, log_every_n_steps=1
 
 @pytest.fixture
 def table(image_root: Path) -> pd.DataFrame:
-    """Write `all.csv` into the image folder: a row for each image, sorted by class within each split."""
+    """Write `all.csv` into the image folder.
+
+    It has a row for each image, sorted by class within each split.
+    """
     files = [*sorted(image_root.glob("train/*/*")), *sorted(image_root.glob("test/*/*"))]
     made = pd.DataFrame({"file": [str(file.relative_to(image_root)) for file in files]})
     made[["split", "label"]] = made["file"].str.split("/", expand=True)[[0, 1]]
@@ -30,7 +33,10 @@ def table(image_root: Path) -> pd.DataFrame:
 def test_a_table_is_a_folder(
     image_root: Path, table: pd.DataFrame, app: App, tmp_path: Path
 ) -> None:
-    """Training on a table has the same splits and losses as on the folder. Splits and columns may have other names."""
+    """Training on a table has the same splits and losses as on the folder.
+
+    Splits and columns may have other names.
+    """
     output_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *FLAGS))
     output_of(*app("fit", "--data", "ImageTable", "--data.csv", image_root / "all.csv", *FLAGS))
     folder = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
@@ -48,7 +54,9 @@ def test_a_table_is_a_folder(
 def test_labels_are_read_again(
     image_root: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Labels are not cached: a changed label and another label column take effect. Classes are in numeric order.
+    """Labels are not cached: a changed label and another label column take effect.
+
+    Classes are in numeric order.
 
     The table has absolute paths.
     """
@@ -195,7 +203,7 @@ def saved(image_root: Path) -> Path:
 def test_a_data_set_of_hugging_face(
     image_root: Path, saved: Path, app: App, tmp_path: Path
 ) -> None:
-    """A data set of Hugging Face has the image folder's pixels and labels, whether it is saved on disk or in Parquet.
+    """A data set on disk or in Parquet has the image folder's pixels and labels.
 
     Only its first run decodes the images.
     """
@@ -237,7 +245,10 @@ def test_columns_of_hugging_face(saved: Path, image_root: Path) -> None:
 
 
 def test_rows_of_paths(image_root: Path) -> None:
-    """A row's image may be a path, too. Only image formats are opened, whatever the path's suffix is."""
+    """A row's image may be a path, too.
+
+    Only image formats are opened, whatever the path's suffix is.
+    """
     paths = [str(image_root / "train" / name / "01.png") for name in ("cat", "dog")]
     features = datasets.Features({"image": Image(), "label": BOTH})
     made = datasets.Dataset.from_dict({"image": paths, "label": [0, 1]}, features)

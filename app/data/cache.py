@@ -54,7 +54,7 @@ class ImageCache:
         self.folder = Path(folder or home / "data-parallel-lab")
 
     def open(self, source: Source, split: SplitName) -> Split | None:
-        """Memory-map the decoded images of a split; return None if the file is missing, outdated or damaged."""
+        """Memory-map a split's decoded images; None if the file is missing, outdated or damaged."""
         files = source.encoded(split)
         if not files:
             return None
@@ -182,7 +182,7 @@ class ImageCache:
             raise OSError(errno.ENOSPC, f"{size} are over half of the free space")
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
-        """Return the path of a split's cache file, and the key that the file has if it is up to date."""
+        """Return the path of a split's cache file, and the key of an up-to-date file."""
         folders = sorted(set(map(os.path.dirname, files)))
         place = os.path.abspath(files[0])
         if len(files) > 1:

@@ -103,12 +103,13 @@ class EncodedImages(ImageData):
         super().__init__(source, **kwargs)
         if source.skips and self.cache is None:
             raise UserError(
-                "--data.on_bad_image skip needs the cache of decoded images: remove --data.cache off"
+                "--data.on_bad_image skip needs the cache of decoded images: "
+                "remove --data.cache off"
             )
 
 
 class ImageFolder(EncodedImages):
-    """Data module for your own images: `root/train/<class>/*.jpg`, optional `val/` and `test/` likewise.
+    """Data module for your own images: `root/train/<class>/*.jpg`, optional `val/` and `test/`.
 
     Args:
         root: Directory that contains `train`, or the class folders.
@@ -164,7 +165,7 @@ class HuggingFace(EncodedImages):
 
 
 class Synthetic(ImageData):
-    """Data module of the embedded data set: seeded drawings of ten shapes, in the size of CIFAR-10 or FashionMNIST.
+    """Data module of the embedded data set: seeded drawings of ten shapes.
 
     Args:
         like: Data set that defines the image shape and the normalisation.

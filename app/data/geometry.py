@@ -57,7 +57,7 @@ class Geometry:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Height and width that a training image must at least have after resizing; exceptions: see `kept_size`."""
+        """Least height and width of a resized training image; exceptions: see `kept_size`."""
         if self.crop != "random_resized":
             return self._cover
         side = self.cache_size or round(1.15 * max(self._cover))
@@ -86,7 +86,7 @@ class Geometry:
         return v2.functional.center_crop(whole, list(self.size))
 
     def random_crop(self) -> nn.Module:
-        """Return a module that takes a random crop, uint8 (C, H, W), of a resized training image, uint8 (C, h, w)."""
+        """Return a module that crops a resized training image, uint8 (C, h, w) to (C, H, W)."""
         if self.crop == "random":
             return v2.RandomCrop(self.size)
         return v2.RandomResizedCrop(
@@ -98,7 +98,7 @@ class Geometry:
 
 
 def _covering(height: int, width: int, cover: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest height and width that cover a rectangle and keep the image's ratio of width to height."""
+    """Return the smallest size that covers a rectangle and keeps the image's aspect ratio."""
     if cover[0] * width >= cover[1] * height:
         return cover[0], width * cover[0] // height
     return height * cover[1] // width, cover[1]

@@ -103,7 +103,7 @@ class HuggingFaceSource(RowSource):
         self._number_classes(labels, getattr(features[self._label], "names", None) or ())
 
     def _class_names(self, table: Any) -> list[str]:
-        """Return each row's class name, by the table's own names of its numbers; empty without a label."""
+        """Return each row's class name, by the table's own numbering; empty without a label."""
         feature = table.features.get(self._label)
         if feature is None:
             return [""] * len(table)

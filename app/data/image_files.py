@@ -59,7 +59,7 @@ def open_image(file: str | BinaryIO) -> Image.Image:
 
 
 def orientation(picture: Image.Image) -> int:
-    """Return a picture's EXIF orientation, 1 to 8. For formats other than JPEG, load the picture first."""
+    """Return a picture's EXIF orientation, 1 to 8. Load the picture first unless it is a JPEG."""
     try:
         stored = picture.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # PIL raises exceptions of any type for broken EXIF data
@@ -84,7 +84,7 @@ def pixels(picture: Image.Image, channels: int) -> Tensor:
 
 
 def reduce(picture: JpegImageFile, channels: int, geometry: Geometry) -> None:
-    """Let PIL decode a JPEG picture at a smaller size, but not below the size that a training image keeps."""
+    """Let PIL decode a JPEG picture at a smaller size, but not below `geometry.kept_size`."""
     width, height = picture.size
     size = geometry.kept_size(height, width)[::-1]
     if orientation(picture) >= 5:  # upright, height and width are exchanged
@@ -93,7 +93,7 @@ def reduce(picture: JpegImageFile, channels: int, geometry: Geometry) -> None:
 
 
 def _stored(picture: Image.Image, channels: int) -> Tensor:
-    """Return a picture's pixels as they are stored, without its EXIF orientation: uint8 (C, h, w)."""
+    """Return a picture's pixels as stored, without its EXIF orientation: uint8 (C, h, w)."""
     if (
         isinstance(picture, JpegImageFile)
         and picture.format == "JPEG"
@@ -181,7 +181,9 @@ class FileSplit(Split):
             self._images = images
         return self._images
 
-    def blocks(self, num_workers: int, wrong: Errors, file: str = "") -> Iterator[Images]:  # noqa: D102
+    def blocks(  # noqa: D102
+        self, num_workers: int, wrong: Errors, file: str = ""
+    ) -> Iterator[Images]:
         batches = list(BatchSampler(range(len(self)), self._block, drop_last=False))
         target: Sequence[int] | str = self.image_shape
         if self.ragged is not None:
@@ -302,7 +304,7 @@ class FolderSource(EncodedSource):
         self.class_names = [os.fsencode(name).decode(errors="replace") for name in self._classes]
 
     def prepare(self) -> None:
-        """Check that each training class has images, and that other splits have images of these classes only."""
+        """Check that training classes have images, and that other splits have no other classes."""
         for split, place in self._places.items():
             unknown = set(_folders(place)) - set(self._classes)
             if unknown:

@@ -98,7 +98,8 @@ class ImageData(LightningDataModule):
         super().__init__()
         if batch_size <= 0 or (isinstance(batch_size, float) and batch_size > 1):
             raise UserError(
-                f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0"
+                f"--data.batch_size {batch_size}: "
+                "give a count of at least 1 or a fraction up to 1.0"
             )
         if val_size < 0 or (isinstance(val_size, float) and val_size >= 1):
             raise UserError(
@@ -122,7 +123,8 @@ class ImageData(LightningDataModule):
             )
         if batch_size == 1 and (mixup or cutmix):
             raise UserError(
-                "--data.mixup and --data.cutmix mix images of a batch: give a larger --data.batch_size"
+                "--data.mixup and --data.cutmix mix images of a batch: "
+                "give a larger --data.batch_size"
             )
         self.mixing = (mixup, cutmix)
         self.balance = balance
@@ -157,7 +159,7 @@ class ImageData(LightningDataModule):
         return len(self.class_names)
 
     def adopt_classes(self, names: Sequence[str]) -> None:
-        """Number the classes as in another list, for evaluation; ignore a list that lacks some of them.
+        """Number the classes as in another list, for evaluation; ignore a list that lacks classes.
 
         Args:
             names: Name of each class of a trained model.
@@ -203,7 +205,8 @@ class ImageData(LightningDataModule):
                 ) from error
             # not a warning, because a warning prints two lines
             rank_zero_info(
-                f"Decoded images {refused}, so that each rank decodes them: give another --data.cache, or off"
+                f"Decoded images {refused}, so that each rank decodes them: "
+                "give another --data.cache, or off"
             )
 
     def setup(self, stage: str) -> None:
@@ -230,8 +233,8 @@ class ImageData(LightningDataModule):
             images = self.counts["train"]
             if self.drop_last and images < size:
                 raise UserError(
-                    f"--data.drop_last leaves nothing of {images} training images in batches of {size}: use a "
-                    "smaller --data.batch_size"
+                    f"--data.drop_last leaves nothing of {images} training images in batches of "
+                    f"{size}: use a smaller --data.batch_size"
                 )
 
     def _load(self, name: SplitName) -> None:
@@ -247,7 +250,8 @@ class ImageData(LightningDataModule):
             split = self.cache.open(self.source, name)
         if split is None and self.source.skips and self.source.encoded(name):
             raise UserError(
-                "--data.on_bad_image skip: decoded images are missing from --data.cache: start again"
+                "--data.on_bad_image skip: "
+                "decoded images are missing from --data.cache: start again"
             )
         if split is None:
             split = self.source.load(name)
@@ -258,7 +262,10 @@ class ImageData(LightningDataModule):
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
-        """Read the training split; hold out validation images by a seeded permutation if the source has none."""
+        """Read the training split, and hold out validation images if the source has none.
+
+        A seeded permutation selects the validation images.
+        """
         if "train" in self._splits:
             return
         self._load("train")
@@ -271,7 +278,8 @@ class ImageData(LightningDataModule):
             count = int(count * len(rows))
         if count >= len(rows):
             raise UserError(
-                f"--data.val_size {self.val_size} leaves nothing of {len(rows)} training images: give less"
+                f"--data.val_size {self.val_size} leaves nothing of {len(rows)} training images: "
+                "give less"
             )
         rows = torch.randperm(len(rows), generator=stream(self.seed, 0))
         self._splits["val"] = train, rows[:count].sort().values
@@ -287,7 +295,7 @@ class ImageData(LightningDataModule):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of images of each loaded split; images held out for validation do not count as training images."""
+        """Number of images of each loaded split; `train` excludes the held-out images."""
         return {name: len(rows) for name, (_, rows) in self._splits.items()}
 
     @property
@@ -296,15 +304,15 @@ class ImageData(LightningDataModule):
         split, rows = self._splits["train"]
         return split.labels[rows].bincount(minlength=self.num_classes)
 
-    def sample(self, count: int = 1024) -> Tensor:
-        """Return evenly spaced training images, transformed as for evaluation: float32 (n, C, H, W).
+    def sample(self) -> Tensor:
+        """Return evenly spaced training images, transformed as for evaluation.
 
-        Args:
-            count: Minimum number of images. If the split has fewer, all are returned.
+        Returns:
+            At least 1,024 images, or all if there are fewer: float32 (n, C, H, W).
         """
         split, rows = self._splits["train"]
         images = []
-        for row in rows[:: max(len(rows) // count, 1)].tolist():
+        for row in rows[:: max(len(rows) // 1024, 1)].tolist():
             image = split[row]
             if split.ragged is not None:
                 image = split.ragged.evaluated(image)
@@ -416,7 +424,7 @@ class ImageData(LightningDataModule):
         return self._loader("train", train=True)
 
     def val_dataloader(self) -> GlobalBatches | list[Any]:
-        """Return the loader that yields each validation sample once, or an empty list if the split is empty."""
+        """Return the loader of the validation split, or an empty list without samples."""
         if not self.counts["val"]:
             return []
         return self._loader("val")

@@ -50,7 +50,7 @@ def problems(wrong: Errors) -> str:
 
 
 def work_apart(worker: int) -> None:
-    """Move this loader worker into its own process group, so that Ctrl-C and SIGTERM reach only the rank."""
+    """Move a loader worker into its own process group, so that signals reach only the rank."""
     if sys.platform == "linux":
         # the kernel kills the worker when its rank dies; 1 is PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -58,7 +58,7 @@ def work_apart(worker: int) -> None:
 
 
 class _Items(Dataset[Any]):
-    """Data set that returns UserErrors instead of raising them, because DataLoader would add tracebacks to them."""
+    """Data set that returns UserErrors, because DataLoader would add tracebacks to raised ones."""
 
     def __init__(self, read: Callable[[Any], Tensor], target: Sequence[int] | str) -> None:
         # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY
@@ -100,7 +100,7 @@ class _Items(Dataset[Any]):
 
 
 def _append(file: FileIO, image: Tensor) -> tuple[int, int, int]:
-    """Write an image, uint8 (C, h, w), as (h, w, C) at a file's end; return its height, width and end."""
+    """Append an image, uint8 (C, h, w), to a file as (h, w, C); return height, width and end."""
     pixels = image.permute(1, 2, 0).contiguous().numpy()
     if file.write(pixels.data) < pixels.nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -147,7 +147,7 @@ class Workers(DataLoader[Tensor]):
             yield images
 
     def with_errors(self) -> Iterator[tuple[Images, Errors]]:
-        """Yield each batch's readable images, and the errors of its unreadable images by index in the batch."""
+        """Yield each batch's readable images, and the others' errors by index in the batch."""
         return super().__iter__()
 
 
@@ -243,7 +243,10 @@ def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Map a file's pixels as a uint8 tensor: read-only, because writable pages would count as the rank's memory."""
+    """Map a file's pixels as a uint8 tensor.
+
+    The tensor is read-only, because writable pages would count as the rank's memory.
+    """
     array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -312,11 +315,11 @@ class Source(ABC):
         """
 
     def ragged(self, split: SplitName) -> Geometry | None:
-        """Return the training crop's geometry if the split's images are loaded in different sizes, else None."""
+        """Return the training crop's geometry if the split has images of different sizes."""
         return None
 
     def settings(self, split: SplitName) -> Sequence[Any]:
-        """Return the settings that affect how a split's images are decoded; they are part of the cache's key."""
+        """Return the settings of a split's decoding, which are part of the cache's key."""
         return [self.skips, *self.image_shape]
 
     @abstractmethod
@@ -324,7 +327,7 @@ class Source(ABC):
         """Read a split; `predict` is the test split unless the source has images to predict."""
 
     def encoded(self, split: SplitName) -> Sequence[str]:
-        """Return a split's encoded files if decoding is slow enough to cache; else an empty sequence."""
+        """Return a split's encoded files if decoding is slow enough to cache, else nothing."""
         return ()
 
 

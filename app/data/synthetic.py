@@ -101,7 +101,10 @@ def stripes(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return the distance from a checkerboard. A point is in a square if both or neither of x and y are in a band."""
+    """Return the distance from a checkerboard.
+
+    A point is in a square if both or neither of x and y are in a band.
+    """
     across = _bands(x, 0.567)
     down = _bands(y, 0.567)
     edge = np.minimum(abs(across), abs(down))

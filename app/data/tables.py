@@ -31,9 +31,10 @@ class RowSource(EncodedSource):
     def _number_classes(
         self, labels: Mapping[SplitName, Sequence[str]], declared: Iterable[str] = ()
     ) -> None:
-        """Number the classes by name, and set class names and splits. Space around a name does not count.
+        """Number the classes by name, and set class names and splits.
 
-        A test split without labels becomes the images to predict.
+        Space around a name does not count. A test split without labels becomes the images to
+        predict.
 
         Args:
             labels: Class name of each image, by split; empty or -1 for an image without a label.
@@ -76,7 +77,7 @@ class RowSource(EncodedSource):
 
 
 def _sorted_names(labels: Iterable[str]) -> list[str]:
-    """Return the distinct class names, sorted by value if all are whole numbers, else alphabetically."""
+    """Return the distinct class names, sorted by value if all are whole numbers."""
     names = sorted(set(labels) - {""})
     if all(map(str.isdecimal, names)):
         names.sort(key=int)
@@ -84,7 +85,7 @@ def _sorted_names(labels: Iterable[str]) -> list[str]:
 
 
 def _spelling(name: str) -> str:
-    """Return a text that two class names share if they differ in case, invisible characters or as numbers only."""
+    """Return a text that is equal for spellings of a name: case, invisible characters, numbers."""
     number = re.fullmatch(r"(-?)0*(\d+)(?:\.(\d*?)0*)?", name)
     if number is not None:
         return f"{number[1]}{number[2]}.{number[3] or ''}"
@@ -120,7 +121,8 @@ class TableSource(RowSource):
             split = split_of(split_name)
             if split is None:
                 raise UserError(
-                    f"{path}, line {line} has split {split_name!r}, not train, val or test: correct it"
+                    f"{path}, line {line} has split {split_name!r}, not train, val or test: "
+                    "correct it"
                 )
             file = cells[_folded(file_column)]
             if not file:
@@ -180,8 +182,9 @@ def _rows(path: str, columns: Mapping[str, str]) -> Iterator[tuple[int, dict[str
                 continue
             if len(row) < len(header) or any(map(str.strip, row[len(header) :])):
                 raise UserError(
-                    f"{path}, line {reader.line_num} has {len(row)} cells, not {len(header)} as the "
-                    f'header: write a cell that contains "{separator}" in quotes'
+                    f"{path}, line {reader.line_num} has {len(row)} cells, "
+                    f"not {len(header)} as the header: "
+                    f'write a cell that contains "{separator}" in quotes'
                 )
             yield reader.line_num, dict(zip(header, row, strict=False))
     except csv.Error as error:

@@ -57,7 +57,7 @@ def choices_for(
 
 
 def _hole(size: int, cutout: int) -> Tensor:
-    """Return a mask for each centre of a square: the rows, or columns, that it covers. Bool (centres, size)."""
+    """Return the rows, or columns, that a square covers, by its centre: bool (centres, size)."""
     start = torch.arange(size) - cutout // 2
     distance = torch.arange(size) - start[:, None]
     return (distance >= 0) & (distance < cutout)
@@ -105,14 +105,14 @@ class Mix(NamedTuple):
 
 
 def _part(size: int, centre: float, side: float) -> slice:
-    """Return the pixels of a box, along one side of an image. Centre and side are relative to `size`."""
+    """Return a box's pixels along one side of an image. Centre and side are relative to `size`."""
     start = int(size * (centre - side / 2))
     stop = int(size * (centre + side / 2))
     return slice(max(start, 0), min(stop, size))
 
 
 def draw_mix(mixup: float, cutmix: float, seed: int) -> Mix:
-    """Draw the mixing of a global batch; with both parameters above 0, pick mixup or cutmix with equal probability.
+    """Draw the mixing of a global batch; if both parameters are above 0, each is equally likely.
 
     Args:
         mixup: Parameter of mixup's beta distribution, or 0. Source:
