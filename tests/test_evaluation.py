@@ -1,12 +1,17 @@
-"""`validate`, `test` and `predict` see every sample exactly once, for any world size. test_parity checks `fit`."""
+"""`validate`, `test` and `predict` see every sample exactly once, for any world size.
+
+`test_parity.py` checks `fit`.
+"""
 
 import csv
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from harness import QUIET, App, error_of, fork_app, on_cpu, options, output_of, record_of, tiny
+from harness import App, error_of, fork_app, on_cpu, options, output_of, record_of, tiny
 from PIL import Image
+from test_data import folder
 
 from app.data.synthetic import SHAPES
 from app.modules import CIFARCNN
@@ -18,6 +23,10 @@ SLOW = pytest.mark.slow
 
 def result(run: Path) -> dict[str, float]:
     return record_of(run)["test"]
+
+
+def best_of(run: Path) -> list[str | Path]:
+    return ["--ckpt_path", run / "checkpoints" / "best.ckpt"]
 
 
 def confusion(run: Path) -> list[list[str]]:
@@ -36,13 +45,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("strategy", "devices"), [("dp", 4), pytest.param("ddp_fork", 2, marks=SLOW)]
 )
 def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
-    flags = [
-        *on_cpu(strategy, devices, root=tmp_path, name="t"),
-        "--ckpt_path",
-        trained / "checkpoints" / "best.ckpt",
-    ]
-    output_of(*(app if strategy == "dp" else fork_app)("test", *DATA, *flags))
-    ours, single = result(tmp_path / "t" / "version_0"), result(trained)
+    flags = [*on_cpu(strategy, devices, root=tmp_path, name="t"), *best_of(trained)]
+    run = {"dp": app, "ddp_fork": fork_app}[strategy]
+    output_of(*run("test", *DATA, *flags))
+    ours = result(tmp_path / "t" / "version_0")
+    single = result(trained)
     assert ours["acc"] == single["acc"]
     assert ours["acc"] > 0.2, "a comparison of models that have learnt nothing says little"
     assert ours["loss"] == pytest.approx(single["loss"], abs=1e-6)
@@ -54,34 +61,22 @@ def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Pa
     ("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp_fork", 4, marks=SLOW)]
 )
 def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
-    flags = [
-        *on_cpu(strategy, devices, root=tmp_path, name="p"),
-        "--ckpt_path",
-        trained / "checkpoints" / "best.ckpt",
-    ]
-    output_of(*(fork_app if "ddp" in strategy else app)("predict", *DATA, *flags))
+    flags = [*on_cpu(strategy, devices, root=tmp_path, name="p"), *best_of(trained)]
+    run = {"auto": app, "dp": app, "ddp_fork": fork_app}[strategy]
+    output_of(*run("predict", *DATA, *flags))
     rows = list(csv.DictReader((tmp_path / "p" / "version_0" / "predictions.csv").open()))
     assert list(rows[0]) == ["index", "predicted", "name", "probability", "label"]
     assert [int(row["index"]) for row in rows] == list(range(1003))
-    predicted = [0] * 10
     for row in rows:
-        predicted[int(row["predicted"])] += 1
         assert row["name"] == SHAPES[int(row["predicted"])].__name__
         assert 0.1 <= float(row["probability"]) <= 1
-    columns = [[int(n) for n in row[1:]] for row in confusion(trained)[1:]]
-    assert [sum(row["label"] == str(label) for row in rows) for label in range(10)] == [
-        sum(row) for row in columns
-    ]
-    assert predicted == [sum(column) for column in zip(*columns, strict=True)]
+    pairs = Counter((int(row["label"]), int(row["predicted"])) for row in rows)
+    for label, row in enumerate(confusion(trained)[1:]):
+        assert [pairs[label, predicted] for predicted in range(10)] == list(map(int, row[1:]))
 
 
 def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path: Path) -> None:
-    flags = [
-        "--config",
-        trained / "config.yaml",
-        "--ckpt_path",
-        trained / "checkpoints" / "best.ckpt",
-    ]
+    flags = ["--config", trained / "config.yaml", *best_of(trained)]
     output_of(*app("validate", *flags, *on_cpu("dp", 3, root=tmp_path, name="v")))
     metrics = list(csv.DictReader((tmp_path / "v" / "version_0" / "metrics.csv").open()))[-1]
     epoch = record_of(trained)["epochs"][-1]
@@ -91,10 +86,9 @@ def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path
 
 @pytest.mark.parametrize("by", ["path", "name"])
 def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> None:
-    """Without flags for model and data, a test uses those of the checkpoint's run, not the default CIFAR-10."""
-    path = ["--ckpt_path", trained / "checkpoints" / "best.ckpt"]
-    name = ["--ckpt_path=best", "--run.name", trained.parent.name]
-    output_of(*app("test", *(path if by == "path" else name), "--run.root", trained.parents[1]))
+    """Without flags for model and data, a test uses those of the checkpoint's run."""
+    flags = {"path": best_of(trained), "name": ["--ckpt_path=best", "--run.name", "x"]}[by]
+    output_of(*app("test", *flags, "--run.root", trained.parents[1]))
     tests = sorted(trained.glob("test_*"), key=lambda run: run.stat().st_mtime)
     assert result(tests[-1]) == result(trained)
     assert "class_path: app.data.Synthetic" in (tests[-1] / "config.yaml").read_text()
@@ -104,18 +98,21 @@ def test_images_that_lack_a_class_are_tested_by_name(
     image_root: Path, app: App, tmp_path: Path
 ) -> None:
     """Without a class's images, the confusions of the other classes are those of the whole test."""
-    flags = ["--data", "ImageFolder", "--data.root", image_root, *QUIET]
+    flags = folder(image_root)
     output_of(*app("fit", *flags, *options(max_epochs=2), "--model.optimizer.lr", "0.1"))
     for split in ("train", "test"):
         shutil.rmtree(image_root / split / "cat")
     output_of(*app("test", *flags, "--ckpt_path", "best"))
     run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
-    whole, part = confusion(run), confusion(run / "test_1")
-    assert part == [whole[0], ["cat", "0", "0", "0"], *whole[2:]]
+    whole = confusion(run)
+    assert confusion(run / "test_1") == [whole[0], ["cat", "0", "0", "0"], *whole[2:]]
 
 
 def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path) -> None:
-    """A checkpoint holds class names, image size and normalisation. Images of other classes are refused."""
+    """A checkpoint holds class names, image size and normalisation.
+
+    Images of other classes are refused.
+    """
     checkpoint = tmp_path / "alone.ckpt"
     shutil.copy(trained / "checkpoints" / "best.ckpt", checkpoint)
     model = CIFARCNN.load_from_checkpoint(checkpoint, map_location="cpu")
@@ -130,10 +127,6 @@ def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path)
         (tmp_path / "test" / name).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / "test" / name / "0.png")
     shutil.copytree(tmp_path / "test", tmp_path / "train")
-    message = error_of(
-        *app("test", "--data", "ImageFolder", "--data.root", tmp_path, "--ckpt_path", checkpoint)
-    )
-    assert (
-        f"{checkpoint} was trained on other classes (circle, zebra) than --data has: give images"
-        in message
-    )
+    message = error_of(*app("test", *folder(tmp_path), "--ckpt_path", checkpoint))
+    problem = "was trained on other classes (circle, zebra) than --data has: give images"
+    assert f"{checkpoint} {problem}" in message

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from app.data.geometry import RATIO, SCALE, Geometry
@@ -72,7 +73,7 @@ class EncodedImages(ImageData):
         channels: Literal[1, 3] = 3,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
-        resize: PositiveInt | Literal["squash"] | None = None,
+        resize: int | Literal["squash"] | None = None,
         interpolation: Literal["bilinear", "bicubic"] = "bilinear",
         crop: Literal["none", "random", "random_resized"] = "none",
         scale: tuple[float, float] = SCALE,
@@ -82,34 +83,33 @@ class EncodedImages(ImageData):
         on_bad_image: Literal["error", "skip"] = "error",
         **kwargs: Any,
     ) -> None:
-        sides = (size, size) if isinstance(size, int) else size
-        resize = (
-            int(resize) if isinstance(resize, int) else resize
-        )  # a checkpoint with a PositiveInt would not load
+        height, width = np.broadcast_to(size, 2).tolist()
+        sides = (height, width)
         source.geometry = Geometry(sides, resize, interpolation, crop, scale, ratio, cache_size)
-        source.image_shape = (channels, *sides)
+        source.image_shape = (channels, height, width)
         source.other_files = {}
-        for flag, values in (("mean", mean), ("std", std)):
-            if values is not None and len(values) != channels:
+        source.mean = mean or [0.5] * channels
+        source.std = std or [0.5] * channels
+        for flag in ("mean", "std"):
+            values = getattr(source, flag)
+            if len(values) != channels:
                 raise UserError(
                     f"--data.{flag} {values}: give one value for each of {channels} channels"
                 )
-        half = [0.5] * channels
-        source.mean = mean or half
-        source.std = std or half
         source.predict_dir = predict_dir or source.predict_dir
         source.skips = on_bad_image == "skip"
         if source.predict_dir is not None or "test" in source.splits:
-            source.splits = [*dict.fromkeys([*source.splits, "predict"])]
+            source.splits = list(dict.fromkeys([*source.splits, "predict"]))
         super().__init__(source, **kwargs)
         if source.skips and self.cache is None:
             raise UserError(
-                "--data.on_bad_image skip needs the cache of decoded images: remove --data.cache off"
+                "--data.on_bad_image skip needs the cache of decoded images: "
+                "remove --data.cache off"
             )
 
 
 class ImageFolder(EncodedImages):
-    """Data module for your own images: `root/train/<class>/*.jpg`, optional `val/` and `test/` likewise.
+    """Data module for your own images: `root/train/<class>/*.jpg`, optional `val/` and `test/`.
 
     Args:
         root: Directory that contains `train`, or the class folders.
@@ -165,7 +165,7 @@ class HuggingFace(EncodedImages):
 
 
 class Synthetic(ImageData):
-    """Data module of the embedded data set: seeded drawings of ten shapes, in the size of CIFAR-10 or FashionMNIST.
+    """Data module of the embedded data set: seeded drawings of ten shapes.
 
     Args:
         like: Data set that defines the image shape and the normalisation.

@@ -1,6 +1,5 @@
 """Resizing and cropping of images, from the file to the network."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +8,8 @@ from torchvision.transforms import v2
 
 from app.errors import UserError
 
-SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # torchvision's defaults
+SCALE = (0.08, 1.0)  # torchvision's defaults
+RATIO = (3 / 4, 4 / 3)
 
 
 @dataclass(frozen=True)
@@ -45,28 +45,23 @@ class Geometry:
             raise UserError(
                 f"--data.resize {self.resize} is smaller than --data.size {max(self.size)}"
             )
-        if self.crop == "random" and self.resize == "squash":
-            raise UserError(
-                "--data.crop random needs images larger than --data.size: give --data.resize a number"
-            )
         for name, default in (("scale", SCALE), ("ratio", RATIO), ("cache_size", None)):
             if getattr(self, name) != default and self.crop != "random_resized":
                 raise UserError(f"--data.{name} works with --data.crop random_resized only")
-        for name, (low, high), most in (("scale", self.scale, 1), ("ratio", self.ratio, math.inf)):
-            if not 0 < low <= high <= most:
-                raise UserError(
-                    f"--data.{name} {(low, high)}: give two numbers above 0 up to {most}, in order"
-                )
 
     @property
     def _cover(self) -> tuple[int, int]:
-        return (self.resize, self.resize) if isinstance(self.resize, int) else self.size
+        if isinstance(self.resize, int):
+            return self.resize, self.resize
+        return self.size
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Height and width that a training image must at least have after resizing; exceptions: see `kept_size`."""
+        """Least height and width of a resized training image; exceptions: see `kept_size`."""
+        if self.crop != "random_resized":
+            return self._cover
         side = self.cache_size or round(1.15 * max(self._cover))
-        return (side, side) if self.crop == "random_resized" else self._cover
+        return side, side
 
     def kept_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width to resize a training image to, before its random crop.
@@ -74,11 +69,9 @@ class Geometry:
         Before a `random_resized` crop, images are reduced but never enlarged.
         """
         size = _covering(height, width, self.kept)
-        return (
-            (height, width)
-            if self.crop == "random_resized" and size[0] * size[1] > height * width
-            else size
-        )
+        if self.crop == "random_resized":
+            return min(size, (height, width))
+        return size
 
     def keep(self, image: Tensor) -> Tensor:
         """Resize a training image, uint8 (C, h, w), to `kept_size`."""
@@ -93,7 +86,7 @@ class Geometry:
         return v2.functional.center_crop(whole, list(self.size))
 
     def random_crop(self) -> nn.Module:
-        """Return a module that takes a random crop, uint8 (C, H, W), of a resized training image, uint8 (C, h, w)."""
+        """Return a module that crops a resized training image, uint8 (C, h, w) to (C, H, W)."""
         if self.crop == "random":
             return v2.RandomCrop(self.size)
         return v2.RandomResizedCrop(
@@ -105,7 +98,7 @@ class Geometry:
 
 
 def _covering(height: int, width: int, cover: tuple[int, int]) -> tuple[int, int]:
-    """Return the smallest height and width that cover a rectangle and keep the image's ratio of width to height."""
+    """Return the smallest size that covers a rectangle and keeps the image's aspect ratio."""
     if cover[0] * width >= cover[1] * height:
         return cover[0], width * cover[0] // height
     return height * cover[1] // width, cover[1]

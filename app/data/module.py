@@ -98,24 +98,33 @@ class ImageData(LightningDataModule):
         super().__init__()
         if batch_size <= 0 or (isinstance(batch_size, float) and batch_size > 1):
             raise UserError(
-                f"--data.batch_size {batch_size}: give a count of at least 1 or a fraction up to 1.0"
+                f"--data.batch_size {batch_size}: "
+                "give a count of at least 1 or a fraction up to 1.0"
             )
         if val_size < 0 or (isinstance(val_size, float) and val_size >= 1):
             raise UserError(
                 f"--data.val_size {val_size}: give a count from 0 on or a fraction below 1.0"
             )
         self.source = source
-        self.augment = augment if isinstance(augment, list) else [augment] if augment else []
-        self._worked = (
-            "--data.augment" if self.augment else "--data.crop" if source.ragged("train") else ""
-        )
-        if self._worked and placement not in ("auto", "disk"):
+        if augment is None:
+            augment = []
+        if not isinstance(augment, list):
+            augment = [augment]
+        self.augment = augment
+        self._flag_of_workers = ""  # an augmentation that needs worker processes
+        if source.ragged("train"):
+            self._flag_of_workers = "--data.crop"
+        if augment:
+            self._flag_of_workers = "--data.augment"
+        if self._flag_of_workers and placement not in ("auto", "disk"):
             raise UserError(
-                f"{self._worked} runs in worker processes: give --data.placement disk, not {placement}"
+                f"{self._flag_of_workers} runs in worker processes: "
+                f"give --data.placement disk, not {placement}"
             )
         if batch_size == 1 and (mixup or cutmix):
             raise UserError(
-                "--data.mixup and --data.cutmix mix images of a batch: give a larger --data.batch_size"
+                "--data.mixup and --data.cutmix mix images of a batch: "
+                "give a larger --data.batch_size"
             )
         self.mixing = (mixup, cutmix)
         self.balance = balance
@@ -125,15 +134,16 @@ class ImageData(LightningDataModule):
         self.requested_workers = num_workers
         self.drop_last = drop_last
         self.virtual_devices: int | None = None  # set by `fit`
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        if seed is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        self.seed = seed
         self.transform = Transform(source.mean, source.std, crop_padding, bool(flip), cutout)
         self.alternate = flip == "alternate"
-        # YAML reads an unquoted `off` as false
-        self.cache = (
-            None
-            if cache in ("off", False)
-            else ImageCache(None if cache in ("auto", True) else str(cache))
-        )
+        self.cache: ImageCache | None = None
+        if cache in ("auto", True):
+            self.cache = ImageCache()
+        elif cache not in ("off", False):  # YAML reads an unquoted `off` as false
+            self.cache = ImageCache(str(cache))
         self._adopted: Sequence[str] = ()  # classes of a trained model
         self._prepared: set[SplitName] = set()
         self._splits: dict[str, tuple[Split, Tensor]] = {}
@@ -149,7 +159,7 @@ class ImageData(LightningDataModule):
         return len(self.class_names)
 
     def adopt_classes(self, names: Sequence[str]) -> None:
-        """Number the classes as in another list, for evaluation; ignore a list that lacks some of them.
+        """Number the classes as in another list, for evaluation; ignore a list that lacks classes.
 
         Args:
             names: Name of each class of a trained model.
@@ -169,7 +179,9 @@ class ImageData(LightningDataModule):
             stage: `fit`, `validate`, `test` or `predict`; by default the trainer's.
         """
         stage = stage or (self.trainer and self.trainer.state.fn) or "fit"
-        wanted = {*READS[stage], "train"} if isinstance(self.batch_size, float) else {*READS[stage]}
+        wanted = set(READS[stage])
+        if isinstance(self.batch_size, float):
+            wanted.add("train")
         missing = [name for name in self.source.splits if name in wanted - self._prepared]
         if not self._prepared:
             self.source.prepare()
@@ -184,30 +196,30 @@ class ImageData(LightningDataModule):
             for name in missing:
                 self.cache.write(self.source, name, usable_cores())
         except OSError as error:
-            reason = (
-                error.strerror or str(error).split("OSError: ")[-1].strip()
-            )  # a worker's message has a traceback
+            # a worker's message has a traceback
+            reason = error.strerror or str(error).split("OSError: ")[-1].strip()
             refused = f"cannot be kept in {self.cache.folder} ({reason})"
             if self.source.skips:
-                message = (
+                raise UserError(
                     f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
-                )
-                raise UserError(message) from error
-            remedy = "give another --data.cache, or off"
+                ) from error
             # not a warning, because a warning prints two lines
-            rank_zero_info(f"Decoded images {refused}, so that each rank decodes them: {remedy}")
+            rank_zero_info(
+                f"Decoded images {refused}, so that each rank decodes them: "
+                "give another --data.cache, or off"
+            )
 
     def setup(self, stage: str) -> None:
         """Read the splits that the stage needs."""
         if stage in ("fit", "validate"):
             self._load_training()
-            if stage == "validate" and not len(self._splits["val"][1]):
+            if stage == "validate" and not self.counts["val"]:
                 raise UserError(f"--data.val_size {self.val_size} leaves no images to validate on")
-        if stage in ("test", "predict"):
-            self._load("test" if stage == "test" else "predict")
-        if not hasattr(
-            self, "placement"
-        ):  # choose once, because loaded images reduce the free memory
+        elif stage == "test":
+            self._load("test")
+        else:
+            self._load("predict")
+        if not hasattr(self, "placement"):  # choose once: loaded images reduce the free memory
             self.placement = self._place()
         if stage == "fit":
             size = self.global_batch_size
@@ -218,36 +230,42 @@ class ImageData(LightningDataModule):
             # number of images
             if size % world and self.virtual_devices is None:
                 raise UserError(unequal_shares(size, world))
-            images = len(self._splits["train"][1])
+            images = self.counts["train"]
             if self.drop_last and images < size:
                 raise UserError(
-                    f"--data.drop_last leaves nothing of {images} training images in batches of {size}: use a "
-                    "smaller --data.batch_size"
+                    f"--data.drop_last leaves nothing of {images} training images in batches of "
+                    f"{size}: use a smaller --data.batch_size"
                 )
 
     def _load(self, name: SplitName) -> None:
         if name in self._splits:
             return
         if name not in self.source.splits:
-            remedy = "give --data.predict_dir, or add" if name == "predict" else "add"
-            raise UserError(
-                f"{type(self).__name__} has no {name} images here: {remedy} a test split"
-            )
-        split = self.cache and self.cache.open(self.source, name)
+            remedy = "add a test split"
+            if name == "predict":
+                remedy = "give --data.predict_dir, or add a test split"
+            raise UserError(f"{type(self).__name__} has no {name} images here: {remedy}")
+        split = None
+        if self.cache is not None:
+            split = self.cache.open(self.source, name)
         if split is None and self.source.skips and self.source.encoded(name):
             raise UserError(
-                "--data.on_bad_image skip: decoded images are missing from --data.cache: start again"
+                "--data.on_bad_image skip: "
+                "decoded images are missing from --data.cache: start again"
             )
-        split = split or self.source.load(name)
+        if split is None:
+            split = self.source.load(name)
         if self._adopted:
-            numbers = [self._adopted.index(label) for label in self.source.class_names]
-            split.labels = torch.tensor([*numbers, -1])[
-                split.labels
-            ]  # the last one is for images without a label
+            numbers = list(map(self._adopted.index, self.source.class_names))
+            # the last number is for images without a label, -1
+            split.labels = torch.tensor([*numbers, -1])[split.labels]
         self._splits[name] = split, torch.arange(len(split))
 
     def _load_training(self) -> None:
-        """Read the training split; hold out validation images by a seeded permutation if the source has none."""
+        """Read the training split, and hold out validation images if the source has none.
+
+        A seeded permutation selects the validation images.
+        """
         if "train" in self._splits:
             return
         self._load("train")
@@ -255,10 +273,13 @@ class ImageData(LightningDataModule):
             self._load("val")
             return
         train, rows = self._splits["train"]
-        count = self.val_size if isinstance(self.val_size, int) else int(self.val_size * len(rows))
+        count = self.val_size
+        if isinstance(count, float):
+            count = int(count * len(rows))
         if count >= len(rows):
             raise UserError(
-                f"--data.val_size {self.val_size} leaves nothing of {len(rows)} training images: give less"
+                f"--data.val_size {self.val_size} leaves nothing of {len(rows)} training images: "
+                "give less"
             )
         rows = torch.randperm(len(rows), generator=stream(self.seed, 0))
         self._splits["val"] = train, rows[:count].sort().values
@@ -274,7 +295,7 @@ class ImageData(LightningDataModule):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of images of each loaded split; images held out for validation do not count as training images."""
+        """Number of images of each loaded split; `train` excludes the held-out images."""
         return {name: len(rows) for name, (_, rows) in self._splits.items()}
 
     @property
@@ -283,32 +304,35 @@ class ImageData(LightningDataModule):
         split, rows = self._splits["train"]
         return split.labels[rows].bincount(minlength=self.num_classes)
 
-    def sample(self, count: int = 1024) -> Tensor:
-        """Return evenly spaced training images, transformed as for evaluation: float32 (n, C, H, W).
+    def sample(self) -> Tensor:
+        """Return evenly spaced training images, transformed as for evaluation.
 
-        Args:
-            count: Minimum number of images. If the split has fewer, all are returned.
+        Returns:
+            At least 1,024 images, or all if there are fewer: float32 (n, C, H, W).
         """
         split, rows = self._splits["train"]
-        images = (split[row] for row in rows[:: max(len(rows) // count, 1)].tolist())
-        return self.transform(
-            torch.stack([split.ragged.evaluated(item) if split.ragged else item for item in images])
-        )
+        images = []
+        for row in rows[:: max(len(rows) // 1024, 1)].tolist():
+            image = split[row]
+            if split.ragged is not None:
+                image = split.ragged.evaluated(image)
+            images.append(image)
+        return self.transform(torch.stack(images))
 
     @property
     def left_out(self) -> dict[str, int]:
         """Number of unreadable images of each loaded split that has any."""
-        loaded = {
-            name: split for name, (split, _) in self._splits.items() if name in self.source.splits
-        }
-        return {name: split.left_out for name, split in loaded.items() if split.left_out}
+        counts = {}
+        for name, (split, _) in self._splits.items():
+            if split.left_out and name in self.source.splits:
+                counts[name] = split.left_out
+        return counts
 
     @property
     def files_left_out(self) -> Counter[str]:
         """Number of files in the folders of prepared splits that are left out, by suffix."""
-        return sum(
-            (self.source.other_files.get(name, Counter()) for name in self._prepared), Counter()
-        )
+        others = self.source.other_files
+        return sum((others[name] for name in self._prepared & others.keys()), Counter())
 
     @property
     def global_batch_size(self) -> int:
@@ -316,26 +340,29 @@ class ImageData(LightningDataModule):
         if isinstance(self.batch_size, int):
             return self.batch_size
         self._load_training()
-        return math.ceil(self.batch_size * len(self._splits["train"][1]))
+        return math.ceil(self.batch_size * self.counts["train"])
 
     def _place(self) -> Placement:
         """Return the placement of the images, the same on all ranks."""
         if self.requested_placement != "auto":
             return self.requested_placement
-        if self._worked:
+        if self._flag_of_workers:
             return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
         strategy = self.trainer.strategy
         size = len(split) * math.prod(self.image_shape)
-        needed = size * (1 if split.mapped else self._local_ranks)
+        needed = size
+        if not split.mapped:
+            needed *= self._local_ranks
         fits = needed < psutil.virtual_memory().available / 2
         if not strategy.reduce_boolean_decision(fits, all=True):
             return "disk"
-        if strategy.root_device.type != "cuda":
-            return "memory"
-        # one decision for all ranks, because the ranks' free GPU memory may differ
-        fits = size < torch.cuda.mem_get_info(strategy.root_device)[0] / 10
-        return "device" if strategy.reduce_boolean_decision(fits, all=True) else "memory"
+        if strategy.root_device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(strategy.root_device)
+            # one decision for all ranks, because the ranks' free GPU memory may differ
+            if strategy.reduce_boolean_decision(size < free / 10, all=True):
+                return "device"
+        return "memory"
 
     @property
     def _local_ranks(self) -> int:
@@ -397,8 +424,10 @@ class ImageData(LightningDataModule):
         return self._loader("train", train=True)
 
     def val_dataloader(self) -> GlobalBatches | list[Any]:
-        """Return the loader that yields each validation sample once, or an empty list if the split is empty."""
-        return self._loader("val") if len(self._splits["val"][1]) else []
+        """Return the loader of the validation split, or an empty list without samples."""
+        if not self.counts["val"]:
+            return []
+        return self._loader("val")
 
     def test_dataloader(self) -> GlobalBatches:
         """Return the loader that yields each sample of the test split once."""

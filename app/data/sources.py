@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import gzip
 import math
 import os
 import signal
@@ -22,19 +21,19 @@ import torch
 import torchvision
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torchvision.datasets.utils import check_integrity
 
 from app.data.geometry import Geometry
 from app.errors import UserError
+from app.record.words import listed
 from app.system.files import downloading
 from app.system.tracebacks import MADE_BY, blamed
 
 SplitName = Literal["train", "val", "test", "predict"]
-# names of splits in any case: of folders, of a table's rows, and of Hugging Face
-SPLIT_NAMES: dict[SplitName, Collection[str]] = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "eval", "evaluation", "dev"),
-    "test": ("test", "testing"),
+# names of splits in lower case: of folders, of a table's rows, and of Hugging Face
+SPLIT_NAMES: dict[str, SplitName] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "eval", "evaluation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
 }
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
@@ -45,22 +44,21 @@ Errors = dict[int, UserError]  # errors of unreadable images, by index
 Images = Tensor | list[tuple[int, int, int]]
 
 
-def problems(wrong: Errors) -> list[str]:
-    """Return the errors of unreadable images as text, without their remedy, in the order of the images."""
-    return [str(wrong[index]).rpartition(": ")[0] for index in sorted(wrong)]
+def problems(wrong: Errors) -> str:
+    """Format the errors of unreadable images, without their remedy, in the order of the images."""
+    return listed([str(wrong[index]).rpartition(": ")[0] for index in sorted(wrong)])
 
 
 def work_apart(worker: int) -> None:
-    """Move this loader worker into its own process group, so that Ctrl-C and SIGTERM reach only the rank."""
-    if (
-        sys.platform == "linux"
-    ):  # the kernel kills the worker when its rank dies; 1 is PR_SET_PDEATHSIG
+    """Move a loader worker into its own process group, so that signals reach only the rank."""
+    if sys.platform == "linux":
+        # the kernel kills the worker when its rank dies; 1 is PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setpgrp()
 
 
 class _Items(Dataset[Any]):
-    """Data set that returns UserErrors instead of raising them, because DataLoader would add tracebacks to them."""
+    """Data set that returns UserErrors, because DataLoader would add tracebacks to raised ones."""
 
     def __init__(self, read: Callable[[Any], Tensor], target: Sequence[int] | str) -> None:
         # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY
@@ -83,28 +81,30 @@ class _Items(Dataset[Any]):
     def collate(self, images: list[Tensor | UserError]) -> tuple[Images, Errors]:
         """Return a batch's images and errors.
 
-        If `target` is a file, append the images to it, and return each image's height, width and
-        end offset instead.
+        If `target` is a file, append the images to it; see `Images` for the result.
         """
-        wrong = {place: image for place, image in enumerate(images) if isinstance(image, UserError)}
-        right = [image for image in images if isinstance(image, Tensor)]
+        wrong = {}
+        right = []
+        for place, image in enumerate(images):
+            if isinstance(image, UserError):
+                wrong[place] = image
+            else:
+                right.append(image)
         if isinstance(self.target, str):
-            with open(
-                self.target, "ab", buffering=0
-            ) as file:  # the kernel keeps the writes of several workers apart
-                return [(*image.shape[1:], _append(file, image)) for image in right], wrong
-        # default_collate stacks in shared memory
-        return default_collate(right) if right else torch.empty(
-            (0, *self.target), dtype=torch.uint8
-        ), wrong
+            # the kernel keeps the writes of several workers apart
+            with open(self.target, "ab", buffering=0) as file:
+                return [_append(file, image) for image in right], wrong
+        if not right:
+            return torch.empty((0, *self.target), dtype=torch.uint8), wrong
+        return default_collate(right), wrong  # default_collate stacks in shared memory
 
 
-def _append(file: FileIO, image: Tensor) -> int:
-    """Write an image, uint8 (C, h, w), as (h, w, C) at the end of a file; return the file's new size."""
+def _append(file: FileIO, image: Tensor) -> tuple[int, int, int]:
+    """Append an image, uint8 (C, h, w), to a file as (h, w, C); return height, width and end."""
     pixels = image.permute(1, 2, 0).contiguous().numpy()
     if file.write(pixels.data) < pixels.nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return file.tell()
+    return pixels.shape[0], pixels.shape[1], file.tell()
 
 
 class Workers(DataLoader[Tensor]):
@@ -147,7 +147,7 @@ class Workers(DataLoader[Tensor]):
             yield images
 
     def with_errors(self) -> Iterator[tuple[Images, Errors]]:
-        """Yield each batch's readable images, and the errors of its unreadable images by index in the batch."""
+        """Yield each batch's readable images, and the others' errors by index in the batch."""
         return super().__iter__()
 
 
@@ -196,20 +196,14 @@ class Split(Dataset[Tensor]):
         assert self._images is not None
         return self._images
 
-    def blocks(
-        self, num_workers: int, wrong: Errors | None = None, file: str = ""
-    ) -> Iterator[Images]:
-        """Yield all images in order, in blocks of about 1 MiB.
+    def blocks(self, num_workers: int, wrong: Errors, file: str = "") -> Iterator[Images]:
+        """Yield all readable images in order, in blocks of about 1 MiB.
 
         Args:
             num_workers: Number of processes that decode.
+            wrong: Dictionary that collects the errors of unreadable images, by index.
             file: Path of the file to which images of different sizes are appended; see `Images` for
                 the result.
-            wrong: Dictionary that collects the errors of unreadable images, by index; these images
-                are skipped.
-
-        Raises:
-            UserError: When an image is unreadable and `wrong` is None.
         """
         yield from self.tensor().split(self._block)
 
@@ -232,12 +226,9 @@ class RaggedSplit(Split):
         self._places = values[:3].T
 
     def __getitem__(self, index: int) -> Tensor:
-        (height, width, end), channels = self._places[index].tolist(), self.image_shape[0]
-        return (
-            self.tensor()[end - height * width * channels : end]
-            .view(height, width, channels)
-            .permute(2, 0, 1)
-        )
+        height, width, end = self._places[index].tolist()
+        start = end - height * width * self.image_shape[0]
+        return self.tensor()[start:end].view(height, width, -1).permute(2, 0, 1)
 
 
 def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
@@ -252,7 +243,10 @@ def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
 
 
 def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Map a file's pixels as a uint8 tensor: read-only, because writable pages would count as the rank's memory."""
+    """Map a file's pixels as a uint8 tensor.
+
+    The tensor is read-only, because writable pages would count as the rank's memory.
+    """
     array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -261,12 +255,11 @@ def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
 
 def split_of(name: str) -> SplitName | None:
     """Return the split that a name means, or None for a name that means no split."""
-    name = name.strip().lower()
-    return next((split for split, names in SPLIT_NAMES.items() if name in names), None)
+    return SPLIT_NAMES.get(name.strip().lower())
 
 
-def splits_in(place: object, names: Iterable[str]) -> dict[SplitName, str]:
-    """Return the name of each split, in the order of `SPLIT_NAMES`; names that mean no split are ignored.
+def splits_in(place: object, names: Collection[str]) -> dict[SplitName, str]:
+    """Return the name of each split: train, val, test; names that mean no split are ignored.
 
     Args:
         place: Place of the names, for messages.
@@ -276,15 +269,15 @@ def splits_in(place: object, names: Iterable[str]) -> dict[SplitName, str]:
         UserError: When two names mean the same split.
     """
     splits: dict[SplitName, str] = {}
-    for name in names:
-        split = split_of(name)
-        if split in splits:
+    for split in dict.fromkeys(SPLIT_NAMES.values()):
+        matches = [name for name in names if split_of(name) == split]
+        if len(matches) > 1:
             raise UserError(
-                f"{place} has {splits[split]} and {name}, which mean the same split {split}: keep one"
+                f"{place} has {' and '.join(matches)}, which mean the same split {split}: keep one"
             )
-        if split is not None:
-            splits[split] = name
-    return {split: splits[split] for split in SPLIT_NAMES if split in splits}
+        if matches:
+            splits[split] = matches[0]
+    return splits
 
 
 class Source(ABC):
@@ -297,6 +290,7 @@ class Source(ABC):
         std: Standard deviation of each channel, for pixels scaled to 0…1.
         splits: Names of the splits; without `val`, training images are held out for validation.
         files: Paths of the files, if known.
+        predict_dir: Images and folders of images for `predict`; None to predict on the test split.
         skips: Whether unreadable images are skipped.
         other_files: Number of files in each split's folders that are left out, by suffix: they are
             no images, or in no class folder.
@@ -308,6 +302,7 @@ class Source(ABC):
     std: Sequence[float]
     splits: Collection[SplitName] = ("train", "test", "predict")
     files: Sequence[Path] = ()
+    predict_dir: str | Sequence[str] | None = None
     skips = False
     other_files: dict[SplitName, Counter[str]] = {}  # noqa: RUF012
 
@@ -320,11 +315,11 @@ class Source(ABC):
         """
 
     def ragged(self, split: SplitName) -> Geometry | None:
-        """Return the training crop's geometry if the split's images are loaded in different sizes, else None."""
+        """Return the training crop's geometry if the split has images of different sizes."""
         return None
 
     def settings(self, split: SplitName) -> Sequence[Any]:
-        """Return the settings that affect how a split's images are decoded; they are part of the cache's key."""
+        """Return the settings of a split's decoding, which are part of the cache's key."""
         return [self.skips, *self.image_shape]
 
     @abstractmethod
@@ -332,7 +327,7 @@ class Source(ABC):
         """Read a split; `predict` is the test split unless the source has images to predict."""
 
     def encoded(self, split: SplitName) -> Sequence[str]:
-        """Return a split's encoded files if decoding is slow enough to cache; else an empty sequence."""
+        """Return a split's encoded files if decoding is slow enough to cache, else nothing."""
         return ()
 
 
@@ -369,12 +364,12 @@ class TorchvisionSource(Source):
         return [str(file) for file in self.files]
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
-        folder, (channels, height, width) = self.files[0].parent, self.image_shape
+        folder = self.files[0].parent
+        channels, height, width = self.image_shape
         try:  # unpickling CIFAR-10 is safe: torchvision verifies its checksums first
             data = self.dataset(self.root, train=split == "train")
-            images = torch.as_tensor(data.data)
             labels = torch.as_tensor(data.targets)
-            pixels = images.view(len(labels), height, width, channels)
+            images = torch.as_tensor(data.data).view(len(labels), height, width, channels)
             highest = int(labels.max())
         except Exception as error:  # torchvision raises many types
             reason = getattr(error, "strerror", None) or "truncated or corrupted files"
@@ -383,9 +378,10 @@ class TorchvisionSource(Source):
             ) from error
         if highest >= len(self.class_names):
             raise UserError(
-                f"{folder} has a label {highest}, of {len(self.class_names)} classes: replace its files"
+                f"{folder} has a label {highest}, of {len(self.class_names)} classes: "
+                "replace its files"
             )
-        return Split(pixels.permute(0, 3, 1, 2), labels)
+        return Split(images.permute(0, 3, 1, 2), labels)
 
 
 class CIFAR10Source(TorchvisionSource):
@@ -393,17 +389,8 @@ class CIFAR10Source(TorchvisionSource):
 
     dataset = torchvision.datasets.CIFAR10
     class_names = (
-        "airplane",
-        "automobile",
-        "bird",
-        "cat",
-        "deer",
-        "dog",
-        "frog",
-        "horse",
-        "ship",
-        "truck",
-    )
+        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+    )  # fmt: skip
     image_shape = (3, 32, 32)
     mean = (0.5, 0.5, 0.5)
     std = (0.5, 0.5, 0.5)
@@ -428,22 +415,6 @@ class FashionMNISTSource(TorchvisionSource):
     def __init__(self, root: str) -> None:
         super().__init__(root)
         archives = [url for url, _ in self.dataset.resources]
-        self.files = [
-            Path(root, "FashionMNIST", "raw", name.removesuffix(".gz")) for name in archives
-        ]
+        raw = Path(root, "FashionMNIST", "raw")
+        self.files = [raw / name.removesuffix(".gz") for name in archives]
         self.archives = ", ".join(archives)
-
-    def load(self, split: SplitName) -> Split:
-        """Read a split, after comparing the files with the downloaded archives beside them, if there are any."""
-        for file, (name, checksum) in zip(self.files, self.dataset.resources, strict=True):
-            archive = file.with_name(name)
-            if not archive.is_file():
-                continue
-            if (
-                not check_integrity(archive, checksum)
-                or gzip.decompress(archive.read_bytes()) != file.read_bytes()
-            ):
-                raise UserError(
-                    f"{file} differs from the archive beside it: delete both to have them downloaded again"
-                )
-        return super().load(split)

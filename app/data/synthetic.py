@@ -20,21 +20,21 @@ Floats = NDArray[Any]  # float32
 # images per block, so that a block fits into a core's cache; each block has its own random stream
 BLOCK = 256
 
-# Strokes (from x, y to x, y) of the right half of A, H, M, T, U, V, W, Y. These letters are
-# symmetric, so that flipping does not change the class.
-LETTERS = np.array(
-    [
-        [(0.0, -1.0, 0.7, 1.0), (0.0, 0.35, 0.45, 0.35)],
-        [(0.6, -1.0, 0.6, 1.0), (0.0, 0.0, 0.6, 0.0)],
-        [(0.75, -1.0, 0.75, 1.0), (0.75, -1.0, 0.0, 0.2)],
-        [(0.0, -1.0, 0.0, 1.0), (0.0, -1.0, 0.75, -1.0)],
-        [(0.6, -1.0, 0.6, 0.9), (0.6, 0.9, 0.0, 0.9)],
-        [(0.7, -1.0, 0.0, 1.0), (0.7, -1.0, 0.0, 1.0)],
-        [(0.9, -1.0, 0.5, 1.0), (0.5, 1.0, 0.0, -0.4)],
-        [(0.7, -1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0)],
-    ],
+# Two strokes (from x, y to x, y) of the right half of each letter. These letters are symmetric, so
+# that flipping does not change the class.
+LETTERS = np.loadtxt(
+    """
+    0.00 -1 0.7 1.0  0.00  0.35 0.45 0.35  # A
+    0.60 -1 0.6 1.0  0.00  0.00 0.60 0.00  # H
+    0.75 -1 0.75 1.0 0.75 -1.00 0.00 0.20  # M
+    0.00 -1 0.0 1.0  0.00 -1.00 0.75 -1.0  # T
+    0.60 -1 0.6 0.9  0.60  0.90 0.00 0.90  # U
+    0.70 -1 0.0 1.0  0.70 -1.00 0.00 1.00  # V
+    0.90 -1 0.5 1.0  0.50  1.00 0.00 -0.4  # W
+    0.70 -1 0.0 0.0  0.00  0.00 0.00 1.00  # Y
+    """.splitlines(),
     np.float32,
-)
+).reshape(-1, 2, 4)
 
 
 def _length(x: Floats, y: Floats) -> Floats:
@@ -101,7 +101,10 @@ def stripes(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 
 def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
-    """Return the distance from a checkerboard. A point is in a square if both or neither of x and y are in a band."""
+    """Return the distance from a checkerboard.
+
+    A point is in a square if both or neither of x and y are in a band.
+    """
     across = _bands(x, 0.567)
     down = _bands(y, 0.567)
     edge = np.minimum(abs(across), abs(down))
@@ -110,11 +113,11 @@ def checker(x: Floats, y: Floats, kind: Floats) -> Floats:
 
 def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
     """Return the distance from a symmetric letter; `kind` chooses the letter."""
-    strokes = LETTERS[
-        (kind.ravel() * len(LETTERS)).astype(int), ..., None, None, None
-    ] * np.float32(0.85)
-    x, nearest = abs(x), np.full_like(x, np.inf)
-    for ax, ay, bx, by in (np.moveaxis(strokes[:, i], 1, 0) for i in range(strokes.shape[1])):
+    letters = LETTERS[(kind.ravel() * len(LETTERS)).astype(int)]
+    strokes = letters[..., None, None, None] * np.float32(0.85)  # (n, 2, 4, 1, 1, 1)
+    x = abs(x)
+    nearest = np.full_like(x, np.inf)
+    for ax, ay, bx, by in strokes.transpose(1, 2, 0, 3, 4, 5):
         dx = bx - ax
         dy = by - ay
         along = np.clip(((x - ax) * dx + (y - ay) * dy) / (dx * dx + dy * dy), 0, 1)
@@ -148,7 +151,7 @@ class SyntheticSource(Source):
         self.like = like
         self.count = count
         self.seed = seed
-        model = CIFAR10Source if like == "CIFAR10" else FashionMNISTSource
+        model = {"CIFAR10": CIFAR10Source, "FashionMNIST": FashionMNISTSource}[like]
         self.image_shape = model.image_shape
         self.mean = model.mean
         self.std = model.std
@@ -159,7 +162,9 @@ class SyntheticSource(Source):
         check_memory(self.count, self.image_shape, f"give less than --data.images {self.count}")
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
-        count = self.count if split == "train" else max(self.count // 5, 1)
+        count = self.count
+        if split != "train":
+            count = max(count // 5, 1)
         images = np.empty((count, *self.image_shape), np.uint8)
         labels = np.empty(count, np.int64)
         for block, start in enumerate(range(0, count, BLOCK)):
@@ -190,26 +195,18 @@ class SyntheticSource(Source):
             down = cos[members] * top[members] - sin[members] * left[members]
             cover[members] = (0.5 - shape(across, down, kind[members]) * radius[members]).clip(0, 1)
 
-        gray = channels == 1
-        paper = (70 if gray else 215) * paper
         contrast = 50 + 90 * contrast
+        paper = {1: 70, 3: 215}[channels] * paper
         ink = paper + np.where(paper > 128, -contrast, contrast)
-        if not gray:
+        if channels == 3:
             rainbow = np.linspace(0, 2 * np.pi, 3, endpoint=False, dtype=np.float32)[:, None, None]
             ink = ink + (30 + 60 * tints[0]) * np.cos(rainbow + 2 * np.pi * tints[1])
             paper = paper + 50 * tints[2] * np.cos(rainbow + 2 * np.pi * tints[3])
-        shade = (
-            slope
-            * 2
-            * (np.cos(2 * np.pi * heading) * x[:1] + np.sin(2 * np.pi * heading) * y[:, :1])
-        )
-        noise = (
-            rng.integers(2**64, size=images.size // 8, dtype=np.uint64)
-            .view(np.uint8)
-            .reshape(images.shape)
-        )
+        heading = 2 * np.pi * heading
+        shade = slope * 2 * (np.cos(heading) * x[:1] + np.sin(heading) * y[:, :1])
+        noise = rng.integers(2**64, size=images.size // 8, dtype=np.uint64).view(np.uint8)
         grain = 0.05 + 0.35 * grain
         image = cover * (ink - paper) + (paper - 127.5 * grain)
         image += shade
-        image += noise * grain
+        image += noise.reshape(images.shape) * grain
         images[:] = image.clip(0, 255, out=image)

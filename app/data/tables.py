@@ -5,8 +5,9 @@ import io
 import os
 import re
 import unicodedata
+from abc import abstractmethod
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,71 +19,73 @@ from app.system.files import open_file
 SEPARATORS = ",;\t|"
 
 
-def number_classes(
-    labels: Mapping[SplitName, Sequence[str]],
-    place: Callable[[SplitName, int], str],
-    declared: Iterable[str] = (),
-) -> tuple[list[str], dict[SplitName, list[int]]]:
-    """Number a table's classes, by name. Space around a name does not count.
+class RowSource(EncodedSource):
+    """Source of a table's rows, whose labels are the names of classes."""
 
-    Args:
-        labels: Class name of each image, by split, `train` first; empty or -1 for an image without
-            a label.
-        place: Function that describes the place of a split's image, for messages.
-        declared: Class names in order; by default the sorted names of training images.
+    _labels: dict[SplitName, list[int]]  # class number of each row; -1 without a label
 
-    Returns:
-        The class names; and the number of each image's class, by split, -1 for a test split without
-        labels.
+    @abstractmethod
+    def _place(self, split: SplitName, row: int) -> str:
+        """Describe the place of a row, for messages."""
 
-    Raises:
-        UserError: When a label is missing or is no training class, or when two labels differ in
-            spelling only.
-    """
-    labels = {split: [name.strip() for name in names] for split, names in labels.items()}
-    classes = [*dict.fromkeys(name.strip() for name in declared)] or _sorted_names(
-        labels.get("train", [])
-    )
-    numbers = {name: number for number, name in enumerate(classes)}
-    missing = {"", "-1"} - {*classes}
-    spellings: dict[str, str] = {}
-    for split, names in labels.items():
-        if split == "test" and missing.issuperset(names):  # images to predict
-            continue
-        for name in dict.fromkeys(names):
-            where = place(split, names.index(name))
-            if name in missing:
-                raise UserError(f"{where} has no label: give it one, or delete it")
-            first = spellings.setdefault(_spelling(name), name)
-            if first != name:
-                raise UserError(
-                    f"{where} has label {name!r}, "
-                    f"others have {first!r}: spell one class alike, name two classes differently"
-                )
-            if name not in numbers:
-                raise UserError(
-                    f"{where} has label {name!r}, which no training image has: correct it, or add such training images"
-                )
-    return classes, {
-        split: [numbers.get(name, -1) for name in names] for split, names in labels.items()
-    }
+    def _number_classes(
+        self, labels: Mapping[SplitName, Sequence[str]], declared: Iterable[str] = ()
+    ) -> None:
+        """Number the classes by name, and set class names and splits.
 
+        Space around a name does not count. A test split without labels becomes the images to
+        predict.
 
-def splits_of(labels: Mapping[SplitName, Sequence[int]]) -> list[SplitName]:
-    """Return the splits with these labels; a test split without labels is a split to predict."""
-    return ["predict" if -1 in numbers else split for split, numbers in labels.items()]
+        Args:
+            labels: Class name of each image, by split; empty or -1 for an image without a label.
+            declared: Class names in order; by default the sorted names of training images.
+
+        Raises:
+            UserError: When a label is missing or is no training class, or when two labels differ in
+                spelling only.
+        """
+        names = {split: list(map(str.strip, column)) for split, column in labels.items()}
+        classes = list(dict.fromkeys(map(str.strip, declared))) or _sorted_names(
+            names.get("train", [])
+        )
+        numbers = dict(zip(classes, range(len(classes)), strict=True))
+        missing = {"", "-1"} - set(classes)
+        spellings: dict[str, str] = {}
+        self.class_names = classes
+        self.splits = list(names)
+        self._labels = {}
+        for split, column in names.items():
+            self._labels[split] = [numbers.get(name, -1) for name in column]
+            if split == "test" and missing.issuperset(column):
+                self.splits[self.splits.index("test")] = "predict"
+                continue
+            for name in dict.fromkeys(column):
+                where = self._place(split, column.index(name))
+                if name in missing:
+                    raise UserError(f"{where} has no label: give it one, or delete it")
+                first = spellings.setdefault(_spelling(name), name)
+                if first != name:
+                    raise UserError(
+                        f"{where} has label {name!r}, others have {first!r}: "
+                        "spell one class alike, name two classes differently"
+                    )
+                if name not in numbers:
+                    raise UserError(
+                        f"{where} has label {name!r}, which no training image has: "
+                        "correct it, or add such training images"
+                    )
 
 
 def _sorted_names(labels: Iterable[str]) -> list[str]:
-    """Return the distinct class names, sorted by value if all are whole numbers, else alphabetically."""
-    names = sorted({*labels} - {""})
-    if not all(map(str.isdecimal, names)):
-        return names
-    return sorted(names, key=lambda name: name.zfill(len(max(names, key=len))))
+    """Return the distinct class names, sorted by value if all are whole numbers."""
+    names = sorted(set(labels) - {""})
+    if all(map(str.isdecimal, names)):
+        names.sort(key=int)
+    return names
 
 
 def _spelling(name: str) -> str:
-    """Return a text that two class names share if they differ only in case, in invisible characters or as numbers."""
+    """Return a text that is equal for spellings of a name: case, invisible characters, numbers."""
     number = re.fullmatch(r"(-?)0*(\d+)(?:\.(\d*?)0*)?", name)
     if number is not None:
         return f"{number[1]}{number[2]}.{number[3] or ''}"
@@ -92,7 +95,7 @@ def _spelling(name: str) -> str:
     return one_line(visible.casefold())
 
 
-class TableSource(EncodedSource):
+class TableSource(RowSource):
     """Source of the image files that a CSV file lists.
 
     Args:
@@ -109,80 +112,81 @@ class TableSource(EncodedSource):
     def __init__(self, path: str, file_column: str, label_column: str, split_column: str) -> None:
         self.root = path
         self._label = label_column
-        self._rows: dict[SplitName, list[tuple[int, str, str]]] = {"train": []}  # line, file, label
-        folder = Path(path).parent
-        first: dict[str, int] = {}
+        self._rows: dict[SplitName, list[tuple[int, str]]] = {"train": []}  # lines and files
+        labels: dict[SplitName, list[str]] = {"train": []}
+        lines: dict[str, int] = {}
         columns = {"file": file_column, "label": label_column, "split": split_column}
-        for line, (file, label, split_name) in _rows(path, columns):
+        for line, cells in _rows(path, columns):
+            split_name = cells.get(_folded(split_column), "train")
             split = split_of(split_name)
             if split is None:
                 raise UserError(
-                    f"{path}, line {line} has split {split_name!r}, not train, val or test: correct it"
+                    f"{path}, line {line} has split {split_name!r}, not train, val or test: "
+                    "correct it"
                 )
+            file = cells[_folded(file_column)]
             if not file:
                 raise UserError(f"{path}, line {line} has no file: give it one, or delete it")
-            name = str(folder / file)
+            name = str(Path(path).parent / file)
             if "\\" in file and not os.path.exists(name):  # written on Windows
-                name = str(folder / file.replace("\\", "/"))
-            other = first.setdefault(os.path.normpath(name), line)
+                name = str(Path(path).parent / file.replace("\\", "/"))
+            other = lines.setdefault(os.path.normpath(name), line)
             if other != line:
                 raise UserError(
                     f"{path}, lines {other} and {line} have the same file {file}: keep one of them"
                 )
-            self._rows.setdefault(split, []).append((line, name, label))
-        if not self._rows["train"]:
+            self._rows.setdefault(split, []).append((line, name))
+            labels.setdefault(split, []).append(cells[_folded(label_column)])
+        if not labels["train"]:
             raise UserError(f"{path} has no rows of training images: give one for each image")
-        labels = {split: [label for _, _, label in rows] for split, rows in self._rows.items()}
-        self.class_names, self._labels = number_classes(labels, self._place)
-        self.splits = splits_of(self._labels)
+        self._number_classes(labels)
 
     def _place(self, split: SplitName, row: int) -> str:
-        return f"{self.root}, line {self._rows[split][row][0]}"
+        line, _ = self._rows[split][row]
+        return f"{self.root}, line {line}"
 
     def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
         return [*super().settings(split), os.path.abspath(self.root), self._label]
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
         files = super().encoded(split)
-        # the cache depends on the table, too, because the table holds the labels
-        return files if split == "predict" and self.predict_dir is not None else [self.root, *files]
+        if split == "predict" and self.predict_dir is not None:
+            return files
+        return [self.root, *files]  # the cache holds the labels, which are in the table
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
-        return [
-            (name, label)
-            for (_, name, _), label in zip(self._rows[split], self._labels[split], strict=True)
-        ]
+        _, files = zip(*self._rows[split], strict=True)
+        return list(zip(files, self._labels[split], strict=True))
 
 
-def _rows(path: str, columns: Mapping[str, str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number of each row of a CSV file, and its cells in some columns. Blank rows are skipped.
+def _rows(path: str, columns: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the line number and the cells of each row of a CSV file. Blank rows are skipped.
 
     Args:
-        path: Path of the file. Its separator is the one that finds the most columns in the header.
-        columns: Name of each column, by flag; the column `split` may be missing.
+        path: Path of the file. Its separator is the most frequent one in the header.
+        columns: Name of each column to read, by flag; the column `split` may be missing.
     """
     text = _text(path)
-    if not text.strip():
-        return
-    first_line = next(filter(str.strip, io.StringIO(text, newline=None)))
-    wanted = {_folded(name) for name in columns.values()}
-    separator = max(
-        SEPARATORS, key=lambda candidate: len(wanted & {*map(_folded, first_line.split(candidate))})
-    )
-    reader = csv.reader(
-        io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True
-    )
-    rows = ((reader.line_num, row) for row in reader if any(map(str.strip, row)))
+    first_line = text.strip().partition("\n")[0]
+    separator = max(SEPARATORS, key=first_line.count)
+    content = io.StringIO(text, newline="")
+    reader = csv.reader(content, delimiter=separator, skipinitialspace=True, strict=True)
+    header: list[str] = []
     try:
-        _, header = next(rows)
-        places = _places(path, header, columns)
-        for line, row in rows:
+        for row in reader:
+            if not any(map(str.strip, row)):
+                continue
+            if not header:
+                _check_header(path, row, columns)
+                header = list(map(_folded, row))
+                continue
             if len(row) < len(header) or any(map(str.strip, row[len(header) :])):
                 raise UserError(
-                    f"{path}, line {line} has {len(row)} cells, not {len(header)} as the header: write a cell "
-                    f'that contains "{separator}" in quotes'
+                    f"{path}, line {reader.line_num} has {len(row)} cells, "
+                    f"not {len(header)} as the header: "
+                    f'write a cell that contains "{separator}" in quotes'
                 )
-            yield line, ["train" if place is None else row[place] for place in places]
+            yield reader.line_num, dict(zip(header, row, strict=False))
     except csv.Error as error:
         raise UserError(
             f"{path}, line {reader.line_num} cannot be read ({error}): correct its quotes"
@@ -193,10 +197,10 @@ def _text(path: str) -> str:
     try:
         with open_file(path) as file:
             content = file.read()
-        is_utf16 = content.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
-        text = content.decode("utf-16" if is_utf16 else "utf-8").lstrip(
-            "\ufeff"
-        )  # a byte order mark
+        encoding = "utf-8-sig"
+        if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            encoding = "utf-16"
+        text = content.decode(encoding)
         if "\0" in text:
             raise ValueError("it has null characters")
     except (OSError, ValueError) as error:
@@ -207,23 +211,21 @@ def _text(path: str) -> str:
     return text
 
 
-def _places(path: str, header: Sequence[str], columns: Mapping[str, str]) -> list[int | None]:
-    """Return each column's place in a row; None for a missing column `split`."""
-    if any("." in cell and os.path.isfile(Path(path).parent / cell) for cell in header):
-        raise UserError(f"{path} begins with an image: insert a first line, such as file,label")
-    names = [_folded(cell) for cell in header]
-    places: list[int | None] = []
+def _check_header(path: str, header: Sequence[str], columns: Mapping[str, str]) -> None:
+    for cell in header:
+        if "." in cell and os.path.isfile(Path(path).parent / cell):
+            raise UserError(f"{path} begins with an image: insert a first line, such as file,label")
+    names = list(map(_folded, header))
     for flag, column in columns.items():
-        matches = [place for place, name in enumerate(names) if name == _folded(column)]
-        if len(matches) > 1:
-            raise UserError(f"{path} has {len(matches)} columns {column}: rename all but one")
-        if not matches and column != "split":
+        count = names.count(_folded(column))
+        if count > 1:
+            raise UserError(f"{path} has {count} columns {column}: rename all but one")
+        if count == 0 and column != "split":
             raise UserError(
-                f"{path} has no column {column}, but {', '.join(header)}: give one to --data.{flag}_column"
+                f"{path} has no column {column}, but {', '.join(header)}: "
+                f"give one to --data.{flag}_column"
             )
-        places.append(matches[0] if matches else None)
-    return places
 
 
 def _folded(column: str) -> str:
-    return column.strip(' "').casefold()
+    return column.strip().casefold()

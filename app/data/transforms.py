@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,30 @@ class Choices(NamedTuple):
     hole_columns: Tensor
 
 
+@cache
+def choices_for(
+    height: int, width: int, crop_padding: int, flip: bool, cutout: int, device: torch.device
+) -> Choices:
+    """Return the lookup tables of a transform; see `Transform` for its settings."""
+    x = torch.arange(width)
+    mirrored = x
+    if flip:
+        mirrored = x.flip(0)
+    crops = torch.arange(2 * crop_padding + 1)
+    counts = torch.tensor([len(crops), len(crops), 2, height, width], dtype=torch.int32)
+    rows = (crops[:, None] + torch.arange(height)) * (width + 2 * crop_padding)
+    columns = torch.stack((mirrored, x))[:, None] + crops[:, None]
+    tables = (counts, rows, columns, _hole(height, cutout), _hole(width, cutout))
+    return Choices(*[table.to(device) for table in tables])
+
+
+def _hole(size: int, cutout: int) -> Tensor:
+    """Return the rows, or columns, that a square covers, by its centre: bool (centres, size)."""
+    start = torch.arange(size) - cutout // 2
+    distance = torch.arange(size) - start[:, None]
+    return (distance >= 0) & (distance < cutout)
+
+
 class Mix(NamedTuple):
     """Mixing of each sample of a batch with the next one.
 
@@ -61,25 +86,33 @@ class Mix(NamedTuple):
         Returns:
             Images (n, C, H, W), and probabilities of the classes (n, classes).
         """
-        weight, (height, width) = self.weight, images.shape[2:]
+        weight = self.weight
         if self.box is None:
             mixed = images[1:].lerp(images[:-1], weight)
         else:
+            height, width = images.shape[2:]
             y, x, side = self.box
-            top, bottom = (
-                min(max(int(height * (y + end * side / 2)), 0), height) for end in (-1, 1)
-            )
-            left, right = (min(max(int(width * (x + end * side / 2)), 0), width) for end in (-1, 1))
+            rows = _part(height, y, side)
+            columns = _part(width, x, side)
             mixed = images[:-1].clone()
-            mixed[:, :, top:bottom, left:right] = images[1:, :, top:bottom, left:right]
-            weight = 1 - (bottom - top) * (right - left) / (height * width)
+            mixed[:, :, rows, columns] = images[1:, :, rows, columns]
+            weight = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (
+                height * width
+            )
         # not F.one_hot, because on a CPU it would also check the labels' values
         targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
         return mixed, targets[1:].lerp(targets[:-1], weight)
 
 
+def _part(size: int, centre: float, side: float) -> slice:
+    """Return a box's pixels along one side of an image. Centre and side are relative to `size`."""
+    start = int(size * (centre - side / 2))
+    stop = int(size * (centre + side / 2))
+    return slice(max(start, 0), min(stop, size))
+
+
 def draw_mix(mixup: float, cutmix: float, seed: int) -> Mix:
-    """Draw the mixing of a global batch; with both parameters above 0, pick mixup or cutmix with equal probability.
+    """Draw the mixing of a global batch; if both parameters are above 0, each is equally likely.
 
     Args:
         mixup: Parameter of mixup's beta distribution, or 0. Source:
@@ -124,12 +157,13 @@ class Transform:
         self.crop_padding = crop_padding
         self.flip = flip
         self.cutout = cutout
-        self._choices: dict[tuple[int, int, torch.device], Choices] = {}
 
     @property
     def draws(self) -> int:
         """Number of random draws per training sample."""
-        return DRAWS if self.crop_padding or self.flip or self.cutout else 0
+        if self.crop_padding or self.flip or self.cutout:
+            return DRAWS
+        return 0
 
     def __call__(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
         """Transform a batch.
@@ -146,71 +180,31 @@ class Transform:
             self.std = self.std.to(images.device)
         if draws is None:
             return self._normalised(images)
-        choices = self._choices_for(images)
-        chosen = (
-            (draws * choices.counts).bitwise_right_shift_(DRAW_BITS).unbind(1)
-        )  # five tensors (B,)
+        settings = (self.crop_padding, self.flip, self.cutout)
+        choices = choices_for(*images.shape[2:], *settings, images.device)
+        # five tensors (B,)
+        chosen = (draws * choices.counts).bitwise_right_shift_(DRAW_BITS).unbind(1)
         if self.crop_padding or self.flip:
             images = self._crop_and_flip(images, choices, *chosen[:3])
         normalised = self._normalised(images)
         if self.cutout:
-            rows, columns = (
-                choices.hole_rows[chosen[3]],
-                choices.hole_columns[chosen[4]],
-            )  # (B, H), (B, W)
+            rows = choices.hole_rows[chosen[3]]  # (B, H)
+            columns = choices.hole_columns[chosen[4]]  # (B, W)
             normalised.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
         return normalised
 
     def _normalised(self, images: Tensor) -> Tensor:
-        # allocate large arrays by NumPy, because it asks for huge pages, which cause fewer page
-        # faults
-        large = (
-            not torch.compiler.is_exporting()
-            and images.device.type == "cpu"
-            and images.numel() >= 2**21
-        )
-        floats = (
-            torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images)
-            if large
-            else images.float()
-        )
-        return floats.sub_(self.mean).div_(self.std)
-
-    def _choices_for(self, images: Tensor) -> Choices:
-        height, width = images.shape[2:]
-        key = height, width, images.device
-        if key not in self._choices:
-            padding = self.crop_padding
-            x = torch.arange(width)
-            crops = torch.arange(2 * padding + 1)
-            mirrored = x.flip(0) if self.flip else x
-            made = (
-                torch.tensor([len(crops), len(crops), 2, height, width], dtype=torch.int32),
-                (crops[:, None] + torch.arange(height)) * (width + 2 * padding),
-                torch.stack((mirrored, x))[:, None] + crops[:, None],
-                self._hole(height),
-                self._hole(width),
-            )
-            self._choices[key] = Choices(*(table.to(images.device) for table in made))
-        return self._choices[key]
-
-    def _hole(self, size: int) -> Tensor:
-        """Return a mask for each centre of a square: the rows, or columns, that it covers. Bool (centres, size)."""
-        start = torch.arange(size) - self.cutout // 2
-        distance = torch.arange(size) - start[:, None]
-        return (distance >= 0) & (distance < self.cutout)
+        return images.float().sub_(self.mean).div_(self.std)
 
     def _crop_and_flip(
         self, images: Tensor, choices: Choices, top: Tensor, left: Tensor, side: Tensor
     ) -> Tensor:
-        batch, channels, height, width = images.shape
+        batch, channels = images.shape[:2]
         if not self.crop_padding:  # whole images are faster to gather than pixels
             rows = torch.arange(batch, device=side.device)
             return torch.cat((images.flip(3), images)).index_select(0, side * batch + rows)
-        places = (
-            choices.rows[top][:, :, None] + choices.columns[side, left][:, None, :]
-        )  # (B, H, W)
-        wanted = places.view(batch, 1, height * width).expand(-1, channels, -1)
-        return (
-            F.pad(images, (self.crop_padding,) * 4).flatten(2).gather(2, wanted).view(images.shape)
-        )
+        padded = F.pad(images, (self.crop_padding,) * 4).flatten(2)
+        # (B, H, W)
+        places = choices.rows[top][:, :, None] + choices.columns[side, left][:, None, :]
+        wanted = places.view(batch, 1, -1).expand(-1, channels, -1)
+        return padded.gather(2, wanted).view(images.shape)
