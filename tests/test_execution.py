@@ -187,14 +187,9 @@ FUSED = "--model.optimizer SGD --model.optimizer.lr 1 --model.optimizer.fused tr
 
 
 REFUSED = [
-    ("--model FashionMLP --model.channels_last true", "FashionMLP has no convolutions"),
     (
         "--trainer.benchmark true",
         "--trainer.benchmark has no effect on the cpu accelerator: leave it out",
-    ),
-    (
-        "--trainer.benchmark true --trainer.deterministic true",
-        "cuDNN would ignore --trainer.deterministic",
     ),
     (
         "--model.matmul_precision high",
@@ -211,10 +206,6 @@ REFUSED = [
     (
         "--model.compile reduce-overhead --trainer.accumulate_grad_batches 2",
         "overwrites accumulated gradients",
-    ),
-    (
-        f"{FUSED} --trainer.precision 16-mixed --trainer.gradient_clip_val 1",
-        "with --trainer.gradient_clip_val does",
     ),
     (
         f"{FUSED} --model.optimizer.foreach true",

@@ -4,11 +4,13 @@ import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import Namespace, dict_to_namespace
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.command.arguments import load_yaml, read_yaml
@@ -67,6 +69,31 @@ class Run:
     balance: bool = False
     global_order: bool = False
     loop: Literal["straight", "lightning"] = "straight"
+
+
+class LimitedTrainer(Trainer):
+    """Lightning's Trainer, with types for the limits that Lightning does not check."""
+
+    def __init__(
+        self,
+        *,
+        num_nodes: PositiveInt = 1,
+        val_check_interval: PositiveInt | PositiveFloat | str | timedelta | None = None,
+        check_val_every_n_epoch: PositiveInt | None = 1,
+        log_every_n_steps: NonNegativeInt | None = None,
+        accumulate_grad_batches: PositiveInt = 1,
+        gradient_clip_val: NonNegativeFloat | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            num_nodes=num_nodes,
+            val_check_interval=val_check_interval,
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            log_every_n_steps=log_every_n_steps,
+            accumulate_grad_batches=accumulate_grad_batches,
+            gradient_clip_val=gradient_clip_val,
+            **kwargs,
+        )
 
 
 def default_name(config: Namespace) -> str:
