@@ -109,7 +109,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("flags", "message"), FLAGS)
-def test_flags(flags: list[str], message: str, app: App) -> None:
+def test_odd_flags_are_rejected(flags: list[str], message: str, app: App) -> None:
     assert message in error_of(*app("fit", *TINY, *flags))
     assert not Path("ran").exists()
 
@@ -127,7 +127,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("content", "message"), CONFIGS)
-def test_configs(content: str | bytes, message: str, app: App) -> None:
+def test_odd_configs_are_rejected(content: str | bytes, message: str, app: App) -> None:
     os.mkfifo("pipe")
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
     assert message in error_of(*app("fit", *TINY, "--config", "x.yaml"))
@@ -148,23 +148,19 @@ PIPES = [
         ["plan", "--run", "runs/x/version_0"],
         "run.json cannot be read (not a file): give a run's directory",
     ),
-    (["compare", "--experiment", "pipe"], "--experiment pipe: not a file"),
 ]
 
 
 @pytest.mark.parametrize(("argv", "message"), PIPES)
-def test_a_pipe_in_place_of_a_file(argv: list[str], message: str, app: App) -> None:
+def test_pipes_are_not_read(argv: list[str], message: str, app: App) -> None:
     """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
     (run / "checkpoints").mkdir(parents=True)
     for name in ("pipe", run / "run.json", run / "checkpoints" / "last.ckpt"):
         os.mkfifo(name)
-    where = (
-        []
-        if argv[0] in ("plan", "compare")
-        else [*TINY[:4], "--run.root", "runs", "--run.name", "x"]
-    )
-    assert message in error_of(*app(*(word.format(Path.cwd()) for word in argv), *where))
+    if argv[0] != "plan":
+        argv = [*argv, *TINY[:4], "--run.root", "runs", "--run.name", "x"]
+    assert message in error_of(*app(*argv))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +176,7 @@ def test_only_regular_files_are_opened(name: str, reason: str) -> None:
         open_file(name)
 
 
-def test_a_terminal_in_ascii(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_on_an_ascii_terminal(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's Timer, whose default is an enum, can be added by a flag."""
     timer = ["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=00:00:10:00"]
     out = output_of(
@@ -202,7 +198,7 @@ VARIABLES = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), VARIABLES)
-def test_variables(
+def test_odd_variables_are_rejected(
     name: str, value: str, message: str, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -220,7 +216,9 @@ def test_variables_that_torchrun_left(app: App, monkeypatch: pytest.MonkeyPatch)
     assert line.endswith(": unset RANK LOCAL_RANK WORLD_SIZE")
 
 
-def test_a_deleted_folder(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_folder_is_reported(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path / "folder")
     (tmp_path / "folder").rmdir()
@@ -245,11 +243,11 @@ SHORTAGES = [
 
 
 @pytest.mark.parametrize(("error", "message"), SHORTAGES)
-def test_shortages(error: Exception, message: str) -> None:
+def test_shortages_name_a_remedy(error: Exception, message: str) -> None:
     assert str(ExitStatus.of(error).reason).startswith(message)
 
 
-def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_modules_need_trust(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules in the current folder are trusted. Modules elsewhere are trusted only with `--trust`."""
     Path("mine.py").write_text(
         "from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n"

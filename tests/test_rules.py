@@ -165,7 +165,7 @@ def test_resolving_allows_devices_that_this_machine_lacks() -> None:
     assert resolve([*SMALL, *flags]).trainer.devices == "64"
 
 
-@pytest.mark.parametrize("hidden", ["hidden: [-1]", "hidden: [8, 0]", "repeats: 1000000000"])
+@pytest.mark.parametrize("hidden", ["hidden: [-1]", "hidden: [8, 0]", "repeats: 0"])
 def test_sizes_of_the_network_are_checked(hidden: str, app: App, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(
         f"model: {{class_path: FashionMLP, init_args: {{{hidden}}}}}\n"

@@ -3,8 +3,7 @@
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -248,47 +247,28 @@ def subclasses(cls: type) -> list[type]:
     return found
 
 
+class _UniqueKeys(yaml.BaseLoader):
+    """YAML loader that rejects repeated keys, of which YAML would drop all but the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping, after a check of its keys."""
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                line = node.start_mark.line + 1
+                raise UserError(f"{key} is given twice, the second time after line {line}")
+        return super().construct_mapping(node, deep)
+
+
 def load_yaml(text: str) -> Any:
-    """Load YAML as jsonargparse does, and update settings of earlier versions.
+    """Load YAML as jsonargparse does.
 
     Raises:
-        UserError: For a repeated key, of which YAML would drop all but the last.
+        UserError: For a repeated key.
         YAMLError: For text that is not YAML.
     """
-    root = yaml.compose(text, yaml.SafeLoader)
-    for mapping in _mappings(root):
-        keys = [key.value for key, _ in mapping.value if isinstance(key, yaml.ScalarNode)]
-        for key, count in Counter(keys).items():
-            if count > 1:
-                line = mapping.start_mark.line + 1
-                raise UserError(f"{key} is given twice, the second time after line {line}")
-    return _updated(PLAIN_LOADER(text))
-
-
-def _mappings(node: yaml.Node | None) -> Iterator[yaml.MappingNode]:
-    """Yield all mappings of a YAML document."""
-    if isinstance(node, yaml.MappingNode):
-        yield node
-        for _, value in node.value:
-            yield from _mappings(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            yield from _mappings(value)
-
-
-def _updated(content: Any) -> Any:
-    """Rename Synthetic's `size` in a config, and drop removed settings that were off."""
-    for section in ("model", "data"):
-        chosen = content.get(section) if isinstance(content, dict) else None
-        settings = chosen.get("init_args") if isinstance(chosen, dict) else None
-        if not isinstance(settings, dict):
-            continue
-        for name in ("cuda_graph", "micro_batch"):
-            if not settings.get(name, True):
-                del settings[name]
-        if "size" in settings and str(chosen.get("class_path")).endswith("Synthetic"):
-            settings["images"] = settings.pop("size")
-    return content
+    yaml.load(text, _UniqueKeys)
+    return PLAIN_LOADER(text)
 
 
 def shipped(path: str) -> str:

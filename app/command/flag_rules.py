@@ -87,7 +87,10 @@ def _values(s: Resolved) -> Iterator[str]:
         yield f"--seed_everything {seed}: give 0 to {2**32 - 1}, as numpy requires"
     path = PurePath(s.config.run.name or "")
     if path.is_absolute() or ".." in path.parts:
-        yield f"--run.name {path}: give a relative path without .., because runs stay below --run.root"
+        yield (
+            f"--run.name {path}: give a relative path without .., because runs stay below "
+            "--run.root"
+        )
 
 
 def _strategy_options(s: Resolved) -> Iterator[str]:
@@ -96,9 +99,15 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
             yield f"--trainer.strategy.{name} has no effect without a hook: give ddp_comm_hook, too"
     if s.hook is not None and "bucket" not in inspect.signature(s.hook).parameters:
         hook = s.hook.__qualname__
-        yield f"--trainer.strategy.ddp_comm_hook {hook}: not a hook: give a function of state and bucket"
+        yield (
+            f"--trainer.strategy.ddp_comm_hook {hook}: not a hook: give a function of state and "
+            "bucket"
+        )
     if s.options.get("static_graph") and s.accumulates:
-        yield "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: leave it out"
+        yield (
+            "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: "
+            "leave it out"
+        )
 
 
 def _execution(s: Resolved) -> Iterator[str]:
@@ -110,7 +119,10 @@ def _execution(s: Resolved) -> Iterator[str]:
             "splits models: use ddp, or leave it out"
         )
     if s.reduces_overhead and s.accumulates:
-        yield "--model.compile reduce-overhead: the next batch overwrites accumulated gradients: use default"
+        yield (
+            "--model.compile reduce-overhead: the next batch overwrites accumulated gradients: use "
+            "default"
+        )
 
 
 def _order(s: Resolved) -> Iterator[str]:
@@ -139,11 +151,19 @@ def _order(s: Resolved) -> Iterator[str]:
         if isinstance(size, int) and 0 < size < count:
             yield shards_beyond(count, size)
         if count < s.world_size:
-            yield f"--run.virtual_devices {count}: each process needs a shard: give {s.world_size} or more"
+            yield (
+                f"--run.virtual_devices {count}: each process needs a shard: give {s.world_size} "
+                "or more"
+            )
     elif run.balance:
         yield "--run.balance true distributes shards: add --run.virtual_devices 8"
     if run.global_order and issubclass(class_of(s.config.get("data")) or object, ImageData):
         data = s.config.data.class_path
-        yield f"--run.global_order true has no effect on {data}, which has a global order already: leave it out"
+        yield (
+            f"--run.global_order true has no effect on {data}, which has a global order already: "
+            "leave it out"
+        )
     if run.global_order and run.loop == "lightning":
-        yield "--run.global_order true does not work with --run.loop lightning: leave one of them out"
+        yield (
+            "--run.global_order true does not work with --run.loop lightning: leave one of them out"
+        )

@@ -1,4 +1,4 @@
-"""Resolved configuration: strategy, devices, processes and launcher, derived without building a Trainer."""
+"""Resolved configuration: strategy, devices, processes and launcher, without a Trainer."""
 
 import pkgutil
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class Resolved:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The strategy's options: the configured ones, or those that a registered name such as `ddp_spawn` implies."""
+        """The strategy's options: configured, or implied by a name such as `ddp_spawn`."""
         flag = self.trainer.strategy
         if isinstance(flag, str):
             # `StrategyRegistry.get` would create the strategy
@@ -147,7 +147,8 @@ class Resolved:
             count = int(text)
         if count < 1:
             raise UserError(
-                f"--trainer.devices {trainer.devices}: give a count from 1 on, a list such as 0,1, or auto"
+                f"--trainer.devices {trainer.devices}: give a count from 1 on, a list such as "
+                "0,1, or auto"
             )
         return count
 
@@ -221,14 +222,8 @@ class Resolved:
     # -- model and data
 
     @cached_property
-    def model(self) -> type[ImageClassifier] | None:
-        """The model's class if it is an `ImageClassifier`, else None."""
-        cls = class_of(self.config.model)
-        return cls if cls is not None and issubclass(cls, ImageClassifier) else None
-
-    @cached_property
     def checked(self) -> Namespace:
-        """The configuration, without the arguments of a model or data module whose class the rules do not know.
+        """The configuration, without the arguments of model or data classes unknown to the rules.
 
         The rules know only subclasses of `ImageClassifier` and `ImageData`.
         """
