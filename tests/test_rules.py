@@ -17,7 +17,6 @@ SMALL = ["fit", *tiny(accelerator="cpu")]
 TWO = Launched("torchrun", 1, 2, 2)
 DP, DDP = {"trainer.strategy": "dp"}, {"trainer.strategy": "ddp"}
 SYNC = {"trainer.sync_batchnorm": True}
-SYNC_PLUGIN = Namespace(class_path="lightning.pytorch.plugins.TorchSyncBatchNorm")
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +105,7 @@ REFUSED = [
     ),
     (SYNC | DDP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm works on GPUs only"),
     (SYNC | DP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm has no effect under dp"),
-    (
-        {"trainer.plugins": [SYNC_PLUGIN]},
-        None,
-        "--trainer.sync_batchnorm has no effect in one process",
-    ),
+    (SYNC, None, "--trainer.sync_batchnorm has no effect in one process"),
 ]
 
 

@@ -410,8 +410,8 @@ def _check_resumable(
                 "rounding: "
                 f"give --run.{name} {state[name]}, or leave --run.virtual_devices out"
             )
-    is_ours = isinstance(model, ImageClassifier)
-    if is_ours and not is_overridden("configure_optimizers", model, ImageClassifier):
+    has_own = is_overridden("configure_optimizers", model, ImageClassifier)
+    if isinstance(model, ImageClassifier) and not has_own:
         _check_optimizer(path, groups, model)
 
 

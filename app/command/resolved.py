@@ -14,7 +14,6 @@ from lightning.pytorch.accelerators import (
     CUDAAccelerator,
     MPSAccelerator,
 )
-from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import (
     ParallelStrategy,
     SingleDeviceStrategy,
@@ -265,7 +264,5 @@ class Resolved:
 
     @property
     def sync_batchnorm(self) -> bool:
-        """Whether a flag or a plugin requests SyncBatchNorm."""
-        return self.trainer.sync_batchnorm or any(
-            issubclass(plugin, LayerSync) for plugin in self.plugins
-        )
+        """Whether `--trainer.sync_batchnorm` is set."""
+        return self.trainer.sync_batchnorm

@@ -41,8 +41,9 @@ class Execution:
         matmul_precision: MatmulPrecision,
     ) -> None:
         self.channels_last = channels_last
-        # YAML reads an unquoted `off` as false
-        self.compile = {False: "off", True: "default"}.get(compile, compile)
+        if isinstance(compile, bool):  # YAML reads an unquoted `off` as false
+            compile = "default" if compile else "off"
+        self.compile = compile
         self.matmul_precision = matmul_precision
         self._is_prepared = False
 

@@ -108,8 +108,8 @@ class WhitenedCNN(nn.Module):
     """CNN for small images, whose frozen first layer whitens patches of 2×2 pixels.
 
     It has 2.0 million parameters. The other convolutions are initialised to copy their input
-    channels; further output channels start at random. Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
-    https://arxiv.org/abs/2404.00498.
+    channels; further output channels start at random. Source: Jordan, "94% on CIFAR-10 in 3.29
+    Seconds on a Single GPU", https://arxiv.org/abs/2404.00498.
     """
 
     def __init__(self, num_classes: int) -> None:

@@ -175,8 +175,8 @@ class Recipe:
             if is_plain:
                 settings[-1]["weight_decay"] = 0.0
         optimizer = self.optimizer(settings)
-        for (factor, _), group in zip(groups, optimizer.param_groups, strict=True):
-            group["lr"] *= factor
+        for (factor, _), options in zip(groups, optimizer.param_groups, strict=True):
+            options["lr"] *= factor
         return optimizer
 
     def make_scheduler(
@@ -246,7 +246,7 @@ class MovingAverage(WeightAveraging):
 
     def __init__(self, decay: float, device: torch.device) -> None:
         super().__init__(device)
-        self._update = get_ema_multi_avg_fn(decay)
+        self._decay = decay
         self._updated_step = 0
         self._averages: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -261,7 +261,7 @@ class MovingAverage(WeightAveraging):
             self._pair(pl_module)
         pairs = self._counts
         if self._updated_step:
-            self._update(self._averages, self._values, 0)
+            get_ema_multi_avg_fn(self._decay)(self._averages, self._values, 0)
         else:  # the first update copies the weights
             pairs = [*pairs, *zip(self._averages, self._values, strict=True)]
         for average, value in pairs:

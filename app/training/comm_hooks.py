@@ -70,7 +70,7 @@ class PowerSGD(FixedHook):
     def __init__(
         self,
         matrix_approximation_rank: PositiveInt = 1,
-        start_powersgd_iter: TwoOrMore = 1000,
+        start_powersgd_iter: TwoOrMore = 1000,  # type: ignore[valid-type]
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
