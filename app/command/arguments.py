@@ -261,14 +261,30 @@ class _UniqueKeys(yaml.BaseLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """Load YAML as jsonargparse does.
+    """Load YAML as jsonargparse does, and update settings of earlier versions.
 
     Raises:
         UserError: For a repeated key.
         YAMLError: For text that is not YAML.
     """
     yaml.load(text, _UniqueKeys)
-    return PLAIN_LOADER(text)
+    content = PLAIN_LOADER(text)
+    if isinstance(content, dict):
+        _update(content.get("model"))
+        _update(content.get("data"))
+    return content
+
+
+def _update(section: Any) -> None:
+    """Rename Synthetic's `size` in a config, and drop removed settings that were off."""
+    settings = section.get("init_args") if isinstance(section, dict) else None
+    if not isinstance(settings, dict):
+        return
+    for name in ("cuda_graph", "micro_batch"):
+        if not settings.get(name, True):
+            del settings[name]
+    if "size" in settings and str(section.get("class_path")).endswith("Synthetic"):
+        settings["images"] = settings.pop("size")
 
 
 def shipped(path: str) -> str:
