@@ -5,7 +5,6 @@ Each must cause one error line and exit code 2, and run no code.
 
 import errno
 import os
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,6 @@ FLAGS = [
         "--model.optimizer torch.hub.load: expected a subclass of Optimizer",
     ),
     (
-        ["--model.optimizer", "torch.nn.Linear"],
-        "--model.optimizer torch.nn.Linear: expected a subclass of Optim",
-    ),
-    (
         ["--model.scheduler", "torch.optim.Adam"],
         "--model.scheduler torch.optim.Adam: expected a subclass of LRSch",
     ),
@@ -64,15 +59,16 @@ FLAGS = [
         ["--model", "ending_module.Model"],
         "that the arguments name ends the process when it is imported (3)",
     ),
-    (["--trainer.val_check_interval", "0"], "--trainer.val_check_interval 0: give more than 0"),
+    (["--trainer.accumulate_grad_batches", "0"], "accumulate_grad_batches 0: give more than 0"),
+    (["--trainer.num_nodes", "0"], "--trainer.num_nodes 0: give more than 0"),
+    (
+        ["--trainer.max_epochs", "-3"],
+        "--trainer.max_epochs -3: `max_epochs` must be a non-negative",
+    ),
+    (["--seed_everything", "4294967296"], "--seed_everything 4294967296: give 0 to 4294967295"),
     (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
     (["--cluster.node_rank", "-1"], "--cluster.node_rank -1: give 0 or more"),
-    (["--data.data_seed", "-1"], "--data.data_seed -1: give 0 or more"),
     (["--data.images", "1000000000000"], "GiB of free memory: give less than --data.images"),
-    (
-        ["--trainer.devices", "99999999999999999999"],
-        "a global batch of 64 cannot be shared equally by 9999999999",
-    ),
     (
         ["--last_checkpoint.dirpath", "/proc/x"],
         "/proc/x/last.ckpt: the checkpoint cannot be written",
@@ -99,21 +95,7 @@ FLAGS = [
     ),
     (["--trainer.max_time", "abc"], "is not a valid duration"),
     (["--best_checkpoint.mode", "x"], "--best_checkpoint.mode x: `mode` can be min, max but got x"),
-    (
-        ["--last_checkpoint.filename", "/x/y"],
-        "--last_checkpoint.filename /x/y: give a relative path without ..",
-    ),
-    (["--run", "/proc/self/mem"], "Input/output error"),
-    (["--model.optimizer", "{a: 1, a: 2}"], "{a: 1, a: 2}: a is given twice"),
-    (["--model.optimizer", ".os.system"], "--model.optimizer"),
     (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
-    (
-        ["--run.name", "a\x1b[31mb"],
-        r"--run.name a\x1b[31mb: contains a control character: leave it out",
-    ),
-    (["--run.name", "a\nb"], "--run.name a b: contains a control character: leave it out"),
-    (["--run.tags", "['a\x1bb']"], "--run.tags"),
-    (["--trainer.devices", "1" * 5000], "Exceeds the limit (4300 digits)"),
     (
         ["--data", "../project"],
         "--data ../project: a path: give --data ImageFolder --data.root ../project",
@@ -127,32 +109,13 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("flags", "message"), FLAGS)
-def test_flags(flags: list[str], message: str, app: App) -> None:
+def test_odd_flags_are_rejected(flags: list[str], message: str, app: App) -> None:
     assert message in error_of(*app("fit", *TINY, *flags))
     assert not Path("ran").exists()
 
 
-def test_a_folder_whose_name_is_yaml(app: App) -> None:
-    assert "--data.root {1}: " in error_of(
-        *app("fit", "--data", "ImageFolder", "--data.root", "{1}")
-    )
-
-
-LEVELS = [f"&{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")]
-BOMB = f"a: [&a 1, {', '.join(LEVELS)}]"
 CONFIGS = [
-    ("trainer: &a {x: *a}\n", "its aliases (*) expand it to more than 1,000,000 characters"),
-    (BOMB, "its aliases (*) expand it to more than 1,000,000 characters"),
-    (
-        f"trainer: {{max_epochs: '{BOMB[3:]}'}}",
-        "its aliases (*) expand it to more than 1,000,000 characters",
-    ),
-    ("x: " + "1" * 1_000_000, "it is longer than 1,000,000 characters"),
-    ('run: {name: "a\\0b"}', "line 1 contains a NUL character"),
-    ('run: {name: "a\\eb"}', "--run.name a\\x1bb: contains a control character: leave it out"),
     ("model: pipe", "pipe: not a file"),
-    ("trainer: " + "[" * 600 + "]" * 600, "maximum recursion depth exceeded"),
-    ("trainer: {max_epochs: " + "1" * 5000 + "}", "Exceeds the limit (4300 digits)"),
     ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
     ("run: 7", "run: 7 in --config"),
     ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
@@ -164,7 +127,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("content", "message"), CONFIGS)
-def test_configs(content: str | bytes, message: str, app: App) -> None:
+def test_odd_configs_are_rejected(content: str | bytes, message: str, app: App) -> None:
     os.mkfifo("pipe")
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
     assert message in error_of(*app("fit", *TINY, "--config", "x.yaml"))
@@ -185,27 +148,19 @@ PIPES = [
         ["plan", "--run", "runs/x/version_0"],
         "run.json cannot be read (not a file): give a run's directory",
     ),
-    (
-        ["fit", "--trainer.num_nodes", "2", "--cluster.init_method", "file://{}/pipe"],
-        "give tcp://HOST:PORT, file:",
-    ),
-    (["compare", "--experiment", "pipe"], "--experiment pipe: not a file"),
 ]
 
 
 @pytest.mark.parametrize(("argv", "message"), PIPES)
-def test_a_pipe_in_place_of_a_file(argv: list[str], message: str, app: App) -> None:
+def test_pipes_are_not_read(argv: list[str], message: str, app: App) -> None:
     """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
     (run / "checkpoints").mkdir(parents=True)
     for name in ("pipe", run / "run.json", run / "checkpoints" / "last.ckpt"):
         os.mkfifo(name)
-    where = (
-        []
-        if argv[0] in ("plan", "compare")
-        else [*TINY[:4], "--run.root", "runs", "--run.name", "x"]
-    )
-    assert message in error_of(*app(*(word.format(Path.cwd()) for word in argv), *where))
+    if argv[0] != "plan":
+        argv = [*argv, *TINY[:4], "--run.root", "runs", "--run.name", "x"]
+    assert message in error_of(*app(*argv))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +176,7 @@ def test_only_regular_files_are_opened(name: str, reason: str) -> None:
         open_file(name)
 
 
-def test_a_terminal_in_ascii(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_on_an_ascii_terminal(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's Timer, whose default is an enum, can be added by a flag."""
     timer = ["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=00:00:10:00"]
     out = output_of(
@@ -243,7 +198,7 @@ VARIABLES = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), VARIABLES)
-def test_variables(
+def test_odd_variables_are_rejected(
     name: str, value: str, message: str, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -261,7 +216,9 @@ def test_variables_that_torchrun_left(app: App, monkeypatch: pytest.MonkeyPatch)
     assert line.endswith(": unset RANK LOCAL_RANK WORLD_SIZE")
 
 
-def test_a_deleted_folder(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_folder_is_reported(
+    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path / "folder")
     (tmp_path / "folder").rmdir()
@@ -286,11 +243,11 @@ SHORTAGES = [
 
 
 @pytest.mark.parametrize(("error", "message"), SHORTAGES)
-def test_shortages(error: Exception, message: str) -> None:
+def test_shortages_name_a_remedy(error: Exception, message: str) -> None:
     assert str(ExitStatus.of(error).reason).startswith(message)
 
 
-def test_a_module_that_is_trusted(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_modules_need_trust(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules in the current folder are trusted. Modules elsewhere are trusted only with `--trust`."""
     Path("mine.py").write_text(
         "from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n"

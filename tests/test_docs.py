@@ -225,7 +225,7 @@ def check_app(arguments: list[str]) -> None:
         read_export(rest)
     elif command == "doctor":
         assert set(rest) <= set(own_flags("doctor"))
-    elif "--help" in rest or "--print_config" in rest or any(".help" in word for word in rest):
+    elif "--print_config" in rest or any("help" in word for word in rest):
         assert capture_parser(Flags, arguments)
     else:
         resolve(arguments)
@@ -356,9 +356,7 @@ def small(command: str) -> list[str] | None:
         ["predict"],
     ):
         return None
-    if {"--help", "--print_config"} & set(words) or any(
-        ".help" in word or "num_nodes" in word for word in words
-    ):
+    if "--print_config" in words or any("help" in word or "num_nodes" in word for word in words):
         return None
     kind, *flags = words[3:]
     settings = resolve([kind, *flags])

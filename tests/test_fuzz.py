@@ -5,7 +5,6 @@ For a command line, this error line must contain a flag or a value.
 `FAULTS=10` runs ten times as many.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ def examples(times: int) -> settings:
     )  # fmt: skip
 
 
-ODD = ["", " ", "9" * 5000, "[1,", "{a: 1}", "x" * 3000, "\u202e", "a\nb", "\t"]
+ODD = ["", " ", "[1,", "{a: 1}", "x" * 3000, "\u202e", "a\nb", "\t"]
 ODD_WORDS = """
     -1 0 1 -0.0 0.5 1e400 -1e400 nan .inf 1e-400 100000000000000000000 null true [] {} [[1]] !!python/object:os.system
     *a &a ~ ' 名前 ü %s ${x} $HOME ../.. / /dev/null /proc/self/mem os.system torch.nn.Linear torch.optim.Adam
@@ -66,19 +65,7 @@ SETTINGS = {
     "lr_monitor": "logging_interval",
 }
 FLAGS = [f"{section}.{name}" for section, names in SETTINGS.items() for name in names.split()]
-FLAGS += [
-    "model",
-    "data",
-    "run",
-    "cluster",
-    "trainer",
-    "seed_everything",
-    "config",
-    "ckpt_path",
-    "nope",
-    "optimizer",
-]
-FLAGS += ["verbose"]
+FLAGS += ["model", "data", "run", "cluster", "trainer", "seed_everything", "config", "ckpt_path"]
 values = st.sampled_from(ODD) | st.integers().map(str) | st.floats().map(str) | st.text(max_size=20)
 flags = st.lists(st.tuples(st.sampled_from(FLAGS), values), min_size=1, max_size=4)
 COMMANDS = ("fit", "validate", "test", "predict")
@@ -148,15 +135,10 @@ configs = st.dictionaries(sections, trees | settings_of, max_size=3)
 
 @pytest.mark.slow
 @examples(1)
-@given(configs, st.booleans())
-def test_configs(
-    tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any], as_json: bool
-) -> None:
-    path = written(
-        tmp_path_factory,
-        json.dumps(content) if as_json else yaml.safe_dump(content, allow_unicode=True),
-    )
-    refused(settle, "fit", [*["--data", "Synthetic"] * as_json, "--config", str(path)])
+@given(configs)
+def test_configs(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
+    path = written(tmp_path_factory, yaml.safe_dump(content, allow_unicode=True))
+    refused(settle, "fit", ["--config", str(path)])
 
 
 experiments = st.fixed_dictionaries(

@@ -8,12 +8,10 @@ import re
 import shutil
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import Mock
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -62,7 +60,7 @@ class Net(nn.Sequential):
 
 
 @pytest.mark.parametrize("model", ["squeezenet1_1", "timm/test_resnet", "test_recipe.Net"])
-def test_any_network(model: str, app: App, tmp_path: Path) -> None:
+def test_network_by_name_or_import_path(model: str, app: App, tmp_path: Path) -> None:
     chosen = (
         ["--model", model]
         if model.islower() and "/" not in model
@@ -99,7 +97,7 @@ WRONG = {
     "--model.network lenet --model.weights DEFAULT": "DEFAULT is for networks of torchvision and timm",
     "--model.freeze 99": "--model.freeze 99: ResNet has 11 blocks: give less",
     "--model.ema 1.5": "--model.ema 1.5: give more than 0, less than 1",
-    "--model.no_decay norms": "--model.no_decay norms: give norm, bias, or norm,bias",
+    "--model.no_decay norms": "--model.no_decay norms: expected one of norm, bias, norm,bias: did you mean norm?",
     "--model.warmup 3e": "--model.warmup 3e: give steps, such as 500, or epochs, such as 5ep",
     "--model.schedule cosine --model.warmup 5ep": "--model.warmup is 15 steps, but the run has only 3: give less",
     "--model.schedule linear --trainer.max_epochs -1": "needs the run's length: give --trainer.max_epochs",
@@ -113,12 +111,12 @@ def make_text(num_classes: int) -> str:
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG.items())
-def test_what_cannot_be(flags: str, message: str, app: App) -> None:
+def test_wrong_recipes_are_rejected(flags: str, message: str, app: App) -> None:
     model = [] if flags.startswith("--model ") else ["--model", "ImageClassifier"]
     assert message in error_of(*app("fit", *QUICK, *model, *flags.split()))
 
 
-def test_whitening() -> None:
+def test_whitened_patches_are_uncorrelated() -> None:
     """A patch's 12 whitened values are uncorrelated and have variance 1; their negatives follow as 12 more values."""
     images = torch.einsum(
         "ij,njhw->nihw", torch.rand(3, 3) + torch.eye(3), torch.randn(64, 3, 9, 9)
@@ -133,7 +131,7 @@ def test_whitening() -> None:
 
 
 @pytest.mark.parametrize(("views", "moves"), [("mirror", [0]), ("shift", [0, 1, -1])])
-def test_views(views: Literal["mirror", "shift"], moves: list[int]) -> None:
+def test_views_are_averaged(views: Literal["mirror", "shift"], moves: list[int]) -> None:
     model = ImageClassifier("whitened", 10, views=views).eval()
     images = functional.pad(torch.randn(4, 3, 30, 30), (1, 1, 1, 1))
     seen = [
@@ -196,7 +194,6 @@ def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Pat
 
 SQUEEZENET = torchvision.models.squeezenet1_1().state_dict()
 ZEROS = {name: torch.zeros_like(value) for name, value in SQUEEZENET.items()}
-STUDENT = {f"student.{name}": value for name, value in SQUEEZENET.items()}
 
 
 def prefixed(prefix: str) -> dict[str, Tensor]:
@@ -206,36 +203,14 @@ def prefixed(prefix: str) -> dict[str, Tensor]:
 CONTAINERS: dict[str, tuple[Any, str]] = {
     "plain": (SQUEEZENET, ""),
     "a container": ({"epoch": 3, "model_state_dict": SQUEEZENET}, " from model_state_dict"),
-    "nested containers": (
-        {"checkpoint": [{"net": prefixed("module.")}]},
-        " from checkpoint.0.net.module",
-    ),
     "nested prefixes": (
         prefixed("module._orig_mod.model.backbone."),
         " from module.model.backbone",
     ),
-    "a wrapper inside": (
-        {name.replace(".", "._orig_mod.", 1): value for name, value in SQUEEZENET.items()},
-        "",
-    ),
-    "nested modules": (
-        {
-            part: {k.removeprefix(part): v for k, v in SQUEEZENET.items() if part in k}
-            for part in ("features", "classifier")
-        },
-        "",
-    ),
-    "an average": (
-        {"state_dict": ZEROS, "state_dict_ema": SQUEEZENET},
-        " from state_dict_ema (it also has state_dict)",
-    ),
+    "an average": ({"state_dict": ZEROS, "state_dict_ema": SQUEEZENET}, " from state_dict_ema"),
     "two encoders": (
         {"epoch": torch.tensor(3), "model": {"encoder_q": SQUEEZENET, "encoder_k": ZEROS}},
-        " from model.encoder_q (it also has model.encoder_k)",
-    ),
-    "another size": (
-        STUDENT | {f"teacher.{k}": torch.zeros(3) for k in SQUEEZENET},
-        " from student (it also has teacher)",
+        " from model.encoder_q",
     ),
     "options": (
         {"model": SQUEEZENET, "args": Namespace(lr=1), "images": torch.zeros(3)},
@@ -245,7 +220,7 @@ CONTAINERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_weights_of_files(name: str, tmp_path: Path) -> None:
+def test_weights_are_found_under_any_prefix(name: str, tmp_path: Path) -> None:
     """Weights are found in any containers and under any prefixes; one line names the set that is taken."""
     content, origin = CONTAINERS[name]
     torch.save(content, tmp_path / "x.pth")
@@ -282,41 +257,17 @@ def test_weights_without_counters_and_head() -> None:
         assert line == f"Weights of x: {count} tensors loaded, fc starts anew"
 
 
-def changed(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    return {**SQUEEZENET, "features.0.bias": change(SQUEEZENET["features.0.bias"])}
-
-
 UNFIT: dict[str, tuple[Any, str]] = {
-    "complex": (
-        changed(lambda t: t + 1j),
-        "features.0.bias is complex, here floating-point: convert it",
-    ),
-    "integer": (changed(lambda t: t.byte()), "features.0.bias is integer, here floating-point"),
-    "sparse": (changed(lambda t: t.to_sparse()), "features.0.bias is sparse, here floating-point"),
-    "meta": (
-        changed(lambda t: t.to("meta")),
-        "features.0.bias is without values (meta), here floating-point",
-    ),
-    "quantized": (
-        changed(lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)),
-        "features.0.bias is quantized",
-    ),
     "another shape": (
-        changed(lambda t: t[:5]),
+        SQUEEZENET | {"features.0.bias": torch.zeros(5)},
         "1 of 52 tensors differ: features.0.bias is (5,), here (64,)",
     ),
     "missing": (
         {k: v for k, v in SQUEEZENET.items() if "7" not in k},
         "6 of 52 tensors differ: features.7.squeeze.weight",
     ),
-    "integer keys": (
-        dict(enumerate(SQUEEZENET.values())),
-        "0, 1, 2, where the network has features.0.weight, ",
-    ),
     "empty": ({}, "it holds no tensors, where the network has features.0.weight"),
 }
-UNFIT["itself"] = ([], "it holds no tensors")
-UNFIT["itself"][0].append(UNFIT["itself"][0])
 
 
 @pytest.mark.parametrize("name", UNFIT)
@@ -330,26 +281,18 @@ def test_weights_that_do_not_fit(name: str, tmp_path: Path) -> None:
         )
 
 
-def test_files_that_hold_no_weights(tmp_path: Path) -> None:
-    """A file with objects, a program, a cut or changed file, a folder, a pipe and a device are rejected in one line."""
+def test_files_without_weights_are_rejected(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2), tmp_path / "model.pth")
-    torch.save({"weight": np.ones(3)}, tmp_path / "numpy.pth")
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "program.pth")
     torch.save(SQUEEZENET, tmp_path / "good.pth")
-    (tmp_path / "cut.pth").write_bytes((tmp_path / "good.pth").read_bytes()[:-100])
     bit_flipped(shutil.copy(tmp_path / "good.pth", tmp_path / "flipped.pth"))
-    os.mkfifo(tmp_path / "pipe.pth")
     os.mkfifo(tmp_path / "pipe.safetensors")
     for name, problem in {
         "model.pth": "it holds torch.nn.modules.linear.Linear, but only tensors and plain values are loaded: save",
-        "numpy.pth": "it holds numpy._core.multiarray._reconstruct, but only tensors",
         "program.pth": "it holds a TorchScript program, but only tensors",
-        "cut.pth": "damaged or truncated",
         "flipped.pth": "damaged (good/data/",
-        "pipe.pth": "not a file",
         "pipe.safetensors": "not a file",
         "god.pth": f"there is no such file: did you mean {tmp_path}/good.pth?",
-        ".": f"there is no such file: {tmp_path} has cut.pth, flipped.pth, good.pth",
     }.items():
         with pytest.raises(UserError, match=rf"^--model.weights {tmp_path}.*{re.escape(problem)}"):
             read_weights(str(tmp_path / name), "")
@@ -382,7 +325,7 @@ def test_the_images_of_published_weights() -> None:
 
 
 @pytest.mark.parametrize(("freeze", "trained"), [(2, 59), (5, 38), ("backbone", 2)])
-def test_frozen_blocks(freeze: int | str, trained: int) -> None:
+def test_frozen_blocks_do_not_train(freeze: int | str, trained: int) -> None:
     model = ImageClassifier("resnet18", 10, freeze=freeze).train()
     assert sum(p.requires_grad for p in model.parameters()) == trained
     assert not model.network.bn1.training
@@ -422,7 +365,7 @@ def test_a_resumed_run_of_another_length_follows_its_own_schedule(app: App, tmp_
     assert rates.tolist() == pytest.approx([1e-3 * rate for rate in falling])
 
 
-def test_schedules() -> None:
+def test_schedules_by_hand() -> None:
     by_hand = {
         "constant": [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1],
         "linear": [1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6],
@@ -483,7 +426,7 @@ def test_the_average_begins_with_the_weights_that_training_begins_with(
 # ------------------------------------------------------------------------------
 
 
-def test_losses() -> None:
+def test_losses_of_labels_and_probabilities_agree() -> None:
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     soft, factor = functional.one_hot(labels, 4).float(), torch.tensor([1.0, 2, 3, 4])
     for loss in ("cross_entropy", "smooth_l1"):
@@ -500,7 +443,7 @@ def test_losses() -> None:
                 )
 
 
-def test_mixing() -> None:
+def test_mixing_by_hand() -> None:
     images, labels = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 4, 4), torch.tensor([0, 1, 2])
     mixed, targets = Mix(0.75, None)(images, labels, 3)
     torch.testing.assert_close(mixed[:, 0, 0, 0], torch.tensor([0.25, 1.25]))
@@ -513,7 +456,7 @@ def test_mixing() -> None:
     assert 150 < Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))[True] < 250
 
 
-def test_balanced_classes() -> None:
+def test_balanced_classes_are_drawn_equally() -> None:
     labels = torch.tensor([0] * 90 + [1] * 10)
     loader = GlobalBatches(
         Split(torch.zeros(100, 1, 2, 2, dtype=torch.uint8), labels), torch.arange(100), batch_size=50, shuffle=True,

@@ -1,7 +1,6 @@
 """Rules that reject a run before anything is built, in one table."""
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ SMALL = ["fit", *tiny(accelerator="cpu")]
 TWO = Launched("torchrun", 1, 2, 2)
 DP, DDP = {"trainer.strategy": "dp"}, {"trainer.strategy": "ddp"}
 SYNC = {"trainer.sync_batchnorm": True}
-SYNC_PLUGIN = Namespace(class_path="lightning.pytorch.plugins.TorchSyncBatchNorm")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,6 @@ REFUSED = [
         "--trainer.devices '-1': the cpu accelerator has no such devices: give a count",
     ),
     ({"trainer.devices": [0, 1]}, None, "the cpu accelerator has no such devices"),
-    ({"trainer.num_nodes": 0}, None, "--trainer.num_nodes 0: give 1 or more"),
     (
         {"trainer.accelerator": "cudo"},
         None,
@@ -59,12 +56,6 @@ REFUSED = [
     ),
     ({"cluster.timeout": math.inf}, None, "--cluster.timeout inf: give a finite number"),
     (
-        {"trainer.gradient_clip_val": math.inf},
-        None,
-        "--trainer.gradient_clip_val inf: give a finite number",
-    ),
-    ({"seed_everything": 2**32}, None, "--seed_everything 4294967296: give 4294967295 or less"),
-    (
         {"cluster.max_restarts": 1},
         None,
         "--cluster.max_restarts 1 has no effect: no agent starts the processes of",
@@ -75,13 +66,7 @@ REFUSED = [
         "--cluster.log_dir x has no effect: torchrun starts the processes of this run",
     ),
     ({"run.name": "../x"}, None, "--run.name ../x: give a relative path without .."),
-    ({"run.name": "/x"}, None, "--run.name /x: give a relative path without .."),
     (DP | {"trainer.num_nodes": 2}, None, "dp works inside one node, not on 2: use ddp or ddp_"),
-    (
-        {"trainer.strategy": "ddp_fork", "trainer.num_nodes": 2},
-        None,
-        "ddp_fork works inside one node, not on 2",
-    ),
     (
         DP | {"trainer.devices": 2},
         TWO,
@@ -120,16 +105,12 @@ REFUSED = [
     ),
     (SYNC | DDP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm works on GPUs only"),
     (SYNC | DP | {"trainer.devices": 2}, None, "--trainer.sync_batchnorm has no effect under dp"),
-    (
-        {"trainer.plugins": [SYNC_PLUGIN]},
-        None,
-        "--trainer.sync_batchnorm has no effect in one process",
-    ),
+    (SYNC, None, "--trainer.sync_batchnorm has no effect in one process"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "launcher", "text"), REFUSED)
-def test_what_cannot_work(
+def test_flags_that_cannot_work_are_rejected(
     settings: dict[str, Any],
     launcher: Launched | None,
     text: str,
@@ -157,7 +138,7 @@ WORKS = [
 
 
 @pytest.mark.parametrize(("settings", "launcher"), WORKS)
-def test_what_works(
+def test_flags_that_work_are_accepted(
     settings: dict[str, Any],
     launcher: Launched | None,
     config: Namespace,
@@ -168,42 +149,22 @@ def test_what_works(
 
 
 @pytest.mark.parametrize("value", ["nan", "1e400", ".inf"])
-def test_a_learning_rate_that_is_no_number(
-    value: str, app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rate is rejected before anything is built."""
-    monkeypatch.setattr(
-        "lightning.pytorch.trainer.trainer._AcceleratorConnector", lambda **_: pytest.fail("built")
-    )
+def test_learning_rate_must_be_finite(value: str, app: App) -> None:
     message = error_of(*app(*SMALL, f"--model.optimizer.lr={value}"))
     assert message.startswith("error: --model.optimizer.lr ")
     assert message.endswith((": give a finite number", ": expected a number"))
 
 
-def test_rules_of_flags_hold_on_any_machine() -> None:
-    """`resolve`, which `compare` uses, rejects values that are wrong everywhere, but allows missing devices."""
-    with pytest.raises(UserError, match="give 1 or more"):
-        resolve([*SMALL, "--trainer.accumulate_grad_batches", "0"])
-    assert (
-        resolve(
-            [*SMALL, "--trainer.accelerator", "cuda", "--trainer.devices", "64"]
-        ).trainer.devices
-        == "64"
-    )
+def test_resolving_allows_devices_that_this_machine_lacks() -> None:
+    flags = ["--trainer.accelerator", "cuda", "--trainer.devices", "64"]
+    assert resolve([*SMALL, *flags]).trainer.devices == "64"
 
 
-@pytest.mark.parametrize("hidden", ["hidden: [-1]", "hidden: [8, 0]", "repeats: 1000000000"])
-def test_sizes_of_the_network(hidden: str, app: App, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hidden", ["hidden: [-1]", "hidden: [8, 0]", "repeats: 0"])
+def test_sizes_of_the_network_are_checked(hidden: str, app: App, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(
         f"model: {{class_path: FashionMLP, init_args: {{{hidden}}}}}\n"
     )
     message = error_of(*app(*SMALL, "--data.like", "FashionMNIST", "--config", tmp_path / "c.yaml"))
     assert f"--model.{hidden.partition(':')[0]} " in message
     assert "give" in message
-
-
-def test_tensorboard_names_its_package(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    flags = ["--trainer.logger", "TensorBoardLogger", "--trainer.logger.save_dir", "x"]
-    expected = "error: --trainer.logger TensorBoardLogger needs a package: pip install tensorboard"
-    assert error_of(*app("fit", *tiny(), *flags)) == expected

@@ -40,7 +40,9 @@ class CheckpointFiles(TorchCheckpointIO):
             except FileNotFoundError:  # another process has deleted the folder: create it again
                 _write(buffer, file)
         except OSError as error:
-            kept = "the previous one is kept" if file.exists() else "no previous one exists"
+            kept = "no previous one exists"
+            if file.exists():
+                kept = "the previous one is kept"
             raise UserError(
                 f"{file}: the checkpoint cannot be written ({error.strerror}), and {kept}: "
                 "make room there, or give another --run.root"
@@ -65,13 +67,12 @@ def _write(buffer: io.BytesIO, file: Path) -> None:
 
 
 def _keep(file: Path, name: Path) -> None:
-    """Keep a file under a second name, as a hard link. If the file system has no hard links, rename the file.
+    """Keep a file under a second name, as a hard link; rename it where there are no hard links.
 
     One of the two files always exists.
     """
-    if name.exists() and name.samefile(
-        file
-    ):  # a run made this link, and was killed before it replaced `file`
+    # a run made this link, and was killed before it replaced `file`
+    if name.exists() and name.samefile(file):
         return
     link = name.with_name(f".{name.name}.{os.urandom(4).hex()}{PART}")
     try:

@@ -2,11 +2,14 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -24,23 +27,16 @@ from app.record.words import listed
 from app.system.lightning_patches import is_stopped
 from app.system.patches import expects
 from app.system.torch_files import check_exists
-from app.training.virtual_devices import ShardedLoop
 
 WEIGHTS_ALONE = "it holds only weights"
-NEWEST = "keeping the newest checkpoint: give --best_checkpoint.monitor NAME, and for a loss --best_checkpoint.mode min"
+NEWEST = (
+    "keeping the newest checkpoint: give --best_checkpoint.monitor NAME, and for a loss "
+    "--best_checkpoint.mode min"
+)
 _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 
 
-@expects(
-    *(
-        f"{_CHECKPOINT}._{name}"
-        for name in ("every_n_train_steps", "train_time_interval", "monitor_candidates")
-    ),
-    *(
-        f"{_CHECKPOINT}._{name}"
-        for name in ("should_skip_saving_checkpoint", "save_topk_checkpoint")
-    ),
-)
+@expects(f"{_CHECKPOINT}._should_skip_saving_checkpoint", f"{_CHECKPOINT}._save_topk_checkpoint")
 class RunCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, adapted to resumed runs and to any model.
 
@@ -49,9 +45,24 @@ class RunCheckpoint(ModelCheckpoint):
     metric, the newest checkpoint is kept.
     """
 
+    def __init__(
+        self,
+        *,
+        every_n_train_steps: NonNegativeInt | None = None,
+        train_time_interval: timedelta | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            **kwargs,
+        )
+        self._every = every_n_train_steps or 0
+        self._saves_within_epoch = self._every > 0 or train_time_interval is not None
+
     @cached_property
     def state_key(self) -> str:
-        """Key of this callback's state in a checkpoint. Cached, because the monitored metric in the key may change."""
+        """Key of this callback's state in a checkpoint, cached because its metric may change."""
         return super().state_key
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -61,7 +72,7 @@ class RunCheckpoint(ModelCheckpoint):
         super().load_state_dict({**state_dict, "dirpath": self.dirpath})
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Add epoch and step to the file name if several checkpoints are kept, so that none is overwritten."""
+        """Add epoch and step to the names of several checkpoints, so that none is overwritten."""
         if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
             self.filename += "-{epoch}-{step}"
         with warnings.catch_warnings():  # a resumed run uses its existing folder
@@ -84,7 +95,7 @@ class RunCheckpoint(ModelCheckpoint):
         ended. A checkpoint from before the validation would make a resumed run skip the validation.
         """
         if not trainer.is_last_batch:
-            if self._every_n_train_steps or self._train_time_interval is not None:
+            if self._saves_within_epoch:
                 super().on_train_batch_end(trainer, *args, **kwargs)
             self._save_if_stopped(trainer)
 
@@ -99,29 +110,34 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_if_stopped(trainer)
 
     def _save_if_stopped(self, trainer: Trainer) -> None:
-        """Save if no metric is monitored, and training ends or a checkpoint is due. Never save a step twice.
+        """Save if no metric is monitored, and training ends or a checkpoint is due.
 
-        When you upgrade Lightning, compare this method with `ModelCheckpoint.on_train_batch_end`.
+        Never save a step twice. When you upgrade Lightning, compare this method with
+        `ModelCheckpoint.on_train_batch_end`.
         """
-        is_complete = 0 <= trainer.max_steps <= trainer.global_step
-        every = self._every_n_train_steps
-        is_due = every > 0 and trainer.is_last_batch and trainer.global_step % every == 0
-        saves = self.monitor is None and (is_stopped(trainer) or is_complete or is_due)
-        if saves and not self._should_skip_saving_checkpoint(trainer):
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        step = trainer.global_step
+        is_due = self._every > 0 and trainer.is_last_batch and step % self._every == 0
+        is_complete = 0 <= trainer.max_steps <= step
+        if self.monitor is None and (is_stopped(trainer) or is_complete or is_due):
+            names = {**trainer.callback_metrics, "epoch": torch.tensor(trainer.current_epoch)}
+            names["step"] = torch.tensor(step)
+            if not self._should_skip_saving_checkpoint(trainer):
+                self._save_topk_checkpoint(trainer, names)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace the default metric if validation did not log it. Then save if a checkpoint is due."""
+        """Replace the default metric if validation did not log it; save if a checkpoint is due."""
         logged = trainer.callback_metrics
         if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in logged:
-            loss = "val_loss" if "val_loss" in logged else None
-            kept = f"the best checkpoint is the one with the lowest {loss}" if loss else NEWEST
+            loss = None
+            kept = NEWEST
+            if "val_loss" in logged:
+                loss = "val_loss"
+                kept = "the best checkpoint is the one with the lowest val_loss"
             rank_zero_info(f"{type(pl_module).__name__} does not log val_acc: {kept}")
             self._minimise(loss)
         super().on_validation_end(trainer, pl_module)
-        if (
-            not trainer.is_last_batch
-        ):  # early stopping may end training after a validation within an epoch
+        # early stopping may end training after a validation within an epoch
+        if not trainer.is_last_batch:
             self._save_if_stopped(trainer)
 
     def _minimise(self, metric: str | None) -> None:
@@ -133,7 +149,9 @@ class RunCheckpoint(ModelCheckpoint):
 def find_checkpoint(
     name: str, configs: Sequence[str], root: str, run: str, resumes: bool = False
 ) -> str:
-    """Resolve `last`, `best` and a run's folder to the path of a checkpoint; return a file's path unchanged.
+    """Resolve `last`, `best` and a run's folder to the path of a checkpoint.
+
+    A file's path is returned unchanged.
 
     A config file in a run's directory selects that run. Otherwise, the newest checkpoint of
     this name under `root/run` is used.
@@ -149,19 +167,22 @@ def find_checkpoint(
         UserError: When the checkpoint is missing or damaged.
     """
     if name in ("last", "best"):
-        records = [
-            path for config in configs if (path := Path(config).with_name("run.json")).is_file()
-        ]
-        path = _named(name, records[-1] if records else None, Path(root, run))
+        record = None
+        for config in configs:
+            file = Path(config).with_name("run.json")
+            if file.is_file():
+                record = file
+        path = _named(name, record, Path(root, run))
     else:
         path = checkpoint_of(Path(name), resumes)
     check_exists(path, FLAG)
     reason = _wrong_with(path)
     if reason:
-        intact = next(
-            (other for other in _newest_first([path.parent]) if not _wrong_with(other)), None
-        )
-        raise UserError(f"{reason}: {f'use {intact}' if intact else 'give another one'}")
+        remedy = "give another one"
+        for other in reversed(_newest_first([path.parent])):
+            if not _wrong_with(other):
+                remedy = f"use {other}"
+        raise UserError(f"{reason}: {remedy}")
     return str(path)
 
 
@@ -178,13 +199,15 @@ def _named(name: str, record: Path | None, folder: Path) -> Path:
     Raises:
         UserError: When no checkpoint has this name.
     """
-    kept = Path(getattr(read_earlier(record).checkpoint, name) or "") if record else Path()
+    kept = Path()
+    pattern = "version_*/checkpoints"
+    if record:
+        kept = Path(getattr(read_earlier(record).checkpoint, name) or "")
+        folder = record.parent
+        pattern = "checkpoints"
     if kept.is_file():
         return kept
     # the run may have been moved since its record was written, or killed in its first epoch
-    folder, pattern = (
-        (record.parent, "checkpoints") if record else (folder, "version_*/checkpoints")
-    )
     for path in _newest_first(folder.glob(pattern)):
         if path.name == kept.name or path.stem.startswith(name):
             return path
@@ -194,7 +217,7 @@ def _named(name: str, record: Path | None, folder: Path) -> Path:
 
 
 def _newest_first(folders: Iterable[Path]) -> list[Path]:
-    paths = (path for folder in folders for path in folder.glob("*.ckpt"))
+    paths = chain.from_iterable(folder.glob("*.ckpt") for folder in folders)
     return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
@@ -207,11 +230,9 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
         checkpoint = read(path)
     except UserError as error:
         return str(error)
-    return (
-        f"{path}: {WEIGHTS_ALONE}"
-        if whole and not checkpoint.keys() >= {"loops", "optimizer_states"}
-        else None
-    )
+    if whole and not checkpoint.keys() >= {"loops", "optimizer_states"}:
+        return f"{path}: {WEIGHTS_ALONE}"
+    return None
 
 
 def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
@@ -228,14 +249,14 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
     Raises:
         UserError: When checkpoints exist, but training can resume from none of them.
     """
-    folders = list(Path(root, run).glob("version_*/checkpoints"))
-    if of is not None:
-        records = ((folder, read_earlier(folder.with_name("run.json"))) for folder in folders)
-        folders = [
-            folder
-            for folder, record in records
-            if record.command == of[0] and {*of[1]} & {*record.launchers}
-        ]
+    folders = []
+    for folder in Path(root, run).glob("version_*/checkpoints"):
+        if of is not None:
+            command, launchers = of
+            record = read_earlier(folder.with_name("run.json"))
+            if record.command != command or set(launchers).isdisjoint(record.launchers):
+                continue
+        folders.append(folder)
     damaged: list[Path] = []
     paths = _newest_first(folders)
     for path in paths:
@@ -244,14 +265,17 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
             for other in damaged:
                 aside = other.replace(other.with_name(f"{other.name}.damaged"))
                 rank_zero_info(
-                    f"{other} is damaged: it is kept as {aside.name}, and the run continues from {path}"
+                    f"{other} is damaged: it is kept as {aside.name}, and the run continues from "
+                    f"{path}"
                 )
             return str(path)
         rank_zero_info(reason)
-        damaged += [path] * (not reason.endswith(WEIGHTS_ALONE))
+        if not reason.endswith(WEIGHTS_ALONE):
+            damaged.append(path)
     if paths:
         raise UserError(
-            f"training can resume from none of the {len(paths)} checkpoints under {Path(root, run)}: "
+            f"training can resume from none of the {len(paths)} checkpoints under "
+            f"{Path(root, run)}: "
             "give another --run.name to begin anew, or --ckpt_path with another checkpoint"
         )
     return None
@@ -259,9 +283,8 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
 
 def is_newest(path: Path) -> bool:
     """Return whether a checkpoint is the newest of its run; ignore newer `best` checkpoints."""
-    return path.samefile(
-        next(file for file in _newest_first([path.parent]) if file == path or file.stem != "best")
-    )
+    files = _newest_first([path.parent])
+    return path == next(file for file in files if file == path or file.stem != "best")
 
 
 def read_earlier(path: Path) -> Record:
@@ -285,7 +308,7 @@ def check_checkpoint(
     resumed_by: Trainer | None,
     may_be_finished: bool,
 ) -> None:
-    """Check that a checkpoint fits model and data; before resuming, also check optimizer and training limits.
+    """Check that a checkpoint fits model and data, and that training can resume from it.
 
     Args:
         path: Path of the checkpoint.
@@ -304,32 +327,40 @@ def check_checkpoint(
     checkpoint = read(Path(path))
     trained = (checkpoint.get("images") or {}).get("class_names")
     if trained and isinstance(data, ImageData) and trained != list(data.class_names):
-        difference = listed(sorted({*trained} ^ {*data.class_names})) or "in another order"
+        difference = sorted(set(trained).symmetric_difference(data.class_names))
         raise UserError(
-            f"--ckpt_path {path} was trained on other classes ({difference}) than --data has: "
-            "give images with the same class names"
+            f"--ckpt_path {path} was trained on other classes "
+            f"({listed(difference) or 'in another order'}) than --data has: give images with the "
+            "same class names"
         )
     saved = checkpoint["state_dict"]
     weights = model.state_dict()
     known = [key for key, value in weights.items() if not is_lazy(value)]
-    later = any(
-        is_overridden(hook, model) for hook in ("configure_model", "setup")
-    )  # these hooks may create layers
-    is_whole = isinstance(model, ImageClassifier) or (
-        model.strict_loading and known == [*weights] and not later
-    )
-    for key in [*weights, *saved] if is_whole else [key for key in known if key in saved]:
-        here, there = (
-            tuple(getattr(d[key], "shape", ())) if key in d else None for d in (weights, saved)
-        )
+    # these hooks may create layers
+    later = is_overridden("configure_model", model) or is_overridden("setup", model)
+    is_whole = model.strict_loading and known == list(weights) and not later
+    if is_whole or isinstance(model, ImageClassifier):
+        keys = [*weights, *saved]
+    else:
+        keys = [key for key in known if key in saved]
+    for key in keys:
+        here = _shape(weights, key)
+        there = _shape(saved, key)
         if here != there:
             raise UserError(
                 f"--ckpt_path {path} is of another model than {type(model).__name__}: "
-                f"{key} is {there or 'missing'} in the checkpoint and {here or 'missing'} in the model: "
+                f"{key} is {there} in the checkpoint and {here} in the model: "
                 "give the --model (or --config) that it was trained with"
             )
     if resumed_by is not None:
         _check_resumable(path, checkpoint, model, resumed_by, may_be_finished)
+
+
+def _shape(tensors: dict[str, Any], key: str) -> tuple[int, ...] | str:
+    """Return the shape of a tensor; `missing` if there is none."""
+    if key not in tensors:
+        return "missing"
+    return tuple(getattr(tensors[key], "shape", ()))
 
 
 def _check_resumable(
@@ -340,33 +371,26 @@ def _check_resumable(
     may_be_finished: bool,
 ) -> None:
     """Reject a checkpoint that training cannot resume from, or that contradicts the flags."""
-    for key in ("global_step", "callbacks", "optimizer_states", "lr_schedulers", "loops"):
-        if key not in checkpoint:
-            raise UserError(
-                f"--ckpt_path {path}: it has no {key}, so training cannot resume from it: give another"
-            )
+    groups: list[dict[str, Any]] = []
     try:
         loop = checkpoint["loops"]["fit_loop"]
+        steps = checkpoint["global_step"]
         epochs = loop["epoch_progress"]["current"]["processed"]
         state = loop.get("epoch_loop.state_dict", {})
         progress = loop["epoch_loop.batch_progress"]
         trained = progress["current"]["processed"]
         is_last = progress["is_last_batch"]
-        groups = [
-            dict(group)
-            for optimizer in checkpoint["optimizer_states"]
-            for group in optimizer["param_groups"]
-        ]
+        for optimizer in checkpoint["optimizer_states"]:
+            groups += map(dict, optimizer["param_groups"])
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(
-            f"--ckpt_path {path}: Lightning's Trainer did not save it: give another one"
+            f"--ckpt_path {path}: training cannot resume from it (it has no {error}): give another"
         ) from error
-    limits = (
+    for done, limit, unit in (
         (epochs, trainer.max_epochs, "epochs"),
-        (checkpoint["global_step"], trainer.max_steps, "steps"),
-    )
-    for done, limit, unit in () if may_be_finished else limits:
-        if limit is not None and 0 <= limit <= done:
+        (steps, trainer.max_steps, "steps"),
+    ):
+        if not may_be_finished and limit is not None and 0 <= limit <= done:
             raise UserError(
                 f"--ckpt_path {path} has been trained for {done} {unit}, "
                 f"as many as --trainer.max_{unit} {limit}: give more"
@@ -374,35 +398,39 @@ def _check_resumable(
     every = trainer.accumulate_grad_batches
     if trained % every and not is_last:
         raise UserError(
-            f"--trainer.accumulate_grad_batches {every}: {path} was saved after batch {trained} of an epoch, "
+            f"--trainer.accumulate_grad_batches {every}: {path} was saved after batch {trained} "
+            "of an epoch, "
             "inside an optimizer step: give another one, or the number that it was trained with"
         )
-    sharded = trainer.fit_loop.epoch_loop
-    for name, value in sharded.kept.items() if isinstance(sharded, ShardedLoop) else ():
-        if (
-            state.get(name, value) != value
-        ):  # another number of shards or threads rounds sums differently
+    # another number of shards or threads rounds sums differently
+    for name, value in getattr(trainer.fit_loop.epoch_loop, "kept", {}).items():
+        if state.get(name, value) != value:
             raise UserError(
-                f"--run.{name} {value}: {path} was trained with {state[name]}, which affects rounding: "
+                f"--run.{name} {value}: {path} was trained with {state[name]}, which affects "
+                "rounding: "
                 f"give --run.{name} {state[name]}, or leave --run.virtual_devices out"
             )
-    if isinstance(model, ImageClassifier) and not is_overridden(
-        "configure_optimizers", model, ImageClassifier
-    ):
-        _check_optimizer(path, groups[0] if groups else {}, model)
+    has_own = is_overridden("configure_optimizers", model, ImageClassifier)
+    if isinstance(model, ImageClassifier) and not has_own:
+        _check_optimizer(path, groups, model)
 
 
-def _check_optimizer(path: str, saved: dict[str, Any], model: ImageClassifier) -> None:
+def _check_optimizer(path: str, groups: list[dict[str, Any]], model: ImageClassifier) -> None:
     here = model.make_optimizer().param_groups[0]
+    saved = groups[0] if groups else {}
     if not here.keys() - IMPLEMENTATION <= saved.keys():  # not `==`, because a scheduler adds keys
         raise UserError(
-            f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was made with"
+            f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was "
+            "made with"
         )
     # do not compare settings that schedulers change
-    scheduled = {"lr", "momentum", "betas"} if "initial_lr" in saved else set()
-    for key in here.keys() - {"params", *IMPLEMENTATION} - scheduled:
+    ignored = {"params", *IMPLEMENTATION}
+    if "initial_lr" in saved:
+        ignored |= {"lr", "momentum", "betas"}
+    for key in here.keys() - ignored:
         if saved[key] != here[key]:
             raise UserError(
-                f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's optimizer, "
+                f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's "
+                "optimizer, "
                 f"whose value is {saved[key]}: leave it out, or start a new run"
             )

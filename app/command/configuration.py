@@ -16,10 +16,10 @@ import app.modules
 from app.command.arguments import Arguments, Token, tokenise
 from app.command.checkpoints import RunCheckpoint, find_checkpoint
 from app.command.flag_rules import MADE
-from app.command.help import MORE, SectionHelp
+from app.command.help import PAGES, HelpPage
 from app.command.parser import Parser, find_class, import_trusted_only, parameters
 from app.command.rules import check_flags
-from app.command.run_options import Run
+from app.command.run_options import LimitedTrainer, Run
 from app.errors import ExitStatus, UserError, one_line
 from app.launch.rendezvous import Cluster
 from app.modules.networks import checkpoint_of, image_settings
@@ -89,6 +89,7 @@ class Flags(LightningCLI):
         super().__init__(
             LightningModule,
             LightningDataModule,
+            trainer_class=LimitedTrainer,
             subclass_mode_model=True,
             subclass_mode_data=True,
             parser_class=Parser,
@@ -119,8 +120,8 @@ class Flags(LightningCLI):
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(RateMonitor, "lr_monitor")
-        for section in MORE:
-            parser.add_argument(f"--{section}.help", action=SectionHelp)
+        for name in PAGES:
+            parser.add_argument(f"--{name}", action=HelpPage)
         parser.set_defaults(
             {
                 "best_checkpoint.monitor": "val_acc",

@@ -6,26 +6,32 @@ from collections.abc import Collection, Mapping
 
 from app.errors import nearest, one_line
 
-NAMES = {"float": "a number", "tuple": "list", "Sequence": "list", "Iterable": "list"}
-PLAIN = {  # patterns of jsonargparse's messages, and what follows the flag in ours
+TYPES = {"float": "a number", "tuple": "list", "Sequence": "list", "Iterable": "list"}
+REASONS = {  # patterns of jsonargparse's messages, and what follows the flag in ours
     r"Not of type \w+: [^']*'([^']*)'": r" \1: expected a number",
     r"following arguments are required: (\w+)": r": its \1 is required",
-    r"Refused '([^']+)'": r" \1: a library's code runs only if it is a torch.nn.Module: call it in your own module",
-    r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)": r" \1: expected a subclass of \2",
+    r"Refused '([^']+)'": r" \1: a library's code runs only if it is a torch.nn.Module: "
+    "call it in your own module",
+    r"Expected '([^']+)' to be a [\w ]+ (?:<class '|Union\[)(?:\w+\.)*(\w+)": (
+        r" \1: expected a subclass of \2"
+    ),
     r"Unable to load config ['\"](.*?)['\"]": r" \1: neither a file nor settings",
 }
-EXPECTED = re.compile(
-    r"Expected (?:an? )?(?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[([^\]]*)\])"
-)
+TYPE = re.compile(r"Expected (?:an? )?<class '(?:\w+\.)*(\w+)'>")
+LITERAL = re.compile(r"Expected (?:an? )?typing\.Literal\[([^\]]*)\]")
 NESTED = re.compile(
-    r"- --([\w.]+)(.*?)(?: - (?:Expected a <class 'NoneType'>|Option|Not a valid)| Given value type|$)"
+    r"- --([\w.]+)(.*?)"
+    r"(?: - (?:Expected a <class 'NoneType'>|Option|Not a valid)| Given value type|$)"
+)
+RESTRICTION = re.compile(
+    r"Not of type \w+: (?:(\S+) )?does not conform to restriction v>(=?)(\S+)(?: and v<(=?)(\S+))?"
 )
 
 
 def rejection(
     message: str, flags: Collection[str], classes: Mapping[str, Collection[str]] | None = None
 ) -> str:
-    """Return one line with the rejected flag, its value, the first reason, and the nearest known name.
+    """Return one line: the rejected flag, its value, the first reason, the nearest known name.
 
     Args:
         message: jsonargparse's message.
@@ -34,84 +40,92 @@ def rejection(
     """
     text = one_line(message)
     match = re.match(r"unrecognized arguments: ([^\s=]+)", text)
+    if match and match[1].endswith((".yaml", ".yml")):
+        return f"{match[1]}: a value without a flag: did you mean --config {match[1]}?"
     if match:
-        if match[1].endswith((".yaml", ".yml")):
-            return f"{match[1]}: a value without a flag: did you mean --config {match[1]}?"
         return f"{match[1]}: there is no such flag{nearest(match[1], flags)}"
     match = re.match(r"Subcommand '(\w+)' does not accept option '([^']+)'", text)
     if match:
-        return f"{match[2]} in the config: {match[1]} has no such setting{nearest('--' + match[2], flags)}"
+        near = nearest(f"--{match[2]}", flags)
+        return f"{match[2]} in the config: {match[1]} has no such setting{near}"
     key = re.search(r'Parser key "([^"]+)"', text)
     if key is None:
         return text.removeprefix("argument ")
+    flag = f"--{key[1]}"
+    value = ""
+    got = re.search(r"(?:Got|Given) value: (.+?)(?: - |$)", text)
+    if got:
+        value = got[1]
     nested = re.search(r"NestedArg\(key='([^']+)', val=(?:'([^']*)'|(.*?))\)", text)
-    flag = f"--{key[1]}.{nested[1]}".removesuffix(".class_path") if nested else f"--{key[1]}"
+    if nested:
+        flag = f"{flag}.{nested[1]}".removesuffix(".class_path")
+        value = nested[2] or nested[3]
     inner = NESTED.search(text)
     if inner:  # message of a nested parser
-        within = [
-            known
-            for known in flags
-            if known.startswith(f"{flag}.") and known.endswith(f".{inner[1]}")
-        ]
-        is_typed = nested is not None and f".{nested[1]}".endswith(f".{inner[1]}")
-        return (flag if is_typed else min(within, key=len, default=f"{flag}.{inner[1]}")) + inner[2]
-    got = re.search(r"(?:Got|Given) value: (.+?)(?: - |$)", text)
-    value = (nested[2] or nested[3]) if nested else got[1] if got else ""
-    restriction = r"(?:(\S+) )?does not conform to restriction v>(=?)(\S+)(?: and v<(=?)(\S+))?"
-    match = re.search(rf"Not of type \w+: {restriction}", text)
+        if nested is None or not f".{nested[1]}".endswith(f".{inner[1]}"):
+            within = [known for known in flags if known.startswith(f"{flag}.")]
+            within = [known for known in within if known.endswith(f".{inner[1]}")]
+            flag = min(within, key=len, default=f"{flag}.{inner[1]}")
+        return flag + inner[2]
+    match = RESTRICTION.search(text)
     if match:
-        least = f"{match[3]} or more" if match[2] else f"more than {match[3]}"
-        most = (
-            f", {match[5]} at most" if match[4] else f", less than {match[5]}" if match[5] else ""
-        )
-        return f"{flag} {match[1] or value}: give {least}{most}"
+        return f"{flag} {match[1] or value}: give {_range(match)}"
     match = re.search(r"Option '([^']+)' is not accepted", text)
     if match:
-        flag = flag if nested else f"{flag}.{match[1]}"
-        return f"{flag}: the chosen class has no such setting{'' if flag in flags else nearest(flag, flags)}"
+        if not nested:
+            flag = f"{flag}.{match[1]}"
+        near = ""
+        if flag not in flags:
+            near = nearest(flag, flags)
+        return f"{flag}: the chosen class has no such setting{near}"
     match = re.search(r"Importing '((\w+)[^']*)' is not allowed", text)
     if match:
         remedy = f"its code is not trusted: give --trust {match[2]} to run it"
         if importlib.util.find_spec(match[2]) is None:
             remedy = f"No module named '{match[2]}'"
         return f"{flag} {match[1]}: {remedy}"
-    for pattern, template in PLAIN.items():
+    for pattern, template in REASONS.items():
         match = re.search(pattern, text)
         if match:
             return flag + match.expand(template)
     match = re.search(r"Import path (?:(\S+) )?does not correspond to a subclass of (\w+)", text)
     if match:
         return f"{flag} {match[1] or value}: expected a subclass of {match[2]}"
-    names = [
-        NAMES.get(name, name)
-        for name, _ in EXPECTED.findall(text)
-        if name not in ("", "NoneType", "int")
-    ]
-    names = names or ["int"] * ("<class 'int'>" in text)
-    choices = [
-        choice.strip("' ")
-        for _, literal in EXPECTED.findall(text)
-        for choice in literal.split(",")
-        if literal
-    ]
+    return _unexpected(text, flag, value, classes or {})
+
+
+def _range(match: re.Match[str]) -> str:
+    """Return the limits that a match of `RESTRICTION` names."""
+    _, includes_least, least, includes_most, most = match.groups()
+    limits = f"{least} or more" if includes_least else f"more than {least}"
+    if most:
+        limits += f", {most} at most" if includes_most else f", less than {most}"
+    return limits
+
+
+def _unexpected(text: str, flag: str, value: str, classes: Mapping[str, Collection[str]]) -> str:
+    """Return the line for a value that has not the flag's type."""
+    types = [name for name in TYPE.findall(text) if name != "NoneType"]
+    if set(types) != {"int"}:
+        types = [name for name in types if name != "int"]
+    expected = [TYPES.get(name, name) for name in types]
     match = re.search(r"dot import path string: (\S+)", text)
-    if match and "a number" not in names:
-        near = nearest(match[1], (classes or {}).get(flag.rpartition(".")[2].lstrip("-"), ()))
-        return f"{flag} {match[1]}: there is no such class{near or ': give its import path, package.module.Class'}"
-    names += [f"one of {', '.join(dict.fromkeys(choices))}"] * bool(choices)
-    if names and "a path" not in text.partition("Errors:")[2]:
-        near = f": give [{value}]" if "list" in names and "," in value else nearest(value, choices)
-        return f"{flag} {value}: expected {' or '.join(dict.fromkeys(names))}{near}"
-    reasons = re.split(
-        r"Errors:| - ", text.partition("Errors:")[2].partition("Given value type")[0] or text
-    )
-    reason = next(
-        (
-            clause.strip(" -")
-            for clause in reasons
-            if clause.strip(" -") and "NoneType" not in clause
-        ),
-        "",
-    )
+    if match and "a number" not in expected:
+        near = nearest(match[1], classes.get(flag.rpartition(".")[2].lstrip("-"), ()))
+        near = near or ": give its import path, package.module.Class"
+        return f"{flag} {match[1]}: there is no such class{near}"
+    choices = re.findall(r"'([^']*)'", " ".join(LITERAL.findall(text)))
+    if choices:
+        expected.append(f"one of {', '.join(dict.fromkeys(choices))}")
+    errors = text.partition("Errors:")[2]
+    if expected and "a path" not in errors:
+        near = nearest(value, choices)
+        if "list" in expected and "," in value:
+            near = f": give [{value}]"
+        return f"{flag} {value}: expected {' or '.join(dict.fromkeys(expected))}{near}"
+    reason = ""
+    for clause in re.split(r"Errors:| - ", errors.partition("Given value type")[0] or text):
+        if not reason and "NoneType" not in clause:
+            reason = clause.strip(" -")
     reason = re.sub("Problem with given class_path '[^']+': ", "", reason)
     return f"{flag} {value}: {reason[:200]}"

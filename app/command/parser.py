@@ -14,13 +14,13 @@ from typing import Any, Union, get_args, get_origin
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, _loaders_dumpers, _paths, _typehints, set_parsing_settings
+from jsonargparse import ArgumentParser, _paths, _typehints, set_loader, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torchvision.transforms import v2
 
-from app.command.arguments import Loader, read_text, subclasses
+from app.command.arguments import load_yaml, read_text, subclasses
 from app.command.help import page
 from app.command.messages import rejection
 from app.errors import ExitStatus, UserError
@@ -170,10 +170,10 @@ def _read_text(path: Any) -> str:
         raise UserError(f"{path}: {error.strerror}") from error
 
 
-@expects("jsonargparse:_loaders_dumpers.yaml_default_loader", "jsonargparse:_paths.Path.read_text")
+@expects("jsonargparse:_paths.Path.read_text")
 def import_trusted_only() -> None:
     """Make jsonargparse read files and YAML as this application does, and reject code that is not trusted."""
-    _loaders_dumpers.yaml_default_loader = Loader  # type: ignore[assignment]
+    set_loader("yaml", load_yaml, (yaml.YAMLError,))
     _paths.Path.read_text = _read_text  # type: ignore[method-assign, assignment]
     # Lightning's Timer has an enum as the default value of a string
     yaml.SafeDumper.add_multi_representer(
@@ -218,6 +218,7 @@ class Parser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.chosen: dict[str, str] = {}
+        self.page = "help"
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Format the help page, with the settings of the chosen model and data."""
@@ -226,11 +227,9 @@ class Parser(LightningArgumentParser):
             cls = find_class(section, name)
             if cls is not None:
                 settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
-        return (
-            page(self, settings, self.chosen)
-            if self.chosen
-            else super().format_help(*args, **kwargs)
-        )
+        if not self.chosen:
+            return super().format_help(*args, **kwargs)
+        return page(self.prog, settings._actions + self._actions, self.chosen, self.page)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise a UserError with jsonargparse's message in one line."""

@@ -1,4 +1,4 @@
-"""Resolved configuration: strategy, devices, processes and launcher, derived without building a Trainer."""
+"""Resolved configuration: strategy, devices, processes and launcher, without a Trainer."""
 
 import pkgutil
 from collections.abc import Callable
@@ -8,21 +8,23 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry, MPSAccelerator
-from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.accelerators import (
+    Accelerator,
+    AcceleratorRegistry,
+    CUDAAccelerator,
+    MPSAccelerator,
+)
 from lightning.pytorch.strategies import (
     ParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
     StrategyRegistry,
 )
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from app.data import ImageData
 from app.errors import UserError
 from app.launch.cluster_environment import Launched
 from app.modules import ImageClassifier
-from app.system.patches import expects
 from app.training.traits import Traits
 
 
@@ -38,7 +40,6 @@ def classes_of(sections: Any) -> list[type]:
     return [cls for cls in classes if cls is not None]
 
 
-@expects(f"{_AcceleratorConnector.__module__}:_AcceleratorConnector._choose_auto_accelerator")
 @dataclass(frozen=True)
 class Resolved:
     """Configuration with everything derived from it and from this process's launcher.
@@ -54,7 +55,6 @@ class Resolved:
     launcher: Launched | None = None
 
     # -- strategy
-    # -----------------------------------------------------------------------------------------
 
     @cached_property
     def strategy(self) -> type[Strategy]:
@@ -68,8 +68,9 @@ class Resolved:
         if cls:
             return cls
         if flag == "auto":
-            several = self.trainer.num_nodes > 1 or self.devices > 1
-            flag = "ddp" if several else SingleDeviceStrategy.strategy_name
+            flag = SingleDeviceStrategy.strategy_name
+            if self.trainer.num_nodes > 1 or self.devices > 1:
+                flag = "ddp"
         return StrategyRegistry[flag.lower()]["strategy"]
 
     @cached_property
@@ -81,17 +82,16 @@ class Resolved:
     def name(self) -> str:
         """The strategy's name."""
         flag = self.trainer.strategy
-        return (
-            flag
-            if isinstance(flag, str)
-            else getattr(self.strategy, "strategy_name", self.strategy.__name__)
-        )
+        if isinstance(flag, str):
+            return flag
+        return getattr(self.strategy, "strategy_name", self.strategy.__name__)
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The strategy's options: the configured ones, or those that a registered name such as `ddp_spawn` implies."""
+        """The strategy's options: configured, or implied by a name such as `ddp_spawn`."""
         flag = self.trainer.strategy
         if isinstance(flag, str):
+            # `StrategyRegistry.get` would create the strategy
             return StrategyRegistry[flag]["init_params"] if flag in StrategyRegistry else {}
         return vars(flag.get("init_args") or Namespace())
 
@@ -101,25 +101,26 @@ class Resolved:
         return self.traits.fixed_hook or self.options.get("ddp_comm_hook")
 
     # -- devices and processes
-    # ----------------------------------------------------------------------------
 
     @cached_property
     def accelerator(self) -> str:
         """The accelerator's name, with `auto` and `gpu` resolved: `cpu`, `cuda`, `mps`, …."""
         flag = self.trainer.accelerator
-        if flag == "auto":
-            return _AcceleratorConnector._choose_auto_accelerator()
-        if flag == "gpu":
-            return "mps" if MPSAccelerator.is_available() else "cuda"
+        if flag in ("auto", "gpu"):
+            if MPSAccelerator.is_available():
+                return "mps"
+            if flag == "gpu" or CUDAAccelerator.is_available():
+                return "cuda"
+            return "cpu"
         cls: Any = class_of(flag)
-        return flag if cls is None else cls.name()
+        return cls.name() if cls else flag
 
     @cached_property
     def accelerator_class(self) -> type[Accelerator] | None:
         """Lightning's class of the accelerator, or None for an unknown name."""
-        known = self.accelerator in AcceleratorRegistry
-        flag = self.trainer.accelerator
-        return AcceleratorRegistry[self.accelerator]["accelerator"] if known else class_of(flag)
+        if self.accelerator in AcceleratorRegistry:
+            return AcceleratorRegistry[self.accelerator]["accelerator"]
+        return class_of(self.trainer.accelerator)
 
     @cached_property
     def devices(self) -> int:
@@ -136,16 +137,17 @@ class Resolved:
         if text == "auto" and trainer.strategy == "auto" and trainer.num_nodes == 1:
             return 1
         if text in ("auto", "-1"):
-            return (
-                max(self.accelerator_class.auto_device_count(), 1) if self.accelerator_class else 1
-            )
+            available = self.accelerator_class.auto_device_count() if self.accelerator_class else 1
+            return max(available, 1)
+        count = 0
         if isinstance(trainer.devices, list) or "," in text:
-            count = sum(bool(name.strip()) for name in text.strip("[]").split(","))
-        else:
-            count = int(text) if text.isdecimal() else 0
+            count = len(text.strip("[],").split(","))
+        elif text.isdecimal():
+            count = int(text)
         if count < 1:
             raise UserError(
-                f"--trainer.devices {trainer.devices}: give a count from 1 on, a list such as 0,1, or auto"
+                f"--trainer.devices {trainer.devices}: give a count from 1 on, a list such as "
+                "0,1, or auto"
             )
         return count
 
@@ -163,10 +165,8 @@ class Resolved:
         """
         trainer = self.config.trainer.clone()
         if self.launcher is not None:
-            if (
-                trainer.devices == "auto"
-                and Resolved(self.config).traits.processes_per_node is None
-            ):
+            traits = Resolved(self.config).traits
+            if trainer.devices == "auto" and traits.processes_per_node is None:
                 trainer.devices = self.launcher.per_node or self.launcher.world_size
             if trainer.num_nodes == 1:
                 trainer.num_nodes = self.launcher.nodes
@@ -205,7 +205,6 @@ class Resolved:
         return self.processes if is_agent else 0
 
     # -- launcher
-    # -----------------------------------------------------------------------------------------
 
     @cached_property
     def plugins(self) -> list[type]:
@@ -220,17 +219,10 @@ class Resolved:
         )
 
     # -- model and data
-    # -----------------------------------------------------------------------------------
-
-    @cached_property
-    def model(self) -> type[ImageClassifier] | None:
-        """The model's class if it is an `ImageClassifier`, else None."""
-        cls = class_of(self.config.model)
-        return cls if cls is not None and issubclass(cls, ImageClassifier) else None
 
     @cached_property
     def checked(self) -> Namespace:
-        """The configuration, without the arguments of a model or data module whose class the rules do not know.
+        """The configuration, without the arguments of model or data classes unknown to the rules.
 
         The rules know only subclasses of `ImageClassifier` and `ImageData`.
         """
@@ -257,9 +249,8 @@ class Resolved:
     def virtual_devices(self) -> int | None:
         """Value of `--run.virtual_devices`, or None."""
         count = self.config.run.virtual_devices
-        return (
-            None if count is None else int(count)
-        )  # a plain int, because checkpoints hold only plain values
+        # a plain int, because checkpoints hold only plain values
+        return count if count is None else int(count)
 
     @property
     def compiled(self) -> bool:
@@ -273,7 +264,5 @@ class Resolved:
 
     @property
     def sync_batchnorm(self) -> bool:
-        """Whether a flag or a plugin requests SyncBatchNorm."""
-        return self.trainer.sync_batchnorm or any(
-            issubclass(plugin, LayerSync) for plugin in self.plugins
-        )
+        """Whether `--trainer.sync_batchnorm` is set."""
+        return self.trainer.sync_batchnorm

@@ -23,10 +23,7 @@ from app.launch.cluster_environment import OWN_AGENT, launched
 from app.launch.process import ADDRESSES, RANKS, is_task_of_srun
 
 SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
-MPI_SIZES = (
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-)  # variables with the number of processes that mpirun started
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # variables of mpirun
 
 
 def check_flags(config: Namespace) -> None:
@@ -43,7 +40,7 @@ def check_flags(config: Namespace) -> None:
 
 
 def check(command: str, config: Namespace) -> Resolved:
-    """Check all rules before anything is built, and return the configuration with everything derived from it.
+    """Check all rules before anything is built, and return the resolved configuration.
 
     Args:
         command: The command: `fit`, `validate`, `test` or `predict`.
@@ -62,7 +59,7 @@ def machine_problems(s: Resolved) -> Iterator[str]:
     """Yield messages about flags that cannot work on this machine, each with a remedy."""
     for rule in (
         _devices,
-        needs_cuda,
+        _needs_cuda,
         _compiler,
         _starter,
         _rendezvous,
@@ -72,13 +69,8 @@ def machine_problems(s: Resolved) -> Iterator[str]:
     ):
         yield from rule(s)
     size = s.given("data.batch_size")
-    if (
-        s.command == "fit"
-        and s.virtual_devices is None
-        and isinstance(size, int)
-        and size > 0
-        and size % s.world_size
-    ):
+    divides = s.command == "fit" and s.virtual_devices is None and isinstance(size, int)
+    if divides and size > 0 and size % s.world_size:
         yield unequal_shares(size, s.world_size)
 
 
@@ -88,15 +80,20 @@ def _sizes(s: Resolved) -> Iterator[str]:
     if launcher is None:
         return
     if launcher.per_node is None:
-        flag = "--ntasks-per-node" if launcher.by == "srun" else "the same --nproc-per-node"
-        yield f"{launcher.by} started {launcher.world_size} processes, not the same number on each node: give {flag}"
-    if (s.world_size, launcher.world_size) != (1, 1) and (launcher.nodes, launcher.per_node) != (
-        s.nodes,
-        s.processes,
-    ):
+        flag = "the same --nproc-per-node"
+        if launcher.by == "srun":
+            flag = "--ntasks-per-node"
         yield (
-            f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es), but "
-            f"the run is --trainer.num_nodes {s.nodes} of {s.processes}: leave --trainer.num_nodes and "
+            f"{launcher.by} started {launcher.world_size} processes, not the same number on each "
+            f"node: give {flag}"
+        )
+    started = (launcher.nodes, launcher.per_node)
+    if started != (s.nodes, s.processes) and (s.world_size, launcher.world_size) != (1, 1):
+        yield (
+            f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es), "
+            "but "
+            f"the run is --trainer.num_nodes {s.nodes} of {s.processes}: leave "
+            "--trainer.num_nodes and "
             f"--trainer.devices out to follow {launcher.by}"
         )
 
@@ -106,39 +103,52 @@ def _devices(s: Resolved) -> Iterator[str]:
     name = s.trainer.accelerator
     devices = s.trainer.devices
     if cls is None:
-        yield f"--trainer.accelerator {name}: unknown{nearest(name, AcceleratorRegistry)}: leave it out, or use cpu"
+        yield (
+            f"--trainer.accelerator {name}: unknown{nearest(name, AcceleratorRegistry)}: leave it "
+            "out, or use cpu"
+        )
         return
     if not cls.is_available():
-        yield f"--trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
+        yield (
+            f"--trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
+        )
     try:
         if devices != "auto":
             cls.parse_devices(devices)
     except (MisconfigurationException, TypeError, ValueError):
-        has = "" if s.accelerator == "cpu" else f"; this machine has {cls.auto_device_count()}"
-        yield f"--trainer.devices {devices!r}: the {s.accelerator} accelerator has no such devices{has}: give a count"
+        has = ""
+        if s.accelerator != "cpu":
+            has = f"; this machine has {cls.auto_device_count()}"
+        yield (
+            f"--trainer.devices {devices!r}: the {s.accelerator} accelerator has no such "
+            f"devices{has}: give a count"
+        )
 
 
-def needs_cuda(s: Resolved) -> Iterator[str]:
-    """If the accelerator is not CUDA, yield messages about flags that have an effect on CUDA only."""
-    for flag, is_set in {
-        "trainer.benchmark": s.trainer.benchmark,
-        "model.compile reduce-overhead": s.reduces_overhead,
-        "model.matmul_precision": s.given("model.matmul_precision") not in (None, "highest"),
-    }.items():
-        if is_set and s.accelerator != "cuda":
+def _needs_cuda(s: Resolved) -> Iterator[str]:
+    """Check flags that have an effect on CUDA only."""
+    if s.accelerator == "cuda":
+        return
+    is_rounded = s.given("model.matmul_precision") not in (None, "highest")
+    for flag, is_set in (
+        ("trainer.benchmark", s.trainer.benchmark),
+        ("model.compile reduce-overhead", s.reduces_overhead),
+        ("model.matmul_precision", is_rounded),
+    ):
+        if is_set:
             yield f"--{flag} has no effect on the {s.accelerator} accelerator: leave it out"
 
 
 def _compiler(s: Resolved) -> Iterator[str]:
-    """Check for a compiler, because torch.compile needs one: C++ for a CPU, C for a GPU (Triton)."""
-    is_cuda = s.accelerator == "cuda"
-    compilers = (
-        os.environ.get("CC", "gcc clang cc")
-        if is_cuda
-        else os.environ.get("CXX", "g++ clang++ c++")
-    ).split()
-    if s.compiled and not any(map(shutil.which, compilers)):
-        yield f"--model.compile: torch needs a compiler ({' or '.join(compilers)}): install it, or leave the flag out"
+    """Check for the compiler of torch.compile: C++ for a CPU, C for a GPU (Triton)."""
+    known = os.environ.get("CXX", "g++ clang++ c++")
+    if s.accelerator == "cuda":
+        known = os.environ.get("CC", "gcc clang cc")
+    if s.compiled and not any(map(shutil.which, known.split())):
+        names = known.replace(" ", " or ")
+        yield (
+            f"--model.compile: torch needs a compiler ({names}): install it, or leave the flag out"
+        )
 
 
 def _starter(s: Resolved) -> Iterator[str]:
@@ -150,25 +160,34 @@ def _starter(s: Resolved) -> Iterator[str]:
     if s.stands_alone:
         if any(os.environ.get(name, "1") != "1" for name in MPI_SIZES):
             yield "mpirun cannot start runs: use torchrun or srun"
-        left = [
-            name for name in RANKS if name in os.environ and (name != "NODE_RANK" or s.nodes == 1)
-        ]
+        left = [name for name in RANKS if name in os.environ]
+        if s.nodes > 1 and "NODE_RANK" in left:
+            left.remove("NODE_RANK")
         if left:
-            yield f"{', '.join(left)} in the environment, but no launcher started this process: unset {' '.join(left)}"
+            yield (
+                f"{', '.join(left)} in the environment, but no launcher started this process: "
+                f"unset {' '.join(left)}"
+            )
         meets = cluster.init_method is not None or "NODE_RANK" in os.environ
-        for variable, unit in (
-            SLURM_SIZES.items() if "SLURM_JOB_ID" in os.environ and not is_task_of_srun() else ()
-        ):
-            count = os.environ.get(variable, "1")
-            if count != "1" and not meets:
-                yield f"this SLURM job has {count} {unit}, but the command was started once: put srun before it"
+        if "SLURM_JOB_ID" in os.environ and not is_task_of_srun() and not meets:
+            for variable, unit in SLURM_SIZES.items():
+                count = os.environ.get(variable, "1")
+                if count != "1":
+                    yield (
+                        f"this SLURM job has {count} {unit}, but the command was started once: put "
+                        "srun before it"
+                    )
     for flag in ("init_method", "node_rank"):
         if cluster[flag] is not None and s.stands_alone and s.nodes == 1:
-            yield f"--cluster.{flag} {cluster[flag]}: there is one node: give --trainer.num_nodes, or leave it out"
+            yield (
+                f"--cluster.{flag} {cluster[flag]}: there is one node: give --trainer.num_nodes, "
+                "or leave it out"
+            )
     for flag in ("max_restarts", "log_dir"):
         if cluster[flag] and by != OWN_AGENT and (by or not s.agent_processes):
             yield (
-                f"--cluster.{flag} {cluster[flag]} has no effect: {by or 'no agent'} starts the processes "
+                f"--cluster.{flag} {cluster[flag]} has no effect: {by or 'no agent'} starts the "
+                "processes "
                 "of this run: leave it out"
             )
 
@@ -176,29 +195,36 @@ def _starter(s: Resolved) -> Iterator[str]:
 def _rendezvous(s: Resolved) -> Iterator[str]:
     """Check the rendezvous address and this node's rank."""
     if s.nodes > 1 and (s.traits.single_process or s.spawns):
-        yield f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp or ddp_dp"
+        yield (
+            f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp or "
+            "ddp_dp"
+        )
     if not s.stands_alone or s.nodes == 1 or s.traits.single_process:
         return
     method = s.config.cluster.init_method or "env://"
-    node_rank = s.config.cluster.node_rank
     if not _is_address(method):
         yield f"--cluster.init_method {method}: give tcp://HOST:PORT, file:///PATH or env://"
     if method == "env://":
         missing = [name for name in ADDRESSES if not os.environ.get(name)]
         if missing:
             yield (
-                f"--trainer.num_nodes {s.nodes}: where do the nodes meet? give --cluster.init_method "
+                f"--trainer.num_nodes {s.nodes}: where do the nodes meet? give "
+                "--cluster.init_method "
                 f"tcp://HOST:PORT, or set {' and '.join(missing)}, or use torchrun or srun"
             )
-        elif not 0 < int(port := os.environ["MASTER_PORT"]) < 2**16:
+        elif not 0 < int(os.environ["MASTER_PORT"]) < 2**16:
+            port = os.environ["MASTER_PORT"]
             yield f"MASTER_PORT={port} in the environment: give a port, 1 to 65535"
     where = "--cluster.node_rank"
-    rank = node_rank
+    rank = s.config.cluster.node_rank
     if rank is None:
         where = "NODE_RANK"
         rank = os.environ.get("NODE_RANK")
     if rank is None:
-        yield f"--trainer.num_nodes {s.nodes}: which of them is this? give --cluster.node_rank, or set NODE_RANK"
+        yield (
+            f"--trainer.num_nodes {s.nodes}: which of them is this? give --cluster.node_rank, or "
+            "set NODE_RANK"
+        )
     elif int(rank) >= s.nodes:
         yield f"{where} {rank}: the nodes are 0 to {s.nodes - 1}, for --trainer.num_nodes {s.nodes}"
 
@@ -206,11 +232,7 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
 def _is_address(method: str) -> bool:
     url = urlsplit(method)
     if url.scheme == "file":
-        return (
-            bool(url.path)
-            and not url.netloc
-            and (os.path.isfile(url.path) or not os.path.exists(url.path))
-        )
+        return bool(url.path) and not url.netloc
     try:
         return method == "env://" or bool(url.scheme == "tcp" and url.hostname and url.port)
     except ValueError:  # the port is out of range
@@ -222,26 +244,37 @@ def _strategy(s: Resolved) -> Iterator[str]:
     flag = f"--trainer.strategy {s.name}"
     backend = s.options.get("process_group_backend")
     if s.launcher and s.launcher.world_size > 1 and s.traits.single_process:
-        yield f"{flag} is one process, but {s.launcher.by} started several: use --trainer.strategy ddp"
+        yield (
+            f"{flag} is one process, but {s.launcher.by} started several: use --trainer.strategy "
+            "ddp"
+        )
     if s.launcher and s.spawns:
-        yield f"{flag} starts processes, which {s.launcher.by} has done already: use --trainer.strategy ddp"
-    serving = [
-        name for name, kinds in dist.Backend.backend_capability.items() if s.accelerator in kinds
-    ]
-    usable = [name for name in serving if name != "fake" and dist.is_backend_available(name)]
+        yield (
+            f"{flag} starts processes, which {s.launcher.by} has done already: use "
+            "--trainer.strategy ddp"
+        )
+    usable = []
+    for name, devices in dist.Backend.backend_capability.items():
+        if s.accelerator in devices and name != "fake" and dist.is_backend_available(name):
+            usable.append(name)
     if backend is not None and backend not in usable:
-        yield f"--trainer.strategy.process_group_backend {backend}: on {s.accelerator} use {' or '.join(usable)}"
+        yield (
+            f"--trainer.strategy.process_group_backend {backend}: on {s.accelerator} use "
+            f"{' or '.join(usable)}"
+        )
     if s.hook is not None and s.world_size == 1:
         yield (
             f"{flag}: {s.hook.__qualname__} has no effect, because this run is one process: use "
             "--trainer.strategy ddp without a hook, or give more --trainer.devices"
         )
     bf16 = (default_hooks.bf16_compress_hook, default_hooks.bf16_compress_wrapper)
-    has_nccl = (
-        dist.is_nccl_available() or dist.is_xccl_available()
-    )  # torch's bf16 hooks require NCCL, even on a CPU
+    # torch's bf16 hooks require NCCL, even on a CPU
+    has_nccl = dist.is_nccl_available() or dist.is_xccl_available()
     if not has_nccl and (s.hook in bf16 or s.options.get("ddp_comm_wrapper") in bf16):
-        yield f"{flag}: torch sends bfloat16 only where it was built with NCCL: use --trainer.strategy ddp_fp16"
+        yield (
+            f"{flag}: torch sends bfloat16 only where it was built with NCCL: use "
+            "--trainer.strategy ddp_fp16"
+        )
     if s.nodes == 1 and s.traits.needs_several_nodes:
         yield f"{flag} {s.traits.needs_several_nodes}, or give more --trainer.num_nodes"
 
@@ -250,8 +283,14 @@ def _sync_batchnorm(s: Resolved) -> Iterator[str]:
     if not s.sync_batchnorm:
         return
     if not s.traits.replicas_communicate:
-        yield "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: use ddp"
+        yield (
+            "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: "
+            "use ddp"
+        )
     if s.world_size == 1:
-        yield "--trainer.sync_batchnorm has no effect in one process: use --trainer.strategy ddp, or leave it out"
+        yield (
+            "--trainer.sync_batchnorm has no effect in one process: use --trainer.strategy ddp, or "
+            "leave it out"
+        )
     if s.accelerator == "cpu":
         yield "--trainer.sync_batchnorm works on GPUs only: leave it out on CPU"

@@ -4,11 +4,13 @@ import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import Namespace, dict_to_namespace
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.command.arguments import load_yaml, read_yaml
@@ -69,21 +71,40 @@ class Run:
     loop: Literal["straight", "lightning"] = "straight"
 
 
+class LimitedTrainer(Trainer):
+    """Lightning's Trainer, with types for the limits that Lightning does not check."""
+
+    def __init__(
+        self,
+        *,
+        num_nodes: PositiveInt = 1,
+        val_check_interval: PositiveInt | PositiveFloat | str | timedelta | None = None,
+        check_val_every_n_epoch: PositiveInt | None = 1,
+        accumulate_grad_batches: PositiveInt = 1,
+        gradient_clip_val: NonNegativeFloat | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            num_nodes=num_nodes,
+            val_check_interval=val_check_interval,
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            accumulate_grad_batches=accumulate_grad_batches,
+            gradient_clip_val=gradient_clip_val,
+            **kwargs,
+        )
+
+
 def default_name(config: Namespace) -> str:
     """Return the default name of a run: its network and its data, such as LeNet-CIFAR10.
 
     Args:
         config: Resolved configuration.
     """
-    model, data = (config[section].class_path.rpartition(".")[2] for section in ("model", "data"))
-    network = (
-        config.model.get("init_args.network")
-        if config.model.class_path.startswith("app.modules.")
-        else None
-    )
-    if network is not None:
+    module, _, model = config.model.class_path.rpartition(".")
+    network = config.model.get("init_args.network")
+    if module.startswith("app.modules") and network is not None:
         model = title(network)
-    return f"{model}-{data}"
+    return f"{model}-{config.data.class_path.rpartition('.')[2]}"
 
 
 def is_recorded(trainer: Namespace) -> bool:
@@ -93,19 +114,30 @@ def is_recorded(trainer: Namespace) -> bool:
 
 _HELD: list[int] = []  # descriptors of locked folders
 TRAINING = (  # prefixes of flags that define a training
-    *("seed_everything", "model.", "data.", "trainer.precision", "trainer.accumulate_grad_batches"),
-    *(
-        "trainer.gradient_clip",
-        "trainer.limit_train_batches",
-        "trainer.overfit_batches",
-        "trainer.sync_batchnorm",
-    ),
-    *("run.virtual_devices", "run.global_order"),
+    "seed_everything",
+    "model.",
+    "data.",
+    "trainer.precision",
+    "trainer.accumulate_grad_batches",
+    "trainer.gradient_clip",
+    "trainer.limit_train_batches",
+    "trainer.overfit_batches",
+    "trainer.sync_batchnorm",
+    "run.virtual_devices",
+    "run.global_order",
 )
 # exceptions to TRAINING, by suffix: paths and settings of execution, which a resumed run may change
 EXECUTION = (
-    *(".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement"),
-    *("model.channels_last", "model.compile", "model.matmul_precision"),
+    ".root",
+    ".csv",
+    ".path",
+    ".predict_dir",
+    ".cache",
+    ".num_workers",
+    ".placement",
+    "model.channels_last",
+    "model.compile",
+    "model.matmul_precision",
 )
 
 
@@ -137,30 +169,30 @@ def decide(
     root = config.run.root
     name = config.run.name or default_name(config)
     for pattern in ("version_*", "version_*/checkpoints"):
-        for folder in Path(root, name).glob(pattern):
-            remove_parts(folder)
+        for path in Path(root, name).glob(pattern):
+            remove_parts(path)
     restarts = stage == "fit" and may_resume()  # a launcher may have restarted this run
-    newest = newest_checkpoint(root, name, (command, launchers)) if restarts else None
+    newest = None
+    if restarts:
+        newest = newest_checkpoint(root, name, (command, launchers))
     if newest is None and checkpoint == "auto":
         newest = newest_checkpoint(root, name, None)
-    may_be_finished = (
-        newest is not None or checkpoint == "auto" or (restarts and checkpoint is None)
-    )
+    # a run killed after training must still run its test
+    may_be_finished = checkpoint == "auto" or newest is not None
+    may_be_finished = may_be_finished or (restarts and checkpoint is None)
     if newest is not None:
         rank_zero_info(f"resuming from {newest}")
     elif checkpoint not in (None, "auto"):
         newest = requested_checkpoint(config, checkpoint, resumes=stage == "fit")
-    is_kept = is_recorded(config.trainer)
-    place, earlier = (
-        _folder(stage, config.run, Path(root, name), newest, dump) if is_kept else (None, None)
-    )
-    if place is not None and place.is_relative_to(root):
-        place = place.relative_to(root)
+    folder = earlier = None
+    if is_recorded(config.trainer):
+        folder, earlier = _folder(stage, config.run, Path(root, name), newest, dump)
+        if folder.is_relative_to(root):  # the root may differ between nodes
+            folder = folder.relative_to(root)
     return {
         "checkpoint": newest,
-        "may_be_finished": may_be_finished,  # a run killed after training must still run its test
-        # relative to --run.root if inside it, because the root may differ between nodes
-        "folder": place,
+        "may_be_finished": may_be_finished,
+        "folder": folder,
         "earlier": earlier,
         "launchers": launchers,
     }
@@ -180,7 +212,7 @@ def requested_checkpoint(config: Namespace, checkpoint: str, resumes: bool = Fal
 def _folder(
     stage: str, run: Namespace, new: Path, checkpoint: str | None, dump: Callable[[], str]
 ) -> tuple[Path, Record | None]:
-    """Return this run's folder, and the record of the earlier training. The record is None if the folder is new.
+    """Return this run's folder, and the earlier training's record, or None in a new folder.
 
     `fit` continues in an ended run's folder if it resumes from that run's newest checkpoint with
     the same settings. Otherwise, `fit` creates a new folder. Other commands create a folder inside
@@ -189,26 +221,23 @@ def _folder(
     Every command creates a new folder if the checkpoint belongs to no run. It also does so if
     `--run.name` or `--run.root` is given, and the checkpoint's run lies elsewhere.
     """
-    used = Path(checkpoint).parents[1] if checkpoint and len(Path(checkpoint).parts) > 2 else None
+    used = Path(checkpoint or "").parent.parent
     is_chosen = run.name is not None or run.root != Run.root
-    if (
-        used is None
-        or not (used / "run.json").exists()
-        or (is_chosen and used.parent.resolve() != new.resolve())
-    ):
+    is_elsewhere = is_chosen and used.parent.resolve() != new.resolve()
+    if checkpoint is None or is_elsewhere or not (used / "run.json").exists():
         return _held(claim_version(new)), None
     if stage != "fit":
         return _held(claim_version(used, stage)), None
     record = read_earlier(used / "run.json")
-    file = used / "config.yaml"
-    flags = _settings(load_yaml(dump()))
-    before = _settings(read_yaml(str(file)) if file.is_file() else {})
-    reason = next(
-        (f"--{name} differs" for name in flags if before.get(name, flags[name]) != flags[name]),
-        None,
-    )
-    if reason is None and not is_newest(Path(str(checkpoint))):
+    before = {}
+    if (used / "config.yaml").is_file():
+        before = _settings(read_yaml(str(used / "config.yaml")))
+    reason = None
+    if not is_newest(Path(checkpoint)):
         reason = "it has newer checkpoints"
+    for name, value in _settings(load_yaml(dump())).items():
+        if before.get(name, value) != value:
+            reason = f"--{name} differs"
     if reason is None:
         try:
             return _held(used), record
@@ -244,10 +273,9 @@ def release_folders() -> None:
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config's flags that define the training."""
-    flat = vars(dict_to_namespace(config).as_flat())
-    settings = {name.replace(".init_args", ""): value for name, value in flat.items()}
-    return {
-        key: value
-        for key, value in settings.items()
-        if key.startswith(TRAINING) and not key.endswith(EXECUTION)
-    }
+    settings = {}
+    for name, value in vars(dict_to_namespace(config).as_flat()).items():
+        flag = name.replace(".init_args", "")
+        if flag.startswith(TRAINING) and not flag.endswith(EXECUTION):
+            settings[flag] = value
+    return settings

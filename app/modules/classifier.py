@@ -1,4 +1,4 @@
-"""LightningModules: loss, metrics, optimizer and predictions for the networks of `app.modules.networks`."""
+"""LightningModules: loss, metrics, optimizer and predictions for image classifiers."""
 
 import warnings
 from collections.abc import Sequence
@@ -38,10 +38,8 @@ from app.modules.networks import (
 )
 from app.modules.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults
 from app.modules.sums import Sums, log_window
-from app.system.patches import expects
 
 
-@expects("lightning.pytorch.core.module:LightningModule._trainer")
 class ImageClassifier(LightningModule):
     """LightningModule for image classification: loss, metrics, optimizer, predictions.
 
@@ -81,14 +79,12 @@ class ImageClassifier(LightningModule):
         UserError: When there are fewer than two classes.
     """
 
-    convolutional = True
-    accepts_empty = (
-        True  # a batch may be empty, because `training_step` weights batches by their samples
-    )
-    sums: Sums  # set in setup
+    # a batch may be empty, because `training_step` weights batches by their samples
+    accepts_empty = True
+    sums: Sums  # set in setup for training
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Give names to lambdas among the subclass's default arguments, so that `ddp_spawn` can pickle them."""
+        """Name lambdas among the subclass's defaults, so that `ddp_spawn` can pickle them."""
         super().__init_subclass__(**kwargs)
         name_defaults(cls)
 
@@ -131,9 +127,8 @@ class ImageClassifier(LightningModule):
         self.val_metrics = MetricCollection(metrics, prefix="val_", compute_groups=False)
         self.test_metrics = self.val_metrics.clone(prefix="test_")
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
-        self.class_weights: Tensor | None = (
-            None  # not a buffer, because the moving average would average it
-        )
+        # not a buffer, because the moving average would average it
+        self.class_weights: Tensor | None = None
         self.train()  # our override keeps frozen blocks in evaluation mode
         if type(self) is ImageClassifier:
             self.save_hyperparameters(ignore=["optimizer", "scheduler"])
@@ -179,15 +174,11 @@ class ImageClassifier(LightningModule):
                 metric.reset()
         if stage == "fit":
             if self.weights is not None:
-                rank_zero_info(
-                    load_weights(
-                        self.network, read_weights(self.weights, self.network_name), self.weights
-                    )
-                )
+                content = read_weights(self.weights, self.network_name)
+                rank_zero_info(load_weights(self.network, content, self.weights))
             elif isinstance(self.network, WhitenedCNN):
-                self.network.whiten(
-                    self._image_data("--model.network whitened", "show its images").sample()
-                )
+                data = self._image_data("--model.network whitened", "show its images")
+                self.network.whiten(data.sample())
             if self.recipe.class_weights is not None:
                 data = self._image_data("--model.class_weights balanced", "count its classes")
                 counts = data.class_counts.to(self.device)
@@ -198,35 +189,38 @@ class ImageClassifier(LightningModule):
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, ImageData):
             raise UserError(
-                f"{flag}: {type(data).__name__} does not {purpose}: use a data class of this application"
+                f"{flag}: {type(data).__name__} does not {purpose}: use a data class of this "
+                "application"
             )
         return data
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
-        """Raise a UserError if the network does not accept images of a shape (C, H, W), but others."""
+        """Raise a UserError if the network rejects images of a shape (C, H, W), but not others."""
         reason = shape_problem(self.network, shape)
         if reason is None or "meta" in reason:  # the network cannot run on the meta device
             return
         for channels, size in product((shape[0], 3, 1), SIZES):
-            other = (channels, size, size)
-            if shape_problem(self.network, other) is None:
-                first, second = ("×".join(map(str, sides)) for sides in (shape, other))
+            if shape_problem(self.network, (channels, size, size)) is None:
+                here = "×".join(map(str, shape))
                 raise UserError(
-                    f"{title(self.network_name)} takes images of {second}, for example, not of {first} ("
-                    f"{reason}): choose another --data or --model (Synthetic: --data.like; your own images: "
-                    f"--data.size {size} --data.channels {channels})"
+                    f"{title(self.network_name)} takes images of {channels}×{size}×{size}, for "
+                    f"example, not of {here} ({reason}): choose another --data or --model "
+                    f"(Synthetic: --data.like; your own images: --data.size {size} "
+                    f"--data.channels {channels})"
                 )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits (B, classes) of images (B, C, H, W); in evaluation, the mean over their views."""
+        """Return logits (B, classes) of images (B, C, H, W); in evaluation, a mean over views."""
         if self.training or self.views is None:
             return self.network(images)
-        places = [images]
+        moved = [images]
         if self.views == "shift":
             padded = functional.pad(images, (1, 1, 1, 1), "replicate")
-            places += [padded[:, :, 2:, 2:], padded[:, :, :-2, :-2]]
-        views = [view for place in places for view in (place, place.flip(3))]
-        return torch.stack([self.network(view) for view in views]).mean(0)
+            moved += [padded[:, :, 2:, 2:], padded[:, :, :-2, :-2]]
+        logits = []
+        for view in moved:
+            logits += [self.network(view), self.network(view.flip(3))]
+        return torch.stack(logits).mean(0)
 
     def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> Tensor:
         """Update the metrics with a batch, and return its logits (B, classes)."""
@@ -333,18 +327,17 @@ class ImageClassifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
     def on_train_start(self) -> None:
-        """Set the learning rate from this run's schedule: a checkpoint may come from a run of another length."""
+        """Set the learning rate from this run's schedule; the checkpoint's run may be longer."""
         for config in self.trainer.lr_scheduler_configs:
             if self.recipe.schedule and isinstance(config.scheduler, LambdaLR):
                 scheduler = config.scheduler
                 groups = scheduler.optimizer.param_groups
-                for group, base, factor in zip(
-                    groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-                ):
-                    group["lr"] = float(base) * factor(scheduler.last_epoch)
+                bases = map(float, scheduler.base_lrs)
+                for group, base, factor in zip(groups, bases, scheduler.lr_lambdas, strict=True):
+                    group["lr"] = base * factor(scheduler.last_epoch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the unfinished epoch's sums over all ranks, and the image properties that a prediction needs.
+        """Save the unfinished epoch's sums, and the image properties that a prediction needs.
 
         A resumed epoch needs the sums to log the mean over the whole epoch. Collective: every rank
         must call it.
@@ -352,21 +345,24 @@ class ImageClassifier(LightningModule):
         checkpoint["sums"] = self.sums.state_dict(self.trainer)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(data, ImageData):
-            names = ("class_names", "image_shape", "mean", "std")
-            geometry = getattr(data.source, "geometry", None)
-            sizes = (
-                {"resize": geometry.resize, "interpolation": geometry.interpolation}
-                if geometry
-                else {}
-            )
-            checkpoint["images"] = {
-                name: list(getattr(data.source, name)) for name in names
-            } | sizes
+            source = data.source
+            images = {
+                "class_names": list(source.class_names),
+                "image_shape": list(source.image_shape),
+                "mean": list(source.mean),
+                "std": list(source.std),
+            }
+            geometry = getattr(source, "geometry", None)
+            if geometry:
+                images["resize"] = geometry.resize
+                images["interpolation"] = geometry.interpolation
+            checkpoint["images"] = images
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the unfinished epoch's sums, and the properties of the images."""
         self.images = checkpoint.get("images")
-        if self._trainer is not None and self.trainer.state.fn == "fit" and "sums" in checkpoint:
+        is_trained = hasattr(self, "sums") and self.trainer.state.fn == "fit"
+        if is_trained and "sums" in checkpoint:
             self.sums.load_state_dict(self.trainer, checkpoint["sums"])
 
 
@@ -401,12 +397,7 @@ class FashionMLP(ImageClassifier):
         loss: Smooth L1 between softmax and target, or cross-entropy.
         optimizer: Optimizer class with its arguments.
         **kwargs: As for `ImageClassifier`.
-
-    Raises:
-        UserError: When the weights do not fit into memory.
     """
-
-    convolutional = False
 
     def __init__(
         self,
@@ -417,13 +408,6 @@ class FashionMLP(ImageClassifier):
         optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=1e-3),
         **kwargs: Any,
     ) -> None:
-        try:
-            network = MLP(repeats, hidden, num_classes)
-        except RuntimeError as error:
-            if "memory" not in str(error):
-                raise
-            raise UserError(
-                f"--model.repeats {repeats}, --model.hidden {list(hidden)}: the weights need too much memory: give less"
-            ) from error
+        network = MLP(repeats, hidden, num_classes)
         super().__init__(network, num_classes, loss=loss, optimizer=optimizer, **kwargs)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])

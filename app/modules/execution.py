@@ -41,13 +41,14 @@ class Execution:
         matmul_precision: MatmulPrecision,
     ) -> None:
         self.channels_last = channels_last
-        # YAML reads an unquoted `off` as false
-        self.compile = compile if isinstance(compile, str) else "default" if compile else "off"
+        if isinstance(compile, bool):  # YAML reads an unquoted `off` as false
+            compile = "default" if compile else "off"
+        self.compile = compile
         self.matmul_precision = matmul_precision
         self._is_prepared = False
 
     def prepare(self, network: nn.Module, device: torch.device, precision: str) -> dict[str, Any]:
-        """Prepare a network for a device. Safe to call once per stage; the network may be on any device.
+        """Prepare a network, on any device, to compute on a device. Safe to call once per stage.
 
         Args:
             network: The network.
@@ -63,47 +64,39 @@ class Execution:
         cuda = device.type == "cuda"
         channels_last = self.channels_last
         if channels_last == "auto":
-            channels = [
-                min(parameter.shape[:2])
-                for parameter in network.parameters()
-                if parameter.ndim == 4
-            ]
+            kernels = [weight for weight in network.parameters() if weight.ndim == 4]
+            channels = [min(kernel.shape[:2]) for kernel in kernels]
             wide = cuda and "16" in precision and max(channels, default=0) >= TENSOR_CORE_CHANNELS
             channels_last = wide or (device.type == "cpu" and bool(channels))
         if channels_last and not self._is_prepared:
             network.to(memory_format=torch.channels_last)
             network.register_forward_pre_hook(_to_channels_last)
         if cuda:
-            if self.matmul_precision != "highest" and torch.cuda.get_device_capability(device) < (
-                8,
-                0,
-            ):
+            is_rounded = self.matmul_precision != "highest"
+            if is_rounded and torch.cuda.get_device_capability(device) < (8, 0):
                 name = torch.cuda.get_device_name(device)
                 raise UserError(
-                    f"--model.matmul_precision {self.matmul_precision}: {name} has no TF32: leave it out"
+                    f"--model.matmul_precision {self.matmul_precision}: {name} has no TF32: leave "
+                    "it out"
                 )
             torch.set_float32_matmul_precision(self.matmul_precision)
-            torch.backends.cudnn.allow_tf32 = (
-                self.matmul_precision != "highest"
-            )  # torch's own default is true
+            torch.backends.cudnn.allow_tf32 = is_rounded  # torch's own default is true
         if self.compile != "off" and not self._is_prepared:
             network.compile(mode=self.compile)
         self._is_prepared = True
-        return {
-            "channels_last": channels_last,
-            "compile": self.compile,
-            "matmul_precision": self.matmul_precision if cuda else None,
-            "benchmark": torch.backends.cudnn.benchmark if cuda else None,
-        }
+        executed = {"channels_last": channels_last, "compile": self.compile}
+        executed |= {"matmul_precision": None, "benchmark": None}
+        if cuda:
+            executed["matmul_precision"] = self.matmul_precision
+            executed["benchmark"] = torch.backends.cudnn.benchmark
+        return executed
 
 
 def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        arg.contiguous(memory_format=torch.channels_last)
-        if isinstance(arg, Tensor) and arg.ndim == 4
-        else arg
-        for arg in args
-    )
+    images, *others = args
+    if isinstance(images, Tensor) and images.ndim == 4:
+        images = images.contiguous(memory_format=torch.channels_last)
+    return images, *others
 
 
 def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> Optimizer:
@@ -119,24 +112,16 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> O
         clips_scaled: Whether gradients are clipped under float16's loss scaler.
     """
     cls = type(optimizer)
-    options = inspect.signature(type(optimizer)).parameters
-    chosen = any(
-        group.get(name)
-        for group in optimizer.param_groups
-        for name in {*IMPLEMENTATION, "differentiable"}
-    )
-    refused = any(group.get("fused") is False for group in optimizer.param_groups)
-    if (
-        device.type == "cuda"
-        and cls in (SGD, Adam, AdamW)
-        and not (chosen or refused or clips_scaled)
-    ):
-        groups = [
-            {k: v for k, v in group.items() if k not in IMPLEMENTATION}
-            for group in optimizer.param_groups
-        ]
+    groups = [dict(group) for group in optimizer.param_groups]
+    chosen = False
+    for group in groups:
+        for name in (*IMPLEMENTATION, "differentiable"):
+            chosen = chosen or bool(group.get(name)) or group.get("fused") is False
+            group.pop(name, None)
+    # Adagrad is excluded, because its fused update is for CPUs only
+    if device.type == "cuda" and cls in (SGD, Adam, AdamW) and not (chosen or clips_scaled):
+        options = inspect.signature(cls).parameters
         defaults = {name: value for name, value in optimizer.defaults.items() if name in options}
-        # Adagrad is excluded, because its fused update is for CPUs only
         optimizer = cls(groups, **{**defaults, "foreach": None, "fused": True})
     optimizer.register_load_state_dict_pre_hook(_implemented_as_here)
     optimizer.register_load_state_dict_post_hook(_laid_out_as_here)
@@ -145,23 +130,20 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> O
 
 def _implemented_as_here(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Replace a checkpoint's `fused`, `foreach` and `capturable` by this optimizer's values."""
-    groups = [
-        {**saved_group, **{name: group[name] for name in IMPLEMENTATION if name in group}}
-        # torch raises a clear error if the numbers of groups differ
-        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
-    ]
-    return {**saved, "param_groups": groups + saved["param_groups"][len(groups) :]}
+    groups = [dict(group) for group in saved["param_groups"]]
+    # torch raises a clear error if the numbers of groups differ
+    for group, own in zip(groups, optimizer.param_groups, strict=False):
+        for name in IMPLEMENTATION & own.keys():
+            group[name] = own[name]
+    return {**saved, "param_groups": groups}
 
 
 def _laid_out_as_here(optimizer: Optimizer) -> None:
-    """Copy optimizer states into the weights' memory layout, because a fused update needs equal layouts."""
+    """Copy optimizer states into the weights' memory layout, as a fused update requires."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if (
-                isinstance(value, Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
-                state[name] = torch.empty_like(
-                    parameter, dtype=value.dtype, device=value.device
-                ).copy_(value)
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            if value.stride() != parameter.stride():
+                place = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                state[name] = place.copy_(value)

@@ -1,10 +1,10 @@
-"""Networks in plain torch, and pretrained weights. Each network maps images to class scores (logits)."""
+"""Networks in plain torch, which map images to logits, and pretrained weights."""
 
 import os
 import pkgutil
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -34,10 +34,8 @@ class LeNet(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 6, 5),
-            nn.MaxPool2d(
-                2
-                # before ReLU: the result is the same, but ReLU computes only a quarter of the values
-            ),
+            # before ReLU: the result is the same, but ReLU computes only a quarter of the values
+            nn.MaxPool2d(2),
             nn.ReLU(),
             nn.Conv2d(6, 16, 5),
             nn.MaxPool2d(2),
@@ -107,11 +105,11 @@ def resnet18_cifar(num_classes: int) -> nn.Module:
 
 
 class WhitenedCNN(nn.Module):
-    """CNN for small images: 2.0 million parameters, and a frozen first layer that whitens patches of 2×2 pixels.
+    """CNN for small images, whose frozen first layer whitens patches of 2×2 pixels.
 
-    The other convolutions are initialised to copy their input channels; further output channels
-    start at random. Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
-    https://arxiv.org/abs/2404.00498.
+    It has 2.0 million parameters. The other convolutions are initialised to copy their input
+    channels; further output channels start at random. Source: Jordan, "94% on CIFAR-10 in 3.29
+    Seconds on a Single GPU", https://arxiv.org/abs/2404.00498.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -119,24 +117,24 @@ class WhitenedCNN(nn.Module):
         self.whitening = nn.Conv2d(3, 24, 2, bias=False).requires_grad_(False)
         layers: list[nn.Module] = [nn.GELU()]
         for width, next_width in pairwise((24, 64, 256, 256)):
-            first, second = (
-                nn.Conv2d(inputs, next_width, 3, padding=1, bias=False)
-                for inputs in (width, next_width)
-            )
-            for convolution, shrink in ((first, [nn.MaxPool2d(2)]), (second, [])):
+            first = nn.Conv2d(width, next_width, 3, padding=1, bias=False)
+            second = nn.Conv2d(next_width, next_width, 3, padding=1, bias=False)
+            for convolution in (first, second):
                 nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
                 norm = nn.BatchNorm2d(next_width, momentum=0.4)
                 norm.weight.requires_grad_(False)
-                layers += [convolution, *shrink, norm, nn.GELU()]
+                layers.append(convolution)
+                if convolution is first:
+                    layers.append(nn.MaxPool2d(2))
+                layers += [norm, nn.GELU()]
         self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(256, num_classes, bias=False)
 
     @torch.no_grad()
     def whiten(self, images: Tensor) -> None:
         """Set the first layer so that it whitens the patches of images, (N, 3, H, W)."""
-        patches = (
-            functional.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)
-        )  # (patches, 12)
+        patches = functional.unfold(images.double(), 2)  # (N, 12, patches of an image)
+        patches = patches.transpose(1, 2).flatten(0, 1)  # (patches, 12)
         variances, axes = torch.linalg.eigh(patches.T @ patches / len(patches))
         filters = (axes / (variances + 1e-4).sqrt()).T.view(12, 3, 2, 2)
         self.whitening.weight.copy_(torch.cat((filters, -filters)))
@@ -170,14 +168,14 @@ def names_of_torchvision() -> list[str]:
 
 def own_network(name: str) -> str | None:
     """Return the key of `NETWORKS` that a name means, ignoring case: `whitened` for WhitenedCNN."""
-    keys = {make.__name__.lower(): key for key, make in NETWORKS.items()} | {
-        key: key for key in NETWORKS
-    }
-    return keys.get(name.lower())
+    for key, make in NETWORKS.items():
+        if name.lower() in (key, make.__name__.lower()):
+            return key
+    return None
 
 
 def title(name: str) -> str:
-    """Return the short name of a network: LeNet for `lenet`, Net for `my_code.Net`, vit for `timm/vit`."""
+    """Return a network's short name: LeNet for `lenet`, Net for `code.Net`, vit for `timm/vit`."""
     key = own_network(name)
     return NETWORKS[key].__name__ if key else re.split("[./]", name)[-1]
 
@@ -189,12 +187,11 @@ def count_parameters(network: nn.Module, trainable: bool = False) -> int:
         network: The network.
         trainable: Whether to count trainable parameters only.
     """
-    known = [
-        parameter
-        for parameter in network.parameters()
-        if not isinstance(parameter, nn.UninitializedParameter)
-    ]
-    return sum(parameter.numel() for parameter in known if parameter.requires_grad or not trainable)
+    count = 0
+    for parameter in network.parameters():
+        if not is_lazy(parameter) and (parameter.requires_grad or not trainable):
+            count += parameter.numel()
+    return count
 
 
 def make_network(name: str, num_classes: int) -> nn.Module:
@@ -212,33 +209,28 @@ def make_network(name: str, num_classes: int) -> nn.Module:
     if key:
         return NETWORKS[key](num_classes)
     if name in names_of_torchvision():
-        one_head = (
-            {"aux_logits": False, "init_weights": True}
-            if name in ("googlenet", "inception_v3")
-            else {}
+        options = {}
+        if name in ("googlenet", "inception_v3"):  # without their second head
+            options = {"aux_logits": False, "init_weights": True}
+        return torchvision.models.get_model(name, num_classes=num_classes, **options)
+    if name.startswith("timm/"):
+        return _timm(name).create_model(name[5:], num_classes=num_classes)
+    if "." not in name:
+        near = nearest(name, [*NETWORKS, *names_of_torchvision()])
+        raise UserError(f"--model.network {name}: there is no such network{near}")
+    make = _imported(name)
+    if name.startswith("torchvision.models.") and make.__name__ in names_of_torchvision():
+        return make_network(make.__name__, num_classes)
+    if not (make in NETWORKS.values() or may_run(make, (nn.Module,))):
+        raise UserError(
+            f"--model.network {name}: give a subclass of torch.nn.Module, or a function of your "
+            "own module"
         )
-        network = torchvision.models.get_model(name, num_classes=num_classes, **one_head)
-    elif name.startswith("timm/"):
-        network = _timm(name).create_model(name[5:], num_classes=num_classes)
-    else:
-        if "." not in name:
-            near = nearest(name, [*NETWORKS, *names_of_torchvision()])
-            raise UserError(f"--model.network {name}: there is no such network{near}")
-        make = _imported(name)
-        builder = getattr(make, "__name__", "")
-        if builder in names_of_torchvision() and make is torchvision.models.get_model_builder(
-            builder
-        ):
-            return make_network(builder, num_classes)
-        if not (make in NETWORKS.values() or may_run(make, (nn.Module,))):
-            raise UserError(
-                f"--model.network {name}: give a subclass of torch.nn.Module, or a function of your own module"
-            )
-        network = make(num_classes)
-        if not isinstance(network, nn.Module):
-            raise UserError(
-                f"--model.network {name} returns {type(network).__name__}: return a torch.nn.Module"
-            )
+    network = make(num_classes)
+    if not isinstance(network, nn.Module):
+        raise UserError(
+            f"--model.network {name} returns {type(network).__name__}: return a torch.nn.Module"
+        )
     return network
 
 
@@ -257,15 +249,9 @@ def shape_problem(network: nn.Module, image_shape: Sequence[int]) -> str | None:
     return None
 
 
-def refusal(name: str) -> str | None:
-    """Return the reason why a network's import path must not be imported, or None."""
-    is_path = "." in name and "/" not in name
-    return distrust(name) if is_path else None
-
-
 def _imported(name: str) -> Any:
     """Return the class or function of a network's import path."""
-    reason = refusal(name)
+    reason = distrust(name)
     if reason:
         raise UserError(f"--model.network {name}: {reason}")
     try:
@@ -283,23 +269,20 @@ def _timm(name: str) -> Any:
         ) from None
     if not timm.is_model(name[5:]):
         raise UserError(
-            f"--model.network {name}: timm has no such network{nearest(name[5:], timm.list_models())}"
+            f"--model.network {name}: timm has no such "
+            f"network{nearest(name[5:], timm.list_models())}"
         )
     return timm
 
 
 def head_of(network: nn.Module) -> tuple[str, nn.Module]:
     """Return name and module of the last linear or convolutional layer."""
-    layers = [
-        (name, layer)
-        for name, layer in network.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d)
-    ]
-    if not layers:
-        raise UserError(
-            f"{type(network).__name__} has no linear or convolutional layer to take as its head"
-        )
-    return layers[-1]
+    for name, layer in reversed(list(network.named_modules())):
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            return name, layer
+    raise UserError(
+        f"{type(network).__name__} has no linear or convolutional layer to take as its head"
+    )
 
 
 def checkpoint_of(path: Path, resumes: bool = False) -> Path:
@@ -311,10 +294,13 @@ def checkpoint_of(path: Path, resumes: bool = False) -> Path:
     """
     if not os.path.isdir(path):  # unlike Path.is_dir, false for a name that is too long
         return path
-    best = path / "checkpoints" / "best.ckpt"
-    last = path / "checkpoints" / "last.ckpt"
-    preferred, other = (last, best) if resumes else (best, last)
-    return other if other.is_file() and not preferred.is_file() else preferred
+    preferred = path / "checkpoints" / "best.ckpt"
+    other = path / "checkpoints" / "last.ckpt"
+    if resumes:
+        preferred, other = other, preferred
+    if other.is_file() and not preferred.is_file():
+        return other
+    return preferred
 
 
 def read_weights(source: str, name: str) -> Any:
@@ -342,11 +328,7 @@ def _read(source: str) -> Any:
 
         with open_file(file):  # rejects pipes and devices
             return load_file(file)
-    except ImportError:
-        raise UserError(
-            f"--model.weights {source}: safetensors is not installed: pip install safetensors"
-        ) from None
-    except Exception as error:  # safetensors raises several types
+    except Exception as error:  # safetensors raises several types, or is not installed
         raise UserError(
             f"--model.weights {source} cannot be read ({one_line(str(error))[:200]})"
         ) from error
@@ -358,24 +340,18 @@ def _published(name: str) -> dict[str, Tensor]:
             "--model.weights DEFAULT is for networks of torchvision and timm: give a file or a run"
         )
     if name.startswith("timm/"):
-        with downloading(
-            f"--model.weights DEFAULT: no weights of {name}",
-            "give a file of them to --model.weights",
-        ):
+        remedy = "give a file of them to --model.weights"
+        with downloading(f"--model.weights DEFAULT: no weights of {name}", remedy):
             return _timm(name).create_model(name[5:], pretrained=True).state_dict()
     url = torchvision.models.get_model_weights(name).DEFAULT.url
-    folder = Path(torch.hub.get_dir(), "checkpoints")
-    earlier = folder / Path(url).name
-    if earlier.exists():
-        load(earlier, "--model.weights DEFAULT:")  # torch verifies only new downloads
-    with downloading(f"--model.weights DEFAULT: no weights of {name}", f"put {url} into {folder}"):
-        return torchvision.models.get_model(
-            name, weights="DEFAULT"
-        ).state_dict()  # renames the tensors of old files
+    remedy = f"put {url} into {Path(torch.hub.get_dir(), 'checkpoints')}"
+    with downloading(f"--model.weights DEFAULT: no weights of {name}", remedy):
+        # the network renames the tensors of old files
+        return torchvision.models.get_model(name, weights="DEFAULT").state_dict()
 
 
 def image_settings(source: str, name: str | None) -> dict[str, Any]:
-    """Return the `--data` settings with which weights were trained: normalisation, sizes, interpolation.
+    """Return the `--data` settings of pretrained weights: normalisation, sizes, interpolation.
 
     Args:
         source: As for `read_weights`.
@@ -386,37 +362,37 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
     """
     if source == "DEFAULT" and name in names_of_torchvision():
         preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
-        sizes = {"size": preset.crop_size[0], "resize": preset.resize_size[0]}
-        if name in (
-            "googlenet",
-            "inception_v3",
-        ):  # they were trained with another mean and std than the preset's
+        if name in ("googlenet", "inception_v3"):  # trained with others than the preset's
             preset.mean = preset.std = [0.5] * 3
         return {
             "mean": preset.mean,
             "std": preset.std,
             "interpolation": preset.interpolation.value,
-            **sizes,
+            "size": preset.crop_size[0],
+            "resize": preset.resize_size[0],
         }
     if source == "DEFAULT" and name is not None and name.startswith("timm/"):
         preset = _timm(name).get_pretrained_cfg(name[5:])
         size = preset.input_size[-1]
-        sizes = {"size": size, "resize": round(size / preset.crop_pct)}
         return {
-            "mean": [*preset.mean],
-            "std": [*preset.std],
+            "mean": list(preset.mean),
+            "std": list(preset.std),
             "interpolation": preset.interpolation,
-            **sizes,
+            "size": size,
+            "resize": round(size / preset.crop_pct),
         }
-    content = None if source == "DEFAULT" else _read(source)
-    images = content.get("images") if isinstance(content, dict) else None
-    if (
-        not isinstance(images, dict) or "image_shape" not in images
-    ):  # not a checkpoint of this application
+    if source == "DEFAULT":
         return {}
-    names = ("mean", "std", "resize", "interpolation")
-    known = {name: images[name] for name in names if images.get(name) is not None}
-    return {**known, "size": images["image_shape"][1:]}
+    content = _read(source)
+    images = content.get("images") if isinstance(content, dict) else None
+    # not a checkpoint of this application
+    if not isinstance(images, dict) or "image_shape" not in images:
+        return {}
+    settings = {"size": images["image_shape"][1:]}
+    for key in ("mean", "std", "resize", "interpolation"):
+        if images.get(key) is not None:
+            settings[key] = images[key]
+    return settings
 
 
 def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: bool = True) -> str:
@@ -435,95 +411,70 @@ def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: 
         UserError: When the weights are of another network.
     """
     initial = network.state_dict()
-    tensors = _tensors(content)
-    prefix, *others = _prefixes(tensors, initial) or [""]
-    weights = {
-        name.removeprefix(prefix): value
-        for name, value in tensors.items()
-        if name.startswith(prefix)
-    }
+    tensors = dict(_tensors(content))
+    prefix = _prefix(tensors, initial)
+    weights: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if name.startswith(prefix):
+            weights[name.removeprefix(prefix)] = value
     problem = f"--model.weights {source} is of another network than {type(network).__name__}"
     if not weights.keys() & initial.keys():
-        first = ", ".join([*tensors][:3]) or "it holds no tensors"
-        raise UserError(f"{problem}: {first}, where the network has {', '.join([*initial][:3])}")
+        first = ", ".join(list(tensors)[:3]) or "it holds no tensors"
+        raise UserError(f"{problem}: {first}, where the network has {', '.join(list(initial)[:3])}")
     head = head_of(network)[0]
-    replaced = [
-        key for key in initial if key not in weights or not _fits(weights[key], initial[key])
-    ]
-    # weights of old versions of torch lack the counters of BatchNorm, and averaged weights have
-    # them as floats
-    counters = {key for key in initial if key.endswith(".num_batches_tracked")}
-    kept = counters - weights.keys()
-    wrong = [
-        key
-        for key in replaced
-        if key not in kept and (key.rpartition(".")[0] != head or not may_start_anew)
-    ]
+    loaded: dict[str, Tensor] = {}
+    new: list[str] = []
+    wrong: list[str] = []
+    for key, value in initial.items():
+        if key in weights and _fits(weights[key], value):
+            loaded[key] = weights[key]
+        elif key.rpartition(".")[0] == head and may_start_anew:
+            new.append(key)
+        # weights of old versions of torch lack the counters of BatchNorm
+        elif key in weights or not key.endswith(".num_batches_tracked"):
+            shape = tuple(weights[key].shape) if key in weights else "missing"
+            wrong.append(f"{key} is {shape}, here {tuple(value.shape)}")
     if wrong:
-        entries = (
-            f"{key} is {tuple(weights[key].shape) if key in weights else 'missing'}, here {tuple(initial[key].shape)}"
-            for key in wrong[:3]
-        )
-        raise UserError(
-            f"{problem}: {len(wrong)} of {len(initial)} tensors differ: {'; '.join(entries)}"
-        )
-    loaded = {key: weights[key] for key in initial if key not in replaced}
-    for key, value in loaded.items():
-        form = _form(value)
-        expected = _form(initial[key])
-        if form != expected and key not in counters:
-            raise UserError(
-                f"--model.weights {source}: {key} is {form}, here {expected}: convert it, and save it anew"
-            )
+        entries = "; ".join(wrong[:3])
+        raise UserError(f"{problem}: {len(wrong)} of {len(initial)} tensors differ: {entries}")
     network.load_state_dict({**initial, **loaded})
-    left = [key for key in weights if key not in initial]
     line = f"Weights of {source}: {len(loaded)} tensors loaded"
     if prefix:
         line += f" from {prefix[:-1]}"
-    if others:
-        line += f" (it also has {', '.join(name[:-1] or 'others' for name in others)})"
-    new = [key for key in replaced if key not in kept]
     if new:
-        line += f", {head} starts anew" + " for another number of classes" * (new[0] in weights)
+        line += f", {head} starts anew"
+    if new and new[0] in weights:
+        line += " for another number of classes"
+    left = [key for key in weights if key not in initial]
     if left:
         line += f", {len(left)} left out, such as {left[0]}"
     return line
 
 
-def _tensors(content: Any) -> dict[str, Tensor]:
-    """Return all tensors of nested containers, in order. A name joins the keys on the way to a tensor by dots."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()  # a container may contain itself
-    waiting: list[tuple[str, Any]] = [("", content)]
-    while waiting:
-        name, value = waiting.pop()
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            waiting += reversed([(_joined(name, key), item) for key, item in items])
-    return tensors
+def _tensors(content: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of nested containers. A name joins the keys on the way to a tensor by dots.
+
+    Names lack the parts that torch's wrappers insert.
+    """
+    if isinstance(content, Tensor):
+        parts = [part for part in name.split(".") if part not in ("", *WRAPPERS)]
+        yield ".".join(parts), content
+    elif isinstance(content, list | tuple):
+        content = dict(enumerate(content))
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _tensors(value, f"{name}.{key}")
 
 
-WRAPPERS = (
-    "_orig_mod",
-    "_checkpoint_wrapped_module",
-    "_fsdp_wrapped_module",
-)  # parts of names that torch inserts
+# parts of names that torch's wrappers insert
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def _joined(*keys: Any) -> str:
-    parts = ".".join(map(str, keys)).split(".")
-    return ".".join(part for part in parts if part not in ("", *WRAPPERS))
+def _prefix(tensors: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> str:
+    """Return the prefix whose removal makes most tensors match a network's, by name and shape.
 
-
-def _prefixes(tensors: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> list[str]:
-    """Return the prefixes whose removal makes tensors match a network's, by name and shape. The best one is the first.
-
-    It has the most matches. Among equals, a moving average precedes the trained weights, as in
-    timm, and then the first one in the file. Prefixes with less than half of its matches are left
-    out.
+    Among equals, a moving average precedes the trained weights, as in timm, and then the first one
+    in the file.
     """
     matches: Counter[str] = Counter()
     for name, value in tensors.items():
@@ -532,26 +483,13 @@ def _prefixes(tensors: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> l
             key = ".".join(parts[start:])
             if key in initial:
                 matches[name.removesuffix(key)] += 1 + _fits(value, initial[key])
-    ranked = sorted(
-        matches,
-        key=lambda prefix: (-matches[prefix], "ema" not in re.split(r"[._]", prefix.lower())),
-    )
-    return [prefix for prefix in ranked if 2 * matches[prefix] >= matches[ranked[0]]]
+
+    def rank(prefix: str) -> tuple[int, bool]:
+        return matches[prefix], "ema" in re.split(r"[._]", prefix.lower())
+
+    return max(matches, key=rank, default="")
 
 
 def _fits(value: Tensor, place: Tensor) -> bool:
     """Return whether a tensor has the shape of a network's; that of a lazy layer is unknown."""
     return is_lazy(place) or value.shape == place.shape
-
-
-def _form(tensor: Tensor) -> str:
-    """Return the kind of a tensor's values; a cast to another kind would lose some."""
-    if tensor.is_meta:
-        return "without values (meta)"
-    if tensor.is_quantized:
-        return "quantized"
-    if tensor.layout != torch.strided:
-        return "sparse"
-    if tensor.is_complex():
-        return "complex"
-    return "floating-point" if tensor.is_floating_point() else "integer"

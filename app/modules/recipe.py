@@ -1,8 +1,7 @@
-"""Recipe of a training: loss, optimizer with its parameter groups, learning-rate schedule, frozen blocks, averaging."""
+"""Recipe of a training: loss, optimizer, learning-rate schedule, frozen blocks, averaging."""
 
 import inspect
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -15,6 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from app.errors import UserError
 from app.modules.networks import head_of
@@ -25,7 +25,7 @@ Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
 
 
 def name_defaults(cls: type) -> type:
-    """Return the class, with its default lambdas as attributes, so that `ddp_spawn` can pickle the lambdas.
+    """Make a class's default lambdas its attributes, so that `ddp_spawn` can pickle them.
 
     A default optimizer is a lambda, because jsonargparse reads the settings of a default only from
     a lambda.
@@ -72,7 +72,7 @@ class Recipe:
         label_smoothing: ClosedUnitInterval = 0.0,
         class_weights: Literal["balanced"] | None = None,
         optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.9),
-        no_decay: str | None = None,
+        no_decay: Literal["norm", "bias", "norm,bias"] | None = None,
         head_lr: PositiveFloat = 1.0,
         norm_bias_lr: PositiveFloat = 1.0,
         freeze: PositiveInt | Literal["backbone"] | None = None,
@@ -89,16 +89,17 @@ class Recipe:
         self.freeze = freeze
         self.head_lr = head_lr
         self.norm_bias_lr = norm_bias_lr
-        self.schedule = "constant" if warmup and schedule is None else schedule
+        self.schedule = schedule
+        if warmup and schedule is None:
+            self.schedule = "constant"
         self.scheduler = scheduler
         self.scheduler_interval = scheduler_interval
         self.ema = ema
-        self.no_decay = set(no_decay.split(",")) if no_decay else set()
-        if self.no_decay - {"norm", "bias"}:
-            raise UserError(f"--model.no_decay {no_decay}: give norm, bias, or norm,bias")
+        self.no_decay = (no_decay or "").split(",")
         if self.schedule and scheduler:
             raise UserError(
-                "--model.scheduler does not work with --model.schedule or --model.warmup: leave one out"
+                "--model.scheduler does not work with --model.schedule or --model.warmup: leave "
+                "one out"
             )
         count, epochs, _ = str(warmup).partition("ep")
         self._warms_by_epoch = bool(epochs)
@@ -112,7 +113,7 @@ class Recipe:
             )
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Return this recipe itself, because copying jsonargparse's partial functions would copy the Trainer."""
+        """Return this recipe: copying jsonargparse's partial functions would copy the Trainer."""
         return self
 
     def criterion(
@@ -126,53 +127,57 @@ class Recipe:
             class_weights: Factor of each class, (classes,), or None.
         """
         smoothing = self.label_smoothing
-        class_weights = None if class_weights is None else class_weights.to(logits.dtype)
+        if class_weights is not None:
+            class_weights = class_weights.to(logits.dtype)
         if self.loss == "cross_entropy":
             return F.cross_entropy(
                 logits, targets, class_weights, reduction="none", label_smoothing=smoothing
             )
         classes = logits.shape[1]
-        wanted = F.one_hot(targets, classes).to(logits.dtype) if targets.ndim == 1 else targets
-        factor = 1.0 if class_weights is None else wanted @ class_weights
+        if targets.ndim == 1:
+            targets = F.one_hot(targets, classes).to(logits.dtype)
+        smooth = targets
         if smoothing:
-            wanted = wanted * (1 - smoothing) + smoothing / classes
-        return F.smooth_l1_loss(logits.softmax(1), wanted, reduction="none").mean(1) * factor
+            smooth = targets * (1 - smoothing) + smoothing / classes
+        losses = F.smooth_l1_loss(logits.softmax(1), smooth, reduction="none").mean(1)
+        if class_weights is not None:
+            losses = losses * (targets @ class_weights)
+        return losses
 
     def make_optimizer(self, network: nn.Module, parameters: list[nn.Parameter]) -> Optimizer:
-        """Create the optimizer, with a parameter group for each combination of weight decay and learning rate.
+        """Create the optimizer, with a group for each combination of weight decay and rate.
 
         Args:
             network: The network, which is searched for norm layers, biases and the head.
             parameters: The parameters to train.
         """
-        norms = filter(_is_norm, network.modules())
-        factors = {id(getattr(norm, "bias", None)): self.norm_bias_lr for norm in norms}
-        factors |= (
-            {id(p): self.head_lr for p in head_of(network)[1].parameters()}
-            if self.head_lr != 1
-            else {}
-        )
-        plain = {id(p) for p in self._without_decay(network)}
+        factors: dict[nn.Parameter, float] = {}
+        without_decay: set[nn.Parameter] = set()
+        for module in network.modules():
+            is_norm = "norm" in type(module).__name__.lower()
+            for name, parameter in module.named_parameters(recurse=False):
+                if is_norm and name == "bias":
+                    factors[parameter] = self.norm_bias_lr
+                kind = "norm" if is_norm else name
+                if kind in self.no_decay:
+                    without_decay.add(parameter)
+        if self.head_lr != 1:
+            factors |= dict.fromkeys(head_of(network)[1].parameters(), self.head_lr)
         groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
-            groups.setdefault((factors.get(id(parameter), 1), id(parameter) in plain), []).append(
-                parameter
-            )
+            key = (factors.get(parameter, 1), parameter in without_decay)
+            groups.setdefault(key, []).append(parameter)
         if groups.keys() <= {(1, False)}:
             return self.optimizer(parameters)
-        decay = [{}, {"weight_decay": 0.0}]
-        optimizer = self.optimizer(
-            [{"params": group, **decay[plain]} for (_, plain), group in groups.items()]
-        )
-        for (factor, _), group in zip(groups, optimizer.param_groups, strict=True):
-            group["lr"] *= factor
+        settings: list[dict[str, Any]] = []
+        for (_, is_plain), group in groups.items():
+            settings.append({"params": group})
+            if is_plain:
+                settings[-1]["weight_decay"] = 0.0
+        optimizer = self.optimizer(settings)
+        for (factor, _), options in zip(groups, optimizer.param_groups, strict=True):
+            options["lr"] *= factor
         return optimizer
-
-    def _without_decay(self, network: nn.Module) -> Iterator[nn.Parameter]:
-        for module in network.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if ("norm" if _is_norm(module) else name) in self.no_decay:
-                    yield parameter
 
     def make_scheduler(
         self, optimizer: Optimizer, steps: float, steps_per_epoch: float
@@ -190,9 +195,12 @@ class Recipe:
         assert self.schedule is not None
         if not math.isfinite(steps) or steps < 0:
             raise UserError(
-                f"--model.schedule {self.schedule} needs the run's length: give --trainer.max_epochs"
+                f"--model.schedule {self.schedule} needs the run's length: give "
+                "--trainer.max_epochs"
             )
-        warmup = round(self.warmup * (math.ceil(steps_per_epoch) if self._warms_by_epoch else 1))
+        warmup = round(self.warmup)
+        if self._warms_by_epoch:
+            warmup = round(self.warmup * math.ceil(steps_per_epoch))
         if self.schedule == "onecycle" and not warmup:
             warmup = int(0.3 * steps)
         if warmup >= max(steps, 1):
@@ -204,10 +212,6 @@ class Recipe:
         return LambdaLR(optimizer, partial(rate, self.schedule, warmup, int(steps)))
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
-
-
 def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:
     """Return the learning rate at a step, relative to the highest rate.
 
@@ -217,12 +221,10 @@ def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:
         steps: Steps of the whole run.
         step: The step, from 0.
     """
+    if step < warmup and schedule == "onecycle":
+        return 1 - 0.96 * _falling(step / warmup)
     if step < warmup:
-        return (
-            1 - 0.96 * _falling(step / warmup)
-            if schedule == "onecycle"
-            else (step + 1) / (warmup + 1)
-        )
+        return (step + 1) / (warmup + 1)
     done = min((step - warmup) / (steps - warmup), 1.0)
     return {
         "constant": 1.0,
@@ -233,12 +235,7 @@ def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:
     }[schedule]
 
 
-_AVERAGING = "lightning.pytorch.callbacks.weight_averaging:WeightAveraging"
-
-
-@expects(
-    f"{_AVERAGING}._average_model", f"{_AVERAGING}._latest_update_step", "torch:_foreach_lerp_"
-)
+@expects("lightning.pytorch.callbacks.weight_averaging:WeightAveraging._average_model")
 class MovingAverage(WeightAveraging):
     """Exponential moving average of the weights, updated in one call without a device-to-host sync.
 
@@ -250,43 +247,52 @@ class MovingAverage(WeightAveraging):
     def __init__(self, decay: float, device: torch.device) -> None:
         super().__init__(device)
         self._decay = decay
+        self._updated_step = 0
         self._averages: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._counts: list[
-            tuple[Tensor, Tensor]
-        ] = []  # pairs of integer buffers (average, model), to copy
+        # pairs of integer buffers (average, model), to copy
+        self._counts: list[tuple[Tensor, Tensor]] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Update the average after an optimizer step."""
-        if trainer.global_step == self._latest_update_step:
+        if trainer.global_step == self._updated_step:
             return
-        share = (
-            1 - self._decay if self._latest_update_step else 1.0
-        )  # the first update copies the weights
-        self._latest_update_step = trainer.global_step
+        if not self._averages:
+            self._pair(pl_module)
+        pairs = self._counts
+        if self._updated_step:
+            get_ema_multi_avg_fn(self._decay)(self._averages, self._values, 0)
+        else:  # the first update copies the weights
+            pairs = [*pairs, *zip(self._averages, self._values, strict=True)]
+        for average, value in pairs:
+            average.copy_(value)
+        self._updated_step = trainer.global_step
+
+    def _pair(self, model: LightningModule) -> None:
+        """Pair the average's tensors with the model's."""
         assert self._average_model is not None
         averaged = self._average_model.module
-        if not self._averages:
-            sides: Any = [
-                [*model.parameters(), *model.buffers()] for model in (averaged, pl_module)
-            ]
-            for average, value in zip(*sides, strict=True):
-                average.data = average.data.to(
-                    value.dtype
-                )  # the average was copied before the model's conversion
-            self._averages, self._values = (
-                [e.detach() for e in side if e.is_floating_point()] for side in sides
-            )
-            self._counts = [
-                pair for pair in zip(*sides, strict=True) if not pair[0].is_floating_point()
-            ]
-        torch._foreach_lerp_(self._averages, self._values, share)
-        for average, count in self._counts:
-            average.copy_(count)
+        averages = [*averaged.parameters(), *averaged.buffers()]
+        for average, value in zip(averages, [*model.parameters(), *model.buffers()], strict=True):
+            # the average was copied before the model's conversion
+            average.data = average.data.to(value.dtype)
+            if value.is_floating_point():
+                self._averages.append(average.detach())
+                self._values.append(value.detach())
+            else:
+                self._counts.append((average, value))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last step in the average."""
+        return {"latest_update_step": self._updated_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the last step in the average."""
+        self._updated_step = state_dict["latest_update_step"]
 
 
 def _falling(done: float) -> float:
-    """Return the value of a half cosine wave, which falls from 1 to 0 as `done` rises from 0 to 1."""
+    """Return a half cosine wave, which falls from 1 to 0 as `done` rises from 0 to 1."""
     return (1 + math.cos(math.pi * done)) / 2
 
 
@@ -304,26 +310,22 @@ def freeze(network: nn.Module, blocks: int | Literal["backbone"]) -> list[nn.Mod
         UserError: When no block would be left to train.
     """
     if blocks == "backbone":
-        head = head_of(network)[1]
-        frozen = [
-            module
-            for module in network.modules()
-            if module is not head and not [*module.children()]
-        ]
-        trained = {*map(id, head.parameters())}
+        trained = [head_of(network)[1]]
+        frozen = [module for module in network.modules() if not list(module.children())]
+        frozen.remove(trained[0])
     else:
-        layers = (
-            m
-            for child in network.children()
-            for m in (child if type(child) is nn.Sequential else [child])
-        )
-        split = [layer for layer in layers if [*layer.parameters()]]
-        if blocks >= len(split):
+        layers: list[nn.Module] = []
+        for child in network.children():
+            layers += child if type(child) is nn.Sequential else [child]
+        layers = [layer for layer in layers if list(layer.parameters())]
+        if blocks >= len(layers):
             raise UserError(
-                f"--model.freeze {blocks}: {type(network).__name__} has {len(split)} blocks: give less"
+                f"--model.freeze {blocks}: {type(network).__name__} has {len(layers)} blocks: "
+                "give less"
             )
-        frozen = split[:blocks]
-        trained = {id(p) for block in split[blocks:] for p in block.parameters()}
-    for parameter in network.parameters():
-        parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
+        frozen = layers[:blocks]
+        trained = layers[blocks:]
+    kept = set(nn.ModuleList(trained).parameters())
+    for parameter in set(network.parameters()) - kept:
+        parameter.requires_grad_(False)
     return frozen

@@ -1,5 +1,7 @@
 """Sums over a logging window and an epoch of training: losses, correct predictions, samples."""
 
+import operator
+
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -11,7 +13,7 @@ def log_window(trainer: Trainer) -> int:
 
 
 class Sums:
-    """Sums of losses and correct predictions, kept on the device and read once per logging window (see `log_window`).
+    """Sums of losses and correct predictions on the device, read once per logging window.
 
     The sums are float64 (float32 on MPS), so that the order of additions does not change the logged
     values.
@@ -25,62 +27,60 @@ class Sums:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.window = torch.zeros(
-            3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
-        )
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        self.window = torch.zeros(3, dtype=precise, device=device)
         self.losses, self.correct, self.samples = self.window.unbind()
         self.count = 0
         self.epoch = [0.0] * 3
 
     def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: losses (B,), logits (B, classes), labels (B,) or probabilities (B, classes)."""
+        """Add losses (B,), logits (B, classes), and labels (B,) or probabilities (B, classes)."""
         self.losses.add_(losses.sum(dtype=self.window.dtype))
         labels = labels if labels.ndim == 1 else labels.argmax(1)
         self.correct.add_(torch.eq(logits.argmax(1), labels).sum())
         self.count += labels.shape[0]
 
     def _of_window(self, trainer: Trainer) -> list[float]:
-        """Return all ranks' sums of losses, correct predictions and samples in the window so far. Collective."""
+        """Return all ranks' losses, correct predictions and samples in the window. Collective."""
         self.samples.fill_(self.count)
         return trainer.strategy.reduce(self.window.clone(), reduce_op="sum").tolist()
 
     def state_dict(self, trainer: Trainer) -> dict[str, list[float]]:
-        """Return all ranks' sums in the window so far, and in the epoch's completed windows. Collective."""
+        """Return all ranks' sums in the window, and in the epoch's completed ones. Collective."""
         return {"window": self._of_window(trainer), "epoch": self.epoch}
 
     def load_state_dict(self, trainer: Trainer, state: dict[str, list[float]]) -> None:
-        """Continue the window and the epoch of a state; rank zero continues the sums of all ranks."""
+        """Continue window and epoch of a state; rank zero continues the sums of all ranks."""
         self.epoch = state["epoch"]
         if trainer.is_global_zero:
             self.window.copy_(torch.tensor(state["window"], dtype=self.window.dtype))
             self.count = int(state["window"][2])
 
     def end_window(self, trainer: Trainer) -> dict[str, Tensor]:
-        """Return the window's mean loss by metric name, on the host, and reset the window. Collective.
+        """Return the window's mean loss by metric name, and reset the window. Collective.
 
         If the window has no samples, return an empty dict.
         """
         window = self._of_window(trainer)
-        self.epoch = [before + now for before, now in zip(self.epoch, window, strict=True)]
+        self.epoch = list(map(operator.add, self.epoch, window))
         self.window.zero_()
         self.count = 0
-        return _means(["train_loss_step"], window)
+        return _means(window, "train_loss_step")
 
     def end_epoch(self, trainer: Trainer) -> dict[str, Tensor]:
-        """Return the epoch's mean loss and accuracy by metric name, on the host, and reset the sums. Collective.
+        """Return the epoch's mean loss and accuracy by metric name, and reset. Collective.
 
         If the epoch has no samples, return an empty dict.
         """
         self.end_window(trainer)
         epoch = self.epoch
         self.epoch = [0.0] * 3
-        return _means(["train_loss", "train_acc"], epoch)
+        return _means(epoch, "train_loss", "train_acc")
 
 
-def _means(names: list[str], sums: list[float]) -> dict[str, Tensor]:
-    """Return means by metric name. Without samples, return an empty dict: a user's `training_step` may add none."""
-    return (
-        {name: torch.tensor(total / sums[2]) for name, total in zip(names, sums, strict=False)}
-        if sums[2]
-        else {}
-    )
+def _means(sums: list[float], *names: str) -> dict[str, Tensor]:
+    """Return means by metric name; none without samples: a user's `training_step` may add none."""
+    *totals, samples = sums
+    if not samples:
+        return {}
+    return {name: torch.tensor(total / samples) for name, total in zip(names, totals, strict=False)}

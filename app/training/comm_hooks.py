@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import PositiveInt, restricted_number_type
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -13,6 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from app.training.ddp import DDP
 from app.training.tree import exchange
+
+TwoOrMore = restricted_number_type("TwoOrMore", int, (">=", 2))
 
 
 class FixedHook(DDP):
@@ -68,7 +70,7 @@ class PowerSGD(FixedHook):
     def __init__(
         self,
         matrix_approximation_rank: PositiveInt = 1,
-        start_powersgd_iter: int = 1000,
+        start_powersgd_iter: TwoOrMore = 1000,  # type: ignore[valid-type]
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
