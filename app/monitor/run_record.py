@@ -33,7 +33,6 @@ from app.monitor.nonfinite import NonFinite
 from app.monitor.step_clock import StepClock, phases_of_windows
 from app.monitor.summary import epoch_line
 from app.record import Record
-from app.system.lightning_patches import strategy_name
 from app.system.machine import hardware, peak_memory, time_when_done, versions
 from app.training import SplitForward
 from app.training.step import StraightLoop
@@ -60,7 +59,7 @@ def resolved_configuration(trainer: Trainer) -> dict[str, Any]:
     )
     world = trainer.world_size
     return {
-        "strategy": strategy_name(trainer),
+        "strategy": getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__),
         "devices": len(getattr(trainer.strategy, "parallel_devices", None) or [0]),
         "num_nodes": trainer.num_nodes,
         "world_size": world,
