@@ -281,10 +281,8 @@ def test_what_stacks_say(tmp_path: Path) -> None:
         (tmp_path / f"rank_{rank}.txt").write_text(text)
     hangs = "rank 1 is in step 1,204, my_data.py:88 __getitem__"
     assert where(tmp_path) == f"{hangs}; ranks 0, 2 wait for its gradients"
-    (tmp_path / "rank_3.txt").write_text("step 1204, in its step\nstopped (SIGSTOP)\n")
-    both = (
-        f"{hangs}; rank 3 is in step 1,204, stopped (SIGSTOP); ranks 0, 2 wait for their gradients"
-    )
+    (tmp_path / "rank_3.txt").write_text("step 1204, in its step\n\nprocess 9\n")
+    both = f"{hangs}; rank 3 is in step 1,204, no stack; ranks 0, 2 wait for their gradients"
     assert where(tmp_path) == both
     for rank in (1, 3):
         (tmp_path / f"rank_{rank}.txt").unlink()
