@@ -20,7 +20,7 @@ IGNORED = (  # patterns of the first words of ignored warnings
 
 
 class _Output(io.FileIO):
-    """Standard stream that drops unwritable text, so that a closed pipe or terminal, or a full disk, ends no run."""
+    """Standard stream that drops text after an error, so that a closed pipe or full disk ends no run."""
 
     is_noted = False
 
@@ -31,10 +31,8 @@ class _Output(io.FileIO):
         except OSError as error:
             if self.fileno() == 1 and not self.is_noted:
                 self.is_noted = True
-                print(
-                    f"stdout cannot be written ({error.strerror}): the command continues",
-                    file=sys.stderr,
-                )
+                message = f"stdout cannot be written ({error.strerror}): the command continues"
+                print(message, file=sys.stderr)
             return len(text)
 
 
@@ -46,8 +44,7 @@ def keep_output() -> None:
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell, as by `>&-`
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
         elif stream is getattr(sys, f"__{name}__") and name != "stdin":
             stream.flush()
             output: Any = _Output(stream.fileno(), "w", closefd=False)
@@ -74,6 +71,5 @@ def set_up() -> None:
     defer_imports()
     for message in IGNORED:
         warnings.filterwarnings("ignore", message)
-    logging.getLogger("matplotlib").setLevel(
-        logging.ERROR
-    )  # hides a warning about a read-only home
+    # hides a warning about a read-only home
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)

@@ -12,15 +12,13 @@ from typing import Any
 TRUST = "APP_TRUST"  # environment variable: modules of `--trust`, separated by commas
 LIBRARIES = ("app", "torch", "torchvision", "lightning", "torchmetrics")
 INSTALLED = ("site-packages", "dist-packages")
-_local: list[
-    str
-    # the user's modules when they were last looked up; jsonargparse changes the folder while it parses
-] = []
+# the user's modules when they were last looked up; jsonargparse changes the folder while it parses
+_local: list[str] = []
 
 
 def chosen_modules() -> list[str]:
     """Return the modules of `--trust`."""
-    return [*filter(None, os.environ.get(TRUST, "").split(","))]
+    return list(filter(None, os.environ.get(TRUST, "").split(",")))
 
 
 def local_modules() -> list[str]:
@@ -29,18 +27,19 @@ def local_modules() -> list[str]:
     A folder is a module if it has an `__init__.py`. Otherwise, a config could name code inside a
     downloaded run.
     """
-    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    folders = [
-        Path(folder).resolve()
-        for folder in (os.curdir, *named)
-        if Path(folder).name not in INSTALLED
-    ]
-    paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-    names = {
-        path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").is_file()
-    }
-    names -= {*sys.stdlib_module_names, *LIBRARIES, "__main__"}
-    return [name for name in names if name.isidentifier() and _folder_of(name) in folders]
+    others = {*sys.stdlib_module_names, *LIBRARIES, "__main__"}
+    modules = []
+    for entry in (os.curdir, *os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        folder = Path(entry).resolve()
+        if not entry or folder.name in INSTALLED or not folder.is_dir():
+            continue
+        for path in folder.iterdir():
+            name = path.stem
+            is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
+            is_users = is_module and name.isidentifier() and name not in others
+            if is_users and _folder_of(name) == folder:
+                modules.append(name)
+    return modules
 
 
 def _folder_of(module: str) -> Path | None:
@@ -52,7 +51,9 @@ def _folder_of(module: str) -> Path | None:
     if spec is None or spec.origin is None:
         return None
     file = Path(spec.origin).resolve()
-    return file.parents[1] if spec.submodule_search_locations else file.parent
+    if spec.submodule_search_locations:
+        return file.parents[1]
+    return file.parent
 
 
 def trusted_modules() -> list[str]:
@@ -98,4 +99,6 @@ def may_run(value: Any, bases: tuple[type, ...]) -> bool:
         return True
     if inspect.isroutine(value) or not is_within(module, LIBRARIES):
         return False
-    return issubclass(value if isinstance(value, type) else type(value), bases)
+    if not isinstance(value, type):
+        value = type(value)
+    return issubclass(value, bases)
