@@ -1,4 +1,4 @@
-"""Signals (Ctrl-C, SIGTERM, SLURM's warning): training stops after the current step and saves a checkpoint.
+"""Signals (Ctrl-C, SIGTERM, SLURM's warning): training stops after the step with a checkpoint.
 
 Signal handlers only set a flag. With several ranks, all stop at the same step, one step later, so
 that no rank blocks in a collective call.
@@ -255,7 +255,7 @@ class StopTogether(Callback):
 
 
 def stop_training(trainer: Trainer, batch_idx: int) -> None:
-    """Stop training after the current step, so that a resumed run neither repeats nor skips work."""
+    """Stop after the current step, so that a resumed run neither repeats nor skips work."""
     trainer.should_stop = True
     trainer.fit_loop.min_epochs = None
     trainer.fit_loop.epoch_loop.min_steps = None
@@ -264,7 +264,7 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
     trainer.limit_val_batches = 0
     for callback in trainer.early_stopping_callbacks:
         # it would check the skipped validation's metric
-        callback.on_train_epoch_end = _skip  # type: ignore[method-assign]
+        callback.on_train_epoch_end = _skip  # type: ignore[method-assign, assignment]
 
 
 def _skip(*_: Any) -> None:

@@ -125,7 +125,7 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
 
 
 # -- in the watchdog process
-# --------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> None:
@@ -218,14 +218,15 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
 
 
 # -- reading the stacks
-# -------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 LIBRARY = re.compile(
     rf"/(site|dist)-packages/|/lib/python3[.\d]*/|^<|^{re.escape(str(Path(__file__).parents[1]))}"
 )
 LOOP = re.compile(
-    r"(lightning/pytorch/(loops/.*|trainer/trainer)|app/training/step)\.py (run|advance|__call__|_run\w*)$"
+    r"(lightning/pytorch/(loops/.*|trainer/trainer)|app/training/step)\.py "
+    r"(run|advance|__call__|_run\w*)$"
 )
 Frame = tuple[str, str, str]  # file, line, function
 
@@ -266,7 +267,7 @@ class Place(NamedTuple):
         return cls(int(step), phase, line, bool(users) or not frames, communicates)
 
     def __str__(self) -> str:
-        """Format the place: `in …` for the user's code, `at …` for a library, which may only wait."""
+        """Format the place: `in …` for the user's code, `at …` for a library that may only wait."""
         place = self.line
         if self.phase == PHASES[EVALUATION]:
             place = f"the evaluation, {place}"
@@ -276,7 +277,7 @@ class Place(NamedTuple):
 
 
 def within_loop(text: str) -> list[Frame]:
-    """Return the main thread's frames that the training or evaluation loop called, innermost first."""
+    """Return the main thread's frames inside training or evaluation loop, innermost first."""
     main = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)[-1]  # listed last
     frames = []
     for path, number, function in FRAME.findall(main):
@@ -287,7 +288,7 @@ def within_loop(text: str) -> list[Frame]:
 
 
 def where(folder: Path, names: str = "rank_*.txt") -> str | None:
-    """Describe the ranks that wrote stacks: first the hung ranks, then the ranks that wait for them.
+    """Describe the ranks that wrote stacks: first hung ranks, then ranks that wait for them.
 
     Args:
         folder: A run's folder of stacks.

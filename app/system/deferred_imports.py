@@ -1,4 +1,4 @@
-"""Stand-ins for modules that most runs import but never use. Only `app.cli.main` and spawned ranks install them.
+"""Stand-ins for modules that most runs import but never use; only the program installs them.
 
 CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's
 FLOP counter 0.1. A stand-in defines only the names that other modules read at import. Reading
@@ -19,7 +19,7 @@ from app.system.patches import expects
 
 
 class _Deferred(MetaPathFinder, Loader):
-    """Import finder that returns stand-ins for a module and its submodules, until a real one is loaded."""
+    """Finder of stand-ins for a module and its submodules, until a real one is loaded."""
 
     def __init__(self, name: str, *functions: str, **values: Any) -> None:
         self.name = name
@@ -53,12 +53,13 @@ class _Deferred(MetaPathFinder, Loader):
         if spec.name not in self.stand_ins:
             return self.load(spec.name)
         module = _StandIn(spec.name)
-        vars(module).update(self.stand_ins[spec.name], _deferred=self)
+        vars(module).update(self.stand_ins[spec.name], deferred=self)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None and not isinstance(module, _StandIn):
-            # Python has replaced the spec of a real module by that of this loader
+        is_real = not isinstance(module, _StandIn)
+        if is_real and getattr(module.__spec__, "loader", None) is self:
+            # Python has replaced the real module's spec
             module.__spec__ = PathFinder.find_spec(module.__name__, sys.modules[self.name].__path__)
 
 
@@ -67,9 +68,9 @@ class _StandIn(ModuleType):
         full_name = f"{self.__name__}.{name}"
         if name.startswith("__"):
             raise AttributeError(full_name)
-        if full_name in self._deferred.stand_ins:
+        if full_name in self.deferred.stand_ins:
             return importlib.import_module(full_name)
-        return getattr(self._deferred.load(self.__name__), name)
+        return getattr(self.deferred.load(self.__name__), name)
 
 
 class _NothingCompiled(type):

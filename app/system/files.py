@@ -39,7 +39,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 @contextmanager
 def downloading(problem: str, remedy: str) -> Iterator[None]:
-    """Set a timeout for downloads, because torchvision sets none, and turn their errors into a UserError.
+    """Set a timeout for downloads, as torchvision does not, and turn errors into a UserError.
 
     Args:
         problem: Error message before the reason, such as `no weights of resnet18`.
@@ -144,7 +144,7 @@ def inert(cell: Any) -> Any:
 
 
 def write_csv(path: Path, lines: Iterable[Iterable[Any]]) -> None:
-    """Write a CSV file atomically, with `inert` cells; keep the bytes of file names that are not UTF-8.
+    """Write a CSV file atomically, with `inert` cells; keep bytes that are not UTF-8.
 
     Raises:
         OSError: When the file cannot be written.

@@ -29,7 +29,7 @@ _FIT_LOOP = "lightning.pytorch.loops.fit_loop:_FitLoop"
 _TIMEOUT = "lightning.pytorch.strategies.ddp:DDPStrategy._timeout"
 
 # -- output
-# ----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 SPEAKERS = (
     "lightning.pytorch.utilities.rank_zero",
@@ -58,7 +58,7 @@ HIDDEN = (  # first words of hidden lines
 
 
 def hide_lines() -> None:
-    """Hide Lightning's advertisements, and lines that repeat this application's, without --verbose."""
+    """Hide Lightning's advertisements and lines that repeat ours, without --verbose."""
     for name in SPEAKERS:
         logging.getLogger(name).addFilter(_is_shown)
 
@@ -69,7 +69,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 # -- the Trainer
-# ---------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def _no() -> bool:
@@ -95,12 +95,13 @@ def is_stopped(trainer: Trainer) -> bool:
 
 @expects("lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor")
 def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
-    """Disable Lightning's broadcast of SIGTERM on every step: it ends training without a checkpoint.
+    """Disable Lightning's broadcast of SIGTERM, which ends training without a checkpoint.
 
     Source: training_epoch_loop.py, `on_advance_end`. At an upgrade: does `advance` still call this
     method?
     """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _no  # type: ignore[method-assign, assignment]
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = _no
 
 
 def in_window(trainer: Trainer) -> bool:
@@ -173,7 +174,7 @@ def complaint(error: Exception) -> str | None:
 
 
 # -- modules
-# -------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @expects("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin._device")
@@ -183,7 +184,7 @@ def set_device(module: LightningModule, device: torch.device) -> None:
 
 
 # -- strategies and launchers
-# --------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @expects(_TIMEOUT)
@@ -297,7 +298,7 @@ def replace_launcher(strategy: Strategy, launcher: Any) -> None:
 
 
 # -- loggers
-# -------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @expects("lightning.pytorch.loggers.wandb:WandbLogger._wandb_init")
@@ -313,5 +314,5 @@ def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
     )
 )
 def open_experiment(logger: WandbLogger | CSVLogger) -> Any:
-    """Return the logger's experiment if it is open, else None; the public `experiment` would open it."""
+    """Return the open experiment, or None; the public `experiment` would open it."""
     return logger._experiment

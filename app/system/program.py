@@ -20,7 +20,7 @@ IGNORED = (  # patterns of the first words of ignored warnings
 
 
 class _Output(io.FileIO):
-    """Standard stream that drops text after an error, so that a closed pipe or full disk ends no run."""
+    """Standard stream that drops unwritable text, so that a closed pipe ends no run."""
 
     is_noted = False
 
@@ -37,7 +37,7 @@ class _Output(io.FileIO):
 
 
 def keep_output() -> None:
-    """Make unwritable output harmless. Open closed standard streams, because files would take their place.
+    """Make unwritable output harmless, and open closed standard streams.
 
     Characters that a terminal of another encoding lacks, such as `×` in ASCII, are escaped.
     """
@@ -61,7 +61,7 @@ def keep_output() -> None:
 
 
 def set_up() -> None:
-    """Make output safe, defer imports that most runs never use, and hide warnings that users cannot fix.
+    """Make output safe, defer imports, and hide warnings that users cannot fix.
 
     Prepare deterministic training on a GPU, because torch reads the variable only once, at the
     first matrix product. Safe to call again.

@@ -15,7 +15,7 @@ def seed_of(*key: int) -> int:
 
 @contextmanager
 def own_streams(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that seeds torch, NumPy and Python's `random`; restore their states at the end.
+    """Yield a function that seeds torch, NumPy and `random`; restore their states at the end.
 
     Args:
         device: Device whose random state is included; None for the host only.

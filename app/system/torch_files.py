@@ -86,7 +86,7 @@ def check_exists(path: Path, flag: str = "") -> None:
 
 
 def _nearest(path: Path) -> str:
-    """Return `: did you mean PATH?` for a path with mistyped parts; else names beside the missing one."""
+    """Return `: did you mean PATH?` for a mistyped path; else names beside the missing one."""
     start = Path(path.anchor)
     found = start
     for part in path.parts[len(start.parts) :]:

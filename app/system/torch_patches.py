@@ -51,7 +51,7 @@ def shallow_copies(module: Module, count: int) -> Sequence[Module]:
 
 
 def end_process_group() -> None:
-    """Destroy the process group before Python exits, because gloo's threads sometimes abort an exiting process.
+    """Destroy the process group, because gloo's threads sometimes abort an exiting process.
 
     Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does this only for its own
     NCCL group.

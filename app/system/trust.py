@@ -57,7 +57,7 @@ def _folder_of(module: str) -> Path | None:
 
 
 def trusted_modules() -> list[str]:
-    """Return the modules whose code flags and configs may import; importing another module could run anything."""
+    """Return the modules that flags and configs may import, because an import runs code."""
     _local[:] = local_modules()
     return [*LIBRARIES, *_local, *chosen_modules()]
 
