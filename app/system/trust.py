@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,18 +28,14 @@ def local_modules() -> list[str]:
     A folder is a module if it has an `__init__.py`. Otherwise, a config could name code inside a
     downloaded run.
     """
+    entries = [os.curdir, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    folders = [Path(entry).resolve() for entry in entries]
     others = {*sys.stdlib_module_names, *LIBRARIES, "__main__"}
     modules = []
-    for entry in (os.curdir, *os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        folder = Path(entry).resolve()
-        if not entry or folder.name in INSTALLED or not folder.is_dir():
-            continue
-        for path in folder.iterdir():
-            name = path.stem
-            is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
-            is_users = is_module and name.isidentifier() and name not in others
-            if is_users and _folder_of(name) == folder:
-                modules.append(name)
+    for module in pkgutil.iter_modules(str(path) for path in folders if path.name not in INSTALLED):
+        # another module of this name may come first
+        if module.name not in others and _folder_of(module.name) in folders:
+            modules.append(module.name)
     return modules
 
 
