@@ -1,6 +1,5 @@
 """Models, data and callbacks that slow or hang a rank."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, distributed, nn
 
 from app.data import Synthetic
@@ -31,26 +30,6 @@ class SleepsInData(Synthetic):
         if self.trainer is not None and self.trainer.global_rank == self.trainer.world_size - 1:
             time.sleep(0.02)
         return super().on_after_batch_transfer(batch, dataloader_idx)
-
-
-class SharesItsCore(Callback):
-    """Pins the last rank to a core that two busy processes of higher priority share."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        last = trainer.global_rank == trainer.world_size - 1
-        os.sched_setaffinity(0, {cores[-1] if last else cores[0]})
-        context = multiprocessing.get_context("fork")
-        self.busy = [context.Process(target=never_ends, daemon=True) for _ in range(2 * last)]
-        for process in self.busy:
-            process.start()
-        # lower its priority, so that it is slower than rank 0 even if other programs slow rank 0
-        if last:
-            os.nice(8)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for process in self.busy:
-            process.kill()
 
 
 def never_ends() -> None:
@@ -86,15 +65,6 @@ class LoopsInSetup(Synthetic):
         while self.trainer is not None and self.trainer.global_rank == 1:
             pass
         super().setup(stage)
-
-
-class WaitsForALock(CIFARCNN):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if must_hang(self.trainer):
-            lock = threading.Lock()
-            with lock, lock:
-                pass
-        return super().training_step(batch, batch_idx)
 
 
 class LeavesTheEpochEarly(CIFARCNN):

@@ -188,12 +188,8 @@ def test_output_on_an_ascii_terminal(app: App, monkeypatch: pytest.MonkeyPatch) 
 
 
 VARIABLES = [
-    ("SLURM_STEP_ID", "", "expected a whole number"),
-    ("WORLD_SIZE", "abc", "expected a whole number"),
-    ("APP_AGENT", "1", "left over from another run"),
-    ("APP_TRUST", "../x", "expected names of modules, with commas between them"),
-    ("OMP_NUM_THREADS", "0", "expected a number of threads"),
-    ("WANDB_MODE", "abc", "expected online, offline or disabled"),
+    ("MASTER_PORT", "abc", "give a whole number, or unset it"),
+    ("APP_AGENT", "1", "left over from another run: unset APP_AGENT"),
 ]
 
 
@@ -205,7 +201,6 @@ def test_odd_variables_are_rejected(
     line = error_of(*app("fit", *TINY))
     assert f"{name}={value} in the environment" in line
     assert message in line
-    assert f": unset {name}" in line
 
 
 def test_variables_that_torchrun_left(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

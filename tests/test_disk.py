@@ -46,8 +46,8 @@ def leftovers(root: Path) -> list[Path]:
 
 
 @pytest.mark.cluster
-def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> None:
-    """A third checkpoint that does not fit on the disk leaves no file, and the earlier checkpoints stay whole.
+def test_full_disk_keeps_last_checkpoint(disk: Path, tmp_path: Path) -> None:
+    """A checkpoint that does not fit leaves no file, and earlier checkpoints stay whole.
 
     The error line and the record name the reason.
     """
@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(disk: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.cluster
-def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: Path) -> None:
+def test_full_disk_cuts_no_metrics_line(disk: Path, tmp_path: Path) -> None:
     """On a disk that becomes full, training continues, and no line of metrics.csv is cut."""
     flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "40", "--data.images", "2000"]
     flags += [
@@ -100,7 +100,7 @@ def test_a_full_disk_that_takes_small_files_only_in_part(disk: Path, tmp_path: P
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("devices", [1, 2])
-def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_path: Path) -> None:
+def test_full_tmpdir_is_harmless(devices: int, disk: Path, tmp_path: Path) -> None:
     """A full $TMPDIR does not stop a run whose own folder has room."""
     (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
     flags = [
@@ -120,8 +120,8 @@ def test_temporary_files_elsewhere_do_not_matter(devices: int, disk: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_folder_that_goes_away(tmp_path: Path) -> None:
-    """If a run's folder is renamed, the next checkpoint creates a new one, and the run completes."""
+def test_renamed_run_folder_is_created_again(tmp_path: Path) -> None:
+    """If a run's folder is renamed, the next checkpoint creates a new one."""
     flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "30", "--run.test", "false"]
     with started(tmp_path, *flags) as run:
         run.trained(2)

@@ -34,8 +34,8 @@ SMALL = [*tiny(203, 20, flip=True), *on_cpu("ddp")]
 SHORT = options(max_epochs=1, test=False)
 
 
-def test_rank_zero_has_the_terminal_and_the_debugger(tmp_path: Path) -> None:
-    """Rank 0 reads from the terminal and writes to it. Rank 1 skips the breakpoint, and writes nothing to it."""
+def test_rank_zero_has_terminal_and_debugger(tmp_path: Path) -> None:
+    """Rank 0 reads from and writes to the terminal; rank 1 skips the breakpoint."""
     controller, tty = pty.openpty()
     flags = [
         *SMALL,
@@ -74,7 +74,7 @@ def test_rank_zero_has_the_terminal_and_the_debugger(tmp_path: Path) -> None:
     awaited(lambda: not family(str(tmp_path)), 10)
 
 
-def test_each_rank_s_output_in_a_file(tmp_path: Path) -> None:
+def test_log_dir_has_each_ranks_output(tmp_path: Path) -> None:
     flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--cluster.log_dir", tmp_path / "logs"]
     with started(tmp_path, *flags) as run:
         out = run.end(120, code=0)
@@ -86,7 +86,7 @@ def test_each_rank_s_output_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verbose", [True, False])
-def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
+def test_agent_logs_only_with_debug(verbose: bool, tmp_path: Path) -> None:
     """The agent logs a signal only with APP_DEBUG, and always deletes its temporary folders."""
     env = {"TMPDIR": str(tmp_path), "APP_DEBUG": "1" if verbose else None}
     with started(tmp_path / "runs", *SMALL, "--trainer.max_epochs", "100000", env=env) as run:
@@ -96,7 +96,7 @@ def test_what_the_agent_says_of_itself(verbose: bool, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*torchelastic*"))
 
 
-def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
+def test_restart_names_its_cause(tmp_path: Path) -> None:
     flags = [
         *SMALL,
         *SHORT,
@@ -113,8 +113,8 @@ def test_why_all_are_started_again_is_said(tmp_path: Path) -> None:
     )
 
 
-def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """After one rank is killed, our agent and torchrun each restart all ranks from the run's checkpoint.
+def test_restart_after_kill_ends_with_same_weights(tmp_path: Path) -> None:
+    """After a kill, our agent and torchrun restart all ranks from the run's checkpoint.
 
     The final weights equal those of an undisturbed run.
     """

@@ -10,7 +10,6 @@ from harness import fork_app, on_cpu, options, record, tiny
 SLOW = pytest.mark.slow
 WAYS = {  # exit code, and pattern of the record's error
     "SIGKILL": (1, r"rank 1 \(process \d+\) was ended by SIGKILL"),
-    "_exit0": (1, r"rank 1 \(process \d+\) ended with exit code 0 before the end of the run"),
     "_exit3": (1, r"rank 1 \(process \d+\) failed with exit code 3"),
     "exit0": (1, r"rank 1: sys\.exit\(\) in dying_code\.py:\d+ end ended the run early: .*"),
     "mine": (1, r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: mine"),
@@ -30,7 +29,7 @@ STAGES = (
 )
 TELLING = [
     ("ddp_fork", "setup", "SIGKILL"),
-    ("ddp_fork", "fit start", "_exit0"),
+    ("ddp_fork", "fit start", "_exit3"),
     ("ddp_fork", "setup", "SIGTERM"),
     ("ddp_fork", "test end", "exit0"),
     ("ddp", "test end", "SIGKILL"),
@@ -39,7 +38,7 @@ MAIN = ("setup", "step", "test end")  # stages at which ranks end in every way
 OTHERS = [stage for stage in STAGES if stage not in MAIN]
 ALL = [
     *itertools.product(("ddp_fork",), MAIN, WAYS),
-    *itertools.product(("ddp", "ddp_spawn"), MAIN, ("SIGKILL", "_exit0", "mine", "SIGTERM")),
+    *itertools.product(("ddp", "ddp_spawn"), MAIN, ("SIGKILL", "mine", "SIGTERM")),
     *itertools.product(("ddp_fork", "ddp_spawn"), OTHERS, ("SIGKILL", "mine")),
 ]
 

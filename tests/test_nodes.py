@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cluster.hosts import awaited
 from harness import free_port
 
 from app.errors import UserError
@@ -32,7 +31,7 @@ def meet(
 
 @pytest.fixture
 def go() -> Iterator[Go]:
-    """Function that calls `meet` with its arguments in a thread, and returns the future of the result."""
+    """Function that calls `meet` in a thread, and returns the future of the result."""
     before = set(threading.enumerate())
     with ThreadPoolExecutor(8) as pool:
         yield lambda *args, **options: pool.submit(meet, *args, **options)
@@ -46,14 +45,11 @@ def tcp(port: int) -> str:
     return f"tcp://127.0.0.1:{port}"
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_whoever_comes_first(scheme: str, order: tuple[int, ...], go: Go, tmp_path: Path) -> None:
+def test_nodes_meet_in_any_order(
+    scheme: str, order: tuple[int, ...], go: Go, tmp_path: Path
+) -> None:
     file = tmp_path / "meet"
     method = tcp(free_port()) if scheme == "tcp" else f"file://{file}"
     came = {}
@@ -70,9 +66,7 @@ def test_whoever_comes_first(scheme: str, order: tuple[int, ...], go: Go, tmp_pa
 
 
 @pytest.mark.slow
-def test_who_is_missing_is_said_and_the_wait_ends(
-    go: Go, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_node_is_named_until_timeout(go: Go, capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     waiting = [go(tcp(port), node, nodes=3, timeout=9) for node in (0, 1)]
     for node in waiting:
@@ -88,7 +82,7 @@ def test_who_is_missing_is_said_and_the_wait_ends(
     )
 
 
-def test_node_0_that_is_not_there(go: Go) -> None:
+def test_missing_node_0_times_out(go: Go) -> None:
     port = free_port()
     with pytest.raises(
         UserError, match=rf"for node 0 of 2 at 127.0.0.1:{port} \(no program listens there yet\)"
@@ -96,7 +90,7 @@ def test_node_0_that_is_not_there(go: Go) -> None:
         go(tcp(port), 1, timeout=1).result()
 
 
-def test_a_foreign_listener(go: Go) -> None:
+def test_foreign_listener_is_rejected(go: Go) -> None:
     """If a foreign program has the port, node 0 cannot listen on it, and the other node times out.
 
     The program is silent, or answers in another protocol.
@@ -116,47 +110,19 @@ def test_a_foreign_listener(go: Go) -> None:
                 waiting.result(15)
 
 
-def test_a_foreign_caller_does_no_harm(go: Go) -> None:
+def test_different_flags_of_nodes_are_rejected(go: Go) -> None:
     port = free_port()
-    host = go(tcp(port), 0)
-    awaited(lambda: listens(port), 20)
-    for talk in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"", b"\0" * 4096):
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(talk)
-    assert go(tcp(port), 1).result().master_port == host.result().master_port
-
-
-def test_the_store_listens_on_the_address_alone(go: Go) -> None:
-    port = free_port()
-    host, other = go(tcp(port), 0), go(tcp(port), 1)
-    assert host.result().master_port == other.result().master_port == port
-    with open("/proc/net/tcp") as table:
-        listening = {line.split()[1] for line in table if line.split()[3] == "0A"}
-    assert {place for place in listening if place.endswith(f":{port:04X}")} == {
-        f"0100007F:{port:04X}"
-    }
-
-
-def test_nodes_that_do_not_fit_together(go: Go) -> None:
-    port = free_port()
-    host, first = (go(tcp(port), node, nodes=3, devices=2) for node in (0, 1))
-    for settings, remedy in (
-        (
-            {"nodes": 3, "devices": 4},
-            "--trainer.devices is 2 on node 0 and 4 on node 2: give the same",
-        ),
-        (
-            {"nodes": 4, "devices": 2},
-            "--trainer.num_nodes is 3 on node 0 and 4 on node 2: give the same",
-        ),
-    ):
-        with pytest.raises(UserError, match=remedy):
-            go(tcp(port), 2, **settings).result()
+    host = go(tcp(port), 0, nodes=3, devices=2)
+    first = go(tcp(port), 1, nodes=3, devices=2)
+    with pytest.raises(UserError, match=r"--trainer.devices is 2 on node 0 and 4 on node 2"):
+        go(tcp(port), 2, nodes=3, devices=4).result()
+    with pytest.raises(UserError, match=r"--trainer.num_nodes is 3 on node 0 and 4 on node 2"):
+        go(tcp(port), 2, nodes=4, devices=2).result()
     go(tcp(port), 2, nodes=3, devices=2).result()
     assert host.result().master_port == first.result().master_port
 
 
-def test_one_that_leaves_may_come_again(go: Go) -> None:
+def test_node_may_join_again_after_timeout(go: Go) -> None:
     port = free_port()
     host = go(tcp(port), 0, nodes=3)
     with pytest.raises(UserError, match="waited 1 s"):
@@ -165,7 +131,7 @@ def test_one_that_leaves_may_come_again(go: Go) -> None:
     assert {other.result().master_port for other in others} == {host.result().master_port}
 
 
-def test_a_stale_file_is_replaced(go: Go, tmp_path: Path) -> None:
+def test_stale_file_is_replaced(go: Go, tmp_path: Path) -> None:
     file = tmp_path / "meet"
     method = f"file://{file}"
     file.write_text(json.dumps({"id": "dead", "address": "127.0.0.1", "port": free_port()}))
@@ -177,7 +143,7 @@ def test_a_stale_file_is_replaced(go: Go, tmp_path: Path) -> None:
     assert not file.exists()
 
 
-def test_a_file_that_cannot_be_made(go: Go, tmp_path: Path) -> None:
+def test_file_that_cannot_be_created(go: Go, tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("no folder")
     file = tmp_path / "plain" / "meet"
     with pytest.raises(
@@ -249,7 +215,7 @@ def test_nodes_agree(tmp_path: Path) -> None:
     assert [list(lines) for lines in zip(*outputs, strict=True)] == list(PRINTED.values())
 
 
-def test_a_node_is_known_by_its_whole_address() -> None:
+def test_node_is_found_by_whole_address() -> None:
     nodes = [
         (1, ["10.0.0.2", "172.17.0.1"]),
         (2, ["10.0.0.20", "172.17.0.1"]),

@@ -1,4 +1,4 @@
-"""Private names of libraries: each one that the package uses is declared, and exists in the installed version."""
+"""Private names of libraries: each one in use is declared, and exists."""
 
 import ast
 import importlib
@@ -24,17 +24,13 @@ MODULES = [
 ]
 for name in MODULES:
     importlib.import_module(name)  # runs its `expects` declarations
-PUBLIC = {
-    "_asdict",
-    "_replace",
-    "_exit",
-    "_abc_impl",
-}  # documented in spite of the `_`, or made by ABCMeta
+# documented in spite of the `_`, or made by ABCMeta
+PUBLIC = {"_asdict", "_replace", "_exit", "_current_frames", "_abc_impl"}
 SMALL = tiny()
 
 
 def missing(patch: str) -> str | None:
-    """Return a message about the first name that a patch needs and its library lacks; None if all exist."""
+    """Return a message about the first name that a patch's library lacks, or None."""
     for name in EXPECTED[patch]:
         module, _, path = name.partition(":")
         try:
@@ -44,12 +40,12 @@ def missing(patch: str) -> str | None:
         if not exists:
             library = module.partition(".")[0]
             version = importlib.metadata.version(library)
-            return f"{patch} needs {name}, which {library} {version} does not have: see what took its place"
+            return f"{patch} needs {name}, which {library} {version} does not have"
     return None
 
 
 def has(owner: object, path: str) -> bool:
-    """Return whether a dotted name exists in `owner`, is annotated in this class, or is set on `self` in its code."""
+    """Return whether a dotted name exists in `owner`, or is annotated or set in its code."""
     name, _, rest = path.partition(".")
     if hasattr(owner, name):
         return not rest or has(getattr(owner, name), rest)
@@ -64,13 +60,13 @@ def has(owner: object, path: str) -> bool:
 
 
 @pytest.mark.parametrize("patch", list(EXPECTED))
-def test_the_installed_version_has_what_a_patch_expects(patch: str) -> None:
+def test_declared_private_name_exists(patch: str) -> None:
     message = missing(patch)
     assert message is None, message
 
 
 def test_private_names_of_libraries_are_declared() -> None:
-    """A module declares each private name of a library that it imports, reads from an object, or overrides."""
+    """A module declares each private name that it imports, reads, or overrides."""
     trees = {name: ast.parse(inspect.getsource(importlib.import_module(name))) for name in MODULES}
     ours = {
         name
@@ -108,23 +104,6 @@ def test_private_names_of_libraries_are_declared() -> None:
     assert not undeclared
 
 
-GONE = [
-    "lightning.pytorch.trainer.trainer:Trainer._gone",  # neither a method nor set in __init__
-    "lightning.pytorch.loops.fit_loop:_FitLoop.epoch_progress._gone",
-    "torch.distributed:_gone",
-    "lightning.gone:Trainer",
-]
-
-
-@pytest.mark.parametrize("name", GONE)
-def test_a_name_that_is_gone_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # `_parameters` is not gone: it exists, although only as an annotation
-    monkeypatch.setitem(EXPECTED, "a patch", ("torch.nn:Module._parameters", name))
-    message = missing("a patch") or ""
-    assert message.startswith(f"a patch needs {name}, which {name.partition('.')[0]} ")
-    assert message.endswith("does not have: see what took its place")
-
-
 SCHEDULED = (
     "--trainer.callbacks+=GradientAccumulationScheduler --trainer.callbacks.scheduling='{4: 2}'"
 )
@@ -152,11 +131,11 @@ LATE = [
 
 
 @pytest.mark.parametrize(("flags", "message"), LATE)
-def test_what_only_training_shows_is_said_in_one_line(flags: str, message: str, app: App) -> None:
+def test_late_error_of_lightning_is_one_line(flags: str, message: str, app: App) -> None:
     assert message in error_of(*app("fit", *SMALL, *shlex.split(flags)))
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_complaint_ignores_other_errors() -> None:
     assert complaint(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
     assert complaint(ValueError("Expected more than 1 value per channel when training")) is None
 
@@ -184,7 +163,8 @@ assert _maybe_unwrap_optimized(module) is module
 def apart(x):
     return torch.compiler.is_compiling()
 assert apart(1) is False
-torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
 torch.nn.parallel.DistributedDataParallel(module)(torch.ones(1, 2))
 import app.command.run
 assert not compiler()
@@ -218,7 +198,8 @@ assert to_uncompiled(optimized) is module
 assert not hasattr(torch.optim.Optimizer.state_dict.__wrapped__, "__dynamo_disable")
 assert torch.compile(lambda x: apart(x + 1), backend=backend)(torch.ones(1)) is False
 sgd.state_dict()
-assert torch.optim.Optimizer.state_dict.__wrapped__.__dynamo_disable is not torch.optim.Optimizer.state_dict.__wrapped__
+wrapped = torch.optim.Optimizer.state_dict.__wrapped__
+assert wrapped.__dynamo_disable is not wrapped
 from torchvision.ops import roi_align
 roi_align(torch.ones(1, 1, 4, 4), [torch.tensor([[0.0, 0, 2, 2]])], 2)
 import torch._dynamo.utils
@@ -227,13 +208,13 @@ assert torch._dynamo.utils.__spec__.origin
 
 
 @pytest.mark.slow
-def test_what_few_need_is_imported_when_something_needs_it() -> None:
-    """Plots and the FLOP counter work without importing torch's compiler. `torch.compile` imports it."""
+def test_deferred_modules_work_when_used() -> None:
+    """Plots and the FLOP counter work without torch's compiler; `torch.compile` imports it."""
     in_a_new_process(EAGER + PLOTS + COMPILES)
 
 
 @pytest.mark.slow
-def test_a_module_below_the_compiler_is_imported_first() -> None:
+def test_submodule_of_compiler_is_imported_first() -> None:
     code = """
 from app.system.program import set_up
 set_up()
@@ -248,7 +229,9 @@ assert torch._dynamo.config is config and config.__spec__.origin and config.verb
 def test_imports_have_no_side_effects() -> None:
     code = """
 import os, logging, sys, warnings
-def state(): return dict(os.environ), [*sys.meta_path], [*warnings.filters], logging.getLogger("matplotlib").level
+def state():
+    level = logging.getLogger("matplotlib").level
+    return dict(os.environ), [*sys.meta_path], [*warnings.filters], level
 import torch, torchvision, torchmetrics, lightning.pytorch.cli, wandb
 before = state()
 import app, app.modules, app.data, app.training, app.lab.verify

@@ -27,10 +27,7 @@ STEPS = options(accelerator="cpu", max_epochs=2, log_every_n_steps=1)
 
 
 WRONG = [
-    (
-        [],
-        "where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT",
-    ),
+    ([], "where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or set MASTER_ADDR"),
     (
         ["--cluster.init_method", "tcp://127.0.0.1:29500"],
         "which of them is this? give --cluster.node_rank",
@@ -39,7 +36,6 @@ WRONG = [
         ["--cluster.init_method", "tcp://127.0.0.1"],
         "tcp://127.0.0.1: give tcp://HOST:PORT, file:///PATH or env://",
     ),
-    (["--cluster.init_method", "http://x:1"], "http://x:1: give tcp://HOST:PORT"),
     (
         ["--cluster.init_method", "file://x/y", "--cluster.node_rank", "0"],
         "file://x/y: give tcp://",
@@ -58,7 +54,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)
-def test_what_is_wrong_is_said_at_once(flags: list[str], message: str, app: App) -> None:
+def test_wrong_flags_are_rejected_at_once(flags: list[str], message: str, app: App) -> None:
     assert message in error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2", *flags))
 
 
@@ -67,7 +63,6 @@ LEFTOVERS = [
     ({"RANK": "0", "WORLD_SIZE": "2"}, "unset RANK WORLD_SIZE"),
     ({"NODE_RANK": "1"}, "unset NODE_RANK"),
     ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),
-    ({"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}, "unset RANK TORCHELASTIC_RUN_ID"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun cannot start runs: use torchrun or srun"),
     (
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
@@ -81,23 +76,23 @@ LEFTOVERS = [
 
 
 @pytest.mark.parametrize(("left", "message"), LEFTOVERS)
-def test_leftovers(
+def test_leftover_launcher_variables_are_rejected(
     left: dict[str, str], message: str, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a launcher's variables are set, but it did not start the ranks, the error explains the variables."""
+    """If a launcher's variables are left over, the error explains them."""
     for name, value in left.items():
         monkeypatch.setenv(name, value)
     assert message in error_of(*app("fit", *SMALL))
 
 
-def test_a_port_that_is_none(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_out_of_range(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "99999"), ("NODE_RANK", "0")):
         monkeypatch.setenv(name, value)
     message = error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2"))
     assert message == "error: MASTER_PORT=99999 in the environment: give a port, 1 to 65535"
 
 
-def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_port(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """A taken port is rejected if processes would meet there; a single process needs no port."""
     with socket.create_server(("", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
@@ -109,12 +104,10 @@ def test_a_port_that_is_taken(app: App, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", "1"), ("ddp_fork", "2")])
-def test_an_address_of_another_launcher_is_not_used(
-    strategy: str, devices: str, tmp_path: Path
-) -> None:
+def test_leftover_address_is_ignored(strategy: str, devices: str, tmp_path: Path) -> None:
     flags = [*SMALL, *STEPS, *options(strategy=strategy, devices=devices, root=tmp_path)]
     out = output_of(*fork_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"}, timeout=100))
-    assert "MASTER_ADDR=192.0.2.1 in the environment is not used: this run is on one node" in out
+    assert "MASTER_ADDR=192.0.2.1 is not used: this run is on one node" in out
 
 
 def run_nodes(
@@ -132,7 +125,7 @@ def run_nodes(
 
 
 @SLOW
-def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
+def test_two_nodes_equal_one_device(app: App, tmp_path: Path) -> None:
     """Two nodes train, test and predict like one device."""
     file = tmp_path / "meet"
     methods = [
@@ -148,9 +141,8 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
             assert "python -m app compare" not in out
     output_of(*app(*suggested, "--run.root", tmp_path / "suggested"))
     output_of(*app("fit", *SMALL, *STEPS))
-    ours, single = (
-        tmp_path / folder / "LeNet-Synthetic" / "version_0" for folder in ("nodes", "runs")
-    )
+    ours = tmp_path / "nodes" / "LeNet-Synthetic" / "version_0"
+    single = tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
     assert_same(ours, single)
     records = [record_of(run) for run in (ours, single)]
     assert records[0]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
@@ -159,13 +151,13 @@ def test_parity_over_two_nodes(app: App, tmp_path: Path) -> None:
     ways = run_nodes(["predict", *SMALL, *STEPS[:2], *way, *root, "--ckpt_path", "best"], methods)
     assert [code for code, _ in ways] == [0, 0], ways
     assert record_of(ours / "predict_1")["status"] == "completed"
-    runs = (ours / "predict_1", tmp_path / "suggested" / "LeNet-Synthetic" / "version_0")
-    together, alone = (pd.read_csv(run / "predictions.csv") for run in runs)
-    pd.testing.assert_frame_equal(together, alone)
+    suggested = tmp_path / "suggested" / "LeNet-Synthetic" / "version_0"
+    together = pd.read_csv(ours / "predict_1" / "predictions.csv")
+    pd.testing.assert_frame_equal(together, pd.read_csv(suggested / "predictions.csv"))
 
 
 @SLOW
-def test_nodes_that_would_train_different_things(tmp_path: Path) -> None:
+def test_nodes_with_different_flags_are_rejected(tmp_path: Path) -> None:
     """Every node rejects the run before the first step, and names the first flag that differs."""
     way = ["--trainer.strategy", "ddp", "--trainer.devices", "1", "--trainer.num_nodes", "2"]
     way += ["--cluster.init_method", f"tcp://127.0.0.1:{free_port()}", "--run.root", str(tmp_path)]
@@ -180,7 +172,7 @@ def test_nodes_that_would_train_different_things(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_a_launcher_of_the_users_own(tmp_path: Path) -> None:
+def test_launcher_plugin_of_user(tmp_path: Path) -> None:
     """Processes that a user's own launcher has started share one run, as torchrun's do."""
     way = [
         "--trainer.strategy",

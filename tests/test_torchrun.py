@@ -28,15 +28,15 @@ MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # rank zero checks 
 @pytest.mark.parametrize(
     ("flags", "text"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)]
 )
-def test_what_is_wrong_is_said_at_once(flags: str, text: str, tmp_path: Path) -> None:
+def test_error_of_rank_is_printed_at_once(flags: str, text: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *STEPS, flags, launcher=TORCHRUN) as run:
         out = run.end(120, code=1)  # torchrun's exit code
     assert f"error: {text}" in out
     assert not list(tmp_path.glob("*/version_*"))
 
 
-def test_a_new_run_of_the_same_name_begins_anew(tmp_path: Path) -> None:
-    """A new torchrun begins a new run, and continues an earlier run only with `--ckpt_path auto`."""
+def test_torchrun_resumes_only_with_auto(tmp_path: Path) -> None:
+    """A new torchrun continues an earlier run only with `--ckpt_path auto`."""
     flags = [*SMALL, *STEPS, "--trainer.max_epochs"]
     auto = ["--ckpt_path", "auto"]
     for epochs, more, resumed in (("1", auto, None), ("2", [], None), ("3", auto, "version_1")):
@@ -50,7 +50,7 @@ def test_a_new_run_of_the_same_name_begins_anew(tmp_path: Path) -> None:
         )
 
 
-def test_no_worker_outlives_the_agent(tmp_path: Path) -> None:
+def test_workers_end_with_torchrun(tmp_path: Path) -> None:
     with started(
         tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN
     ) as run:
@@ -58,7 +58,7 @@ def test_no_worker_outlives_the_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_to_the_agent_stops_all_with_a_checkpoint(name: str, tmp_path: Path) -> None:
+def test_signal_to_torchrun_saves_checkpoint(name: str, tmp_path: Path) -> None:
     with started(
         tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN
     ) as run:

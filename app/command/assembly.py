@@ -102,11 +102,11 @@ def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
 
 
 def patch(trainer: Trainer, run: Run, is_recorded: bool) -> Trainer:
-    """Replace the Trainer's loop and, for a recorded run, its signal handlers and checkpoint connector."""
+    """Replace the Trainer's loop and, for a recorded run, its signal handlers; check what it saves."""
     if is_recorded:
-        lightning_patches.replace_signal_connector(trainer, Signals(trainer))
+        Signals.put_into(trainer)
         lightning_patches.count_epochs(trainer)
-        lightning_patches.Restoring.put_into(trainer)
+        lightning_patches.check_saving(trainer)
     if run.virtual_devices is not None:
         ShardedLoop.put_into(trainer)
         trainer.fit_loop.epoch_loop.virtual_devices = int(run.virtual_devices)  # type: ignore[attr-defined]

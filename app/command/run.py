@@ -33,7 +33,7 @@ from app.command.run_options import decide, is_recorded, release_folders, reques
 from app.data.global_order import put_in_order
 from app.errors import ExitStatus, UserError, one_line
 from app.launch.agree import agree, connect, gather_objects
-from app.launch.elastic import ENDED, PROCESS, RUN_DIR, launch, note
+from app.launch.elastic import RUN_DIR, launch, note
 from app.launch.failures import explaining_errors
 from app.launch.process import end_in_order, end_undisturbed, trust_flags
 from app.launch.rendezvous import NodeRendezvous
@@ -74,12 +74,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     lightning_patches.hide_lines()
-    note(f"{PROCESS}{os.getpid()}")
     try:
         with explaining_errors(in_run=False):
-            code = CLI(argv).exit_code
-        note(ENDED)
-        return code
+            return CLI(argv).exit_code
     except SystemExit as end:
         if isinstance(end.code, str):
             raise

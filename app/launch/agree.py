@@ -1,4 +1,4 @@
-"""Process group of a run's ranks, and their agreement on checkpoint and folder: rank zero decides, all ranks check."""
+"""Process group of a run's ranks, and their agreement: rank zero decides, all ranks check."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch import distributed
 
 from app.errors import UserError
-from app.launch.cluster_environment import Launched, launch_id, launched
+from app.launch.cluster_environment import launch_id, launched
 from app.launch.failures import name_nodes
 from app.launch.rendezvous import Deadline, host_store, reach_store
 from app.system.interconnect import own_addresses, use_interface_to, use_loopback
@@ -62,39 +62,43 @@ def agree(
         UserError: On every rank, when settings differ, rank zero cannot decide, or a rank rejects
             the decision.
     """
-    ids, nodes, all_settings = zip(
-        *gather_objects((launch_id(), (node, own_addresses()), settings)), strict=True
-    )
-    name_nodes(list(nodes), node)
-    for rank, rank_settings in enumerate(all_settings):
-        for flag in {**all_settings[0], **rank_settings}:
-            expected = all_settings[0].get(flag, "not set")
-            actual = rank_settings.get(flag, "not set")
-            if expected != actual:
-                place = f"node {nodes[rank][0]}" if nodes[rank][0] else f"rank {rank}"
+    ranks = gather_objects((launch_id(), node, own_addresses(), settings))
+    name_nodes([(number, addresses) for _, number, addresses, _ in ranks], node)
+    ids = set()
+    for rank, (launcher, number, _, rank_settings) in enumerate(ranks):
+        ids.add(launcher)
+        expected = ranks[0][3]
+        for flag in expected | rank_settings:
+            values = [all_flags.get(flag, "not set") for all_flags in (expected, rank_settings)]
+            if values[0] != values[1]:
+                place = f"node {number}" if number else f"rank {rank}"
                 raise UserError(
-                    f"--{flag} is {expected} on node 0 and {actual} on {place}: give the same"
+                    f"--{flag} is {values[0]} on node 0 and {values[1]} on {place}: give the same"
                 )
     decided: Decision | UserError = {}
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         try:
-            decided = decide(sorted(set(filter(None, ids))))
+            decided = decide(sorted(ids - {None}))
         except UserError as error:
             decided = error
     decided = gather_objects(decided)[0]
     if isinstance(decided, UserError):
         raise decided
     failure: Exception | None = None
+    reason = None
     try:
         check(decided)
     except Exception as error:
         failure = error
-    reasons = gather_objects((node, failure and (str(failure) or type(failure).__name__)))
+        reason = str(error) or type(error).__name__
+    reasons = gather_objects((node, reason))
     if failure is not None:
         raise failure
     for other, reason in reasons:
+        if reason is not None and other == node:
+            raise UserError(reason)
         if reason is not None:
-            raise UserError(reason if other == node else f"node {other}: {reason}")
+            raise UserError(f"node {other}: {reason}")
     return decided
 
 
@@ -111,22 +115,18 @@ def connect(trainer: Trainer, timeout: float) -> None:
     strategy: Any = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
     launcher = launched()
-    if (
-        launcher is None
-        and trainer.world_size > 1
-        and environment
-        and environment.creates_processes_externally
-    ):
-        # the user's ClusterEnvironment plugin reports that a launcher has started the processes
-        launcher = Launched("the launcher", trainer.num_nodes, None, trainer.world_size)
-    if launcher is None or launcher.world_size == 1 or environment is None:
+    if environment is None or trainer.world_size == 1:
         return
-    if launcher.nodes > 1:
+    by = launcher.by if launcher else "the launcher"
+    # a launcher has started the processes, as the user's ClusterEnvironment plugin may report, too
+    if launcher is None and not environment.creates_processes_externally:
+        return
+    if trainer.num_nodes > 1:
         use_interface_to(environment.main_address)
     else:
         use_loopback()
     place = f"{environment.main_address}:{environment.main_port}"
-    missing = f"all {launcher.world_size} processes of {launcher.by} at {place}"
+    missing = f"all {trainer.world_size} processes of {by} at {place}"
 
     def begin() -> distributed.TCPStore | None:
         store = None
@@ -142,9 +142,8 @@ def connect(trainer: Trainer, timeout: float) -> None:
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":
-        torch.cuda.set_device(
-            strategy.root_device
-        )  # again, because `begin` has set the device only in another thread
+        # again, because `begin` has set the device only in another thread
+        torch.cuda.set_device(strategy.root_device)
 
 
 def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
@@ -162,17 +161,17 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
     agents = distributed.TCPStore(
         address, int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=timeout)
     )
-    store = host_store(address, 0, timeout) if rank == 0 else None
-    if store is not None:
+    store = None
+    if rank == 0:
+        store = host_store(address, 0, timeout)
         agents.set(STORE, str(store.port))
     while store is None:
+        # the port may belong to an earlier attempt's closed store
         try:
             store = reach_store(address, int(agents.get(STORE)))
-        except (
-            OSError,
-            distributed.DistNetworkError,
-        ):  # the port may belong to an earlier attempt's closed store
+        except (OSError, distributed.DistNetworkError):
             deadline.check("rank 0", quiet=True)
             time.sleep(0.05)
-    os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(store.port), "False"
+    os.environ["MASTER_PORT"] = str(store.port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     return store

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,20 +27,23 @@ class Launched(NamedTuple):
 def launched() -> Launched | None:
     """Return the launcher that started this process as a rank, or None."""
     if is_worker():
-        world, local, nodes = (
-            int(os.environ[key]) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-        )
+        world = int(os.environ["WORLD_SIZE"])
+        nodes = int(os.environ["GROUP_WORLD_SIZE"])
+        per_node: int | None = int(os.environ["LOCAL_WORLD_SIZE"])
+        if per_node != world / nodes:
+            per_node = None
         by = OWN_AGENT if AGENT in os.environ else "torchrun"
-        return Launched(by, nodes, local if local * nodes == world else None, world)
+        return Launched(by, nodes, per_node, world)
     if is_task_of_srun():
         world = int(os.environ["SLURM_STEP_NUM_TASKS"])
         nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
         # `2(x2)` is two nodes of two tasks; `3,1` is unequal. SLURM_NTASKS_PER_NODE describes the
         # job, not the step
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
+        per_node = int(even[1]) if even else None
         if world == 1 and _interactive():
             return None  # an interactive shell, started by `srun --pty bash`
-        return Launched("srun", nodes, int(even[1]) if even else None, world)
+        return Launched("srun", nodes, per_node, world)
     return None
 
 
@@ -54,29 +58,29 @@ def in_slurm_job() -> bool:
 
 
 def launch_id() -> str | None:
-    """Return an id of SLURM's job or this node's elastic agent, equal after a restart; None without a launcher."""
+    """Return an id of the SLURM job or the elastic agent, equal after a restart, or None."""
     launcher = launched()
     if launcher is None:
         return None
     if launcher.by == "srun":
         return f"slurm {os.environ['SLURM_JOB_ID']}"
     agent = os.getppid()
-    stat = Path(
-        f"/proc/{agent}/stat"
-    )  # field 22: start in ticks since boot, independent of the clock
-    began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+    began = ""
+    with suppress(OSError):  # raised where there is no /proc
+        status = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2]
+        began = status.split()[19]  # start in ticks since boot, independent of the clock
     return f"{launcher.by} {socket.gethostname()} {agent} {began}"
 
 
 def may_resume() -> bool:
-    """Return whether a launcher may have restarted this run. Always true under torchrun, which miscounts restarts."""
+    """Return whether a launcher may have restarted this run."""
     launcher = launched()
     if launcher is None:
         return False
-    count = {"srun": "SLURM_RESTART_COUNT", OWN_AGENT: "TORCHELASTIC_RESTART_COUNT"}.get(
-        launcher.by
-    )
-    return count is None or os.environ.get(count, "0") != "0"
+    if launcher.by == "torchrun":
+        return True  # it miscounts restarts
+    count = "SLURM_RESTART_COUNT" if launcher.by == "srun" else "TORCHELASTIC_RESTART_COUNT"
+    return os.environ.get(count, "0") != "0"
 
 
 class Slurm(environments.SLURMEnvironment):
@@ -96,10 +100,8 @@ class Slurm(environments.SLURMEnvironment):
     @property
     def main_address(self) -> str:
         """MASTER_ADDR, or the host of task 0."""
-        os.environ.setdefault(
-            "MASTER_ADDR", self.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"])
-        )
-        return os.environ["MASTER_ADDR"]
+        task_0 = self.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"])
+        return os.environ.setdefault("MASTER_ADDR", task_0)
 
     @property
     def main_port(self) -> int:
@@ -113,13 +115,14 @@ class Slurm(environments.SLURMEnvironment):
 
 
 def environment_of(num_nodes: int) -> environments.ClusterEnvironment:
-    """Return this process's ClusterEnvironment. Replaces Lightning's detection, which also accepts mpirun and LSF."""
+    """Return the ClusterEnvironment; Lightning's detection would also accept mpirun and LSF."""
     launcher = launched()
+    if launcher is not None and launcher.by == "srun":
+        return Slurm()
     if launcher is not None:
-        return Slurm() if launcher.by == "srun" else environments.TorchElasticEnvironment()
-    if num_nodes == 1 and (address := os.environ.pop("MASTER_ADDR", None)) is not None:
-        print(
-            f"MASTER_ADDR={address} in the environment is not used: this run is on one node",
-            flush=True,
-        )
+        return environments.TorchElasticEnvironment()
+    address = os.environ.get("MASTER_ADDR")
+    if num_nodes == 1 and address is not None:
+        del os.environ["MASTER_ADDR"]
+        print(f"MASTER_ADDR={address} is not used: this run is on one node", flush=True)
     return environments.LightningEnvironment()

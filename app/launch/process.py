@@ -1,8 +1,7 @@
-"""Start and end of this application's processes, and their environment. Imports no heavy library."""
+"""Start and end of processes, and their environment. Imports no heavy library."""
 
 import ctypes
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from app.errors import CAUSES, UserError
-from app.system.trust import TRUST, chosen_modules
+from app.system.trust import chosen_modules
 
 # environment variables
 AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
@@ -22,6 +21,8 @@ SPAWNED = "APP_SPAWNED"  # set for the processes of SpawnLauncher; app/__init__.
 BEGAN = "APP_BEGAN"
 ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
+# variables of torch elastic's workers
 WORKER = {
     "TORCHELASTIC_RUN_ID",
     "RANK",
@@ -40,26 +41,18 @@ RANKS = (
     "GROUP_RANK",
     "TORCHELASTIC_RUN_ID",
 )
-SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
-# numbers that srun sets for each of its tasks
-NUMBERS = ("JOB_ID", "PROCID", "LOCALID", "NODEID", "STEP_ID", "STEP_NUM_TASKS", "STEP_NUM_NODES")
-TASK = [f"SLURM_{name}" for name in NUMBERS]
-WHOLE_NUMBER = r"\d{1,18}", "a whole number"
-# environment variables that this application or its libraries read: pattern and description of the
-# value
-VARIABLES = {
-    **dict.fromkeys(
-        (*RANKS[:-1], *TASK, "SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"), WHOLE_NUMBER
-    ),
-    **dict.fromkeys(
-        ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "PL_GLOBAL_SEED", AGENT, STARTER),
-        WHOLE_NUMBER,
-    ),
-    "OMP_NUM_THREADS": (r"0*[1-9]\d{0,4}(,\d{1,5})*", "a number of threads"),
-    TRUST: (r"((?!\d)\w+([.,](?!\d)\w+)*)?", "names of modules, with commas between them"),
-    "WANDB_MODE": (r"online|offline|disabled|dryrun|run|shared|", "online, offline or disabled"),
-}
+# variables that srun sets for each of its tasks
+TASK = (
+    "SLURM_JOB_ID",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NUM_NODES",
+)
+NUMERIC = ("MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED")  # variables that users set
 
 
 def check_environment() -> None:
@@ -69,20 +62,19 @@ def check_environment() -> None:
         UserError: When a variable is invalid, or left over from another process; or the current
             folder is deleted.
     """
-    for name, (pattern, meaning) in VARIABLES.items():
-        value = os.environ.get(name)
-        if value is not None and not re.fullmatch(pattern, value):
+    for name in NUMERIC:
+        value = os.environ.get(name, "0")
+        if not value.isdecimal():
             del os.environ[name]  # so that the error report does not use the invalid value
-            raise UserError(f"{name}={value} in the environment: expected {meaning}: unset {name}")
+            raise UserError(f"{name}={value} in the environment: give a whole number, or unset it")
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise UserError(
-            "the current folder has been deleted: change to another one (cd)"
-        ) from error
+        message = "the current folder has been deleted: change to another one (cd)"
+        raise UserError(message) from error
     for name in (STARTER, AGENT):
         parent = os.environ.get(name)
-        if parent is not None and int(parent) != os.getppid():
+        if parent is not None and parent != str(os.getppid()):
             del os.environ[name]
             raise UserError(
                 f"{name}={parent} in the environment is left over from another run: unset {name}"
@@ -90,8 +82,11 @@ def check_environment() -> None:
 
 
 def trust_flags() -> list[str]:
-    """Return a `--trust` flag for each module in APP_TRUST. `app.cli` adds the command line's modules to APP_TRUST."""
-    return [word for module in chosen_modules() for word in ("--trust", module)]
+    """Return a `--trust` flag for each module in APP_TRUST; `app.cli` adds the command line's."""
+    flags = []
+    for module in chosen_modules():
+        flags += ["--trust", module]
+    return flags
 
 
 def is_task_of_srun() -> bool:
@@ -110,7 +105,7 @@ def is_worker() -> bool:
 
 
 def begin() -> None:
-    """Make this process exit with its parent: its agent, or a command such as `compare`. Also handle signals.
+    """Make this process exit with its parent, an agent or a command; handle signals.
 
     Also set NCCL's error handling to mode 2: after an error, NCCL's watchdog only aborts
     communicators. In mode 1, torch elastic's default, it would also end the process, even while
@@ -119,24 +114,20 @@ def begin() -> None:
     """
     if os.environ.get(ON_NCCL_ERROR, "1") == "1":
         os.environ[ON_NCCL_ERROR] = "2"
-    for pid in (
-        os.environ.pop(STARTER, None),
-        os.environ.get(AGENT),
-        os.getppid() if is_worker() else None,
-    ):
-        if pid is not None:
-            end_with_parent(int(pid))
+    starter = os.environ.pop(STARTER, None)
+    if starter is not None:
+        end_with_parent(int(starter))
+    if is_worker():
+        end_with_parent(int(os.environ.get(AGENT, os.getppid())))
     if threading.current_thread() is not threading.main_thread():
         return
     if is_worker():
-        _handle(
-            signal.SIG_DFL, signal.SIG_DFL
-        )  # end at once, because a starting rank has nothing to save
+        # end at once, because a starting rank has nothing to save
+        _handle(signal.SIG_DFL, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)  # our agent blocks them
         if os.environ["LOCAL_RANK"] != "0":
-            os.environ["PYTHONBREAKPOINT"] = (
-                "0"  # ignore breakpoint(): only local rank 0 has the terminal
-            )
+            # ignore breakpoint(): only local rank 0 has the terminal
+            os.environ["PYTHONBREAKPOINT"] = "0"
         return
     for number in heard((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _end)
@@ -147,7 +138,7 @@ def begin() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies (Linux only); exit if the parent has already died."""
+    """Make the kernel kill this process when its parent dies (Linux only); exit if it has died."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -160,7 +151,7 @@ def end_in_order() -> None:
 
 
 def end_undisturbed() -> None:
-    """Ignore signals in a rank that is ending, because Python would report an agent's signal as an exception."""
+    """Ignore signals in a rank that is ending, because Python would report an exception."""
     _handle(signal.SIG_IGN, signal.SIG_IGN)
 
 
@@ -174,7 +165,7 @@ def _handle(interrupt: Any, terminate: Any) -> None:
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """Restore this process's signal handlers and mask after the block, except after `stop_only_once`."""
+    """Restore signal handlers and mask after the block, except after `stop_only_once`."""
     handlers = {number: signal.getsignal(number) for number in CAUSES}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
@@ -188,15 +179,14 @@ def restored_signals() -> Iterator[None]:
 
 
 def heard(numbers: Iterable[int]) -> list[int]:
-    """Return the signals to handle. A script's background job ignores SIGINT, nohup SIGHUP, and a thread all."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return [
-        number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN
-    ]
+    """Return the signals to handle: none in a thread, and not those that nohup ignores."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def stop_only_once() -> None:
-    """Ignore further SIGTERMs and SIGHUPs, because they would interrupt the end that the first one has begun."""
+    """Ignore further SIGTERMs and SIGHUPs, because they would interrupt the end of the process."""
     for number in heard((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _ignore)
 
@@ -211,7 +201,7 @@ def _end(number: int, *_: object) -> None:
 
 
 def requeue() -> bool:
-    """Make SLURM requeue this job; SLURM then ends its tasks by SIGTERM. Only task 0 sends the request.
+    """Make SLURM requeue this job, and so end its tasks by SIGTERM. Only task 0 sends the request.
 
     Returns:
         Whether SLURM accepted the request; true in tasks other than 0.
@@ -238,15 +228,14 @@ def requeue() -> bool:
 
 
 def environment_of_a_run() -> dict[str, str]:
-    """Return the environment for a separate run: without launcher variables, and with this process's id in STARTER.
+    """Return the environment for a separate run, which exits with this process.
 
-    STARTER makes the run exit with this process. A `preexec_fn` is no alternative, because it would
-    lose a Ctrl-C that arrives during the fork.
+    A `preexec_fn` is no alternative to STARTER, because it would lose a Ctrl-C that arrives during
+    the fork.
     """
-    dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED)
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in dropped and key[:6] != "SLURM_"
-    }
-    return kept | {STARTER: str(os.getpid())}
+    environment = {STARTER: str(os.getpid())}
+    dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED, STARTER)
+    for name, value in os.environ.items():
+        if name not in dropped and not name.startswith("SLURM_"):
+            environment[name] = value
+    return environment

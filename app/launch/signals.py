@@ -1,4 +1,4 @@
-"""Signals (Ctrl-C, SIGTERM, SLURM's warning): training stops after the current step and saves a checkpoint.
+"""Signals (Ctrl-C, SIGTERM, SLURM's warning): training stops after the step with a checkpoint.
 
 Signal handlers only set a flag. With several ranks, all stop at the same step, one step later, so
 that no rank blocks in a collective call.
@@ -34,23 +34,26 @@ from app.launch.cluster_environment import in_slurm_job
 from app.launch.failures import leave_nccl
 from app.launch.process import heard, is_worker, stop_only_once
 from app.record import mark_ended
-from app.system.lightning_patches import leave_out_sigterm_broadcast, signal_connector
+from app.system.lightning_patches import leave_out_sigterm_broadcast
 from app.system.patches import expects
 
 # seconds without progress after a signal, before a rank ends; torchrun kills its ranks after 30 s
 GRACE = 20
 START_GRACE = 3  # the same before training, when there is nothing to save
-IN_SLURM = CAUSES | {
-    signal.SIGUSR1: "SIGUSR1"
-}  # SLURM's warning before the job ends: `--signal=SIGUSR1@90`
+# SLURM sends SIGUSR1 before the job ends: `--signal=SIGUSR1@90`
+IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}
 
 
-@expects(f"{_SignalConnector.__module__}:_SignalConnector.register_signal_handlers")
+@expects(
+    "lightning.pytorch.trainer.trainer:Trainer._signal_connector",
+    f"{_SignalConnector.__module__}:_SignalConnector.register_signal_handlers",
+)
 class Signals(_SignalConnector):
-    """Signal connector that records signals during training. Outside training, they end the process at once.
+    """Signal connector that records signals during training; at other times, they end the process.
 
-    Replaces Lightning's connector, whose handler makes a collective call that other ranks do not
-    join.
+    Replaces Lightning's connector, whose SIGTERM handler makes a collective call that other ranks
+    do not join. Source: signal_connector.py, `_sigterm_notifier_fn`. At an upgrade: does Lightning
+    call only the connector's `register_signal_handlers` and `teardown`?
 
     Attributes:
         noted: Number of the signal that this process received, or 0.
@@ -59,17 +62,27 @@ class Signals(_SignalConnector):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self.noted = self.stopped_by = self._process = 0
+        self.noted = 0
+        self.stopped_by = 0
+        self._process = 0
+
+    @classmethod
+    def put_into(cls, trainer: Trainer) -> None:
+        """Replace a Trainer's signal connector by an instance of this class."""
+        trainer._signal_connector = cls(trainer)
+
+    @staticmethod
+    def of(trainer: Trainer) -> Any:
+        """Return the Trainer's signal connector."""
+        return trainer._signal_connector
 
     def register_signal_handlers(self) -> None:
-        """Install the handlers for training. Lightning calls this in every process; `teardown` undoes it."""
-        if (
-            self.trainer.state.fn != TrainerFn.FITTING
-            or threading.current_thread() is not threading.main_thread()
-        ):
+        """Install the handlers for training. Lightning calls this in each process."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.trainer.state.fn != TrainerFn.FITTING or not is_main:
             return
         self._process = os.getpid()
-        numbers = heard(IN_SLURM if in_slurm_job() else CAUSES)
+        numbers = heard(IN_SLURM) if in_slurm_job() else heard(CAUSES)
         super().register_signal_handlers()  # saves the current handlers for `teardown`
         for number in numbers:
             signal.signal(number, self._note)
@@ -83,12 +96,13 @@ class Signals(_SignalConnector):
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's worker, forked with this handler
             return
-        # a launcher forwards signals, so that one Ctrl-C may arrive twice
-        has_launcher = is_worker() or multiprocessing.parent_process() is not None
         if self.noted:
-            # an agent forwards a first Ctrl-C as SIGINT, a second one as SIGTERM
-            forwarded = {number, self.noted} == {signal.SIGINT, signal.SIGTERM}
-            if forwarded if has_launcher else number == signal.SIGINT:
+            is_second = number == signal.SIGINT
+            # a launcher forwards signals, so that one Ctrl-C may arrive twice. An agent forwards a
+            # first Ctrl-C as SIGINT, a second one as SIGTERM
+            if is_worker() or multiprocessing.parent_process() is not None:
+                is_second = {number, self.noted} == {signal.SIGINT, signal.SIGTERM}
+            if is_second:
                 raise KeyboardInterrupt
             return
         self.noted = number
@@ -99,7 +113,7 @@ class Signals(_SignalConnector):
 
 @contextmanager
 def ended_in_time(stacks: Path | None) -> Iterator[None]:
-    """End this rank after a signal if it makes no progress for `GRACE` seconds, except while it saves a checkpoint.
+    """End this rank if, after a signal, it makes no progress for `GRACE` seconds and does not save.
 
     Ranks may wait for each other in different collective calls, where Python runs no handler. A
     second thread therefore reads the signals from Python's wakeup pipe.
@@ -113,14 +127,11 @@ def ended_in_time(stacks: Path | None) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    os.register_at_fork(
-        after_in_child=partial(signal.set_wakeup_fd, -1)
-    )  # workers must not use the pipe
+    # workers must not use the pipe
+    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
     over = threading.Event()
-    directory = stacks.parent if stacks else None
-    threading.Thread(
-        target=_end_in_time, args=(reader, watchdog.heartbeat, directory, over), daemon=True
-    ).start()
+    arguments = (reader, watchdog.heartbeat, stacks, over)
+    threading.Thread(target=_end_in_time, args=arguments, daemon=True).start()
     try:
         yield
     finally:
@@ -130,7 +141,7 @@ def ended_in_time(stacks: Path | None) -> Iterator[None]:
 
 
 def _end_in_time(
-    reader: int, beat: watchdog.Heartbeat, directory: Path | None, over: threading.Event
+    reader: int, beat: watchdog.Heartbeat, stacks: Path | None, over: threading.Event
 ) -> None:
     number = 0
     while number not in CAUSES:
@@ -143,30 +154,26 @@ def _end_in_time(
     last = [0, 0, 0]
     while not over.wait(1.0):
         now = beat.values[:3].tolist()
-        still = (
-            still + 1 if now == last and now[1] != watchdog.ELSEWHERE and not _is_saving() else 0
-        )
+        if now != last or now[1] == watchdog.ELSEWHERE or _is_saving():
+            still = 0
+        else:
+            still += 1
         last = now
         is_starting = now[1] == watchdog.SET_UP
         if still <= (START_GRACE if is_starting else GRACE):
             continue
         if not is_starting:
-            print(
-                f"{end.reason}: no progress for {still} s, so this rank ends without saving",
-                file=sys.stderr,
-            )
-        if beat.rank == 0 and directory is not None:
-            mark_ended(str(directory), end)
+            message = f"{end.reason}: no progress for {still} s, so this rank ends without saving"
+            print(message, file=sys.stderr)
+        if beat.rank == 0 and stacks is not None:
+            mark_ended(str(stacks.parent), end)
         os._exit(end.code)
 
 
-@expects("sys:_current_frames")
 def _is_saving() -> bool:
     """Return whether the main thread saves a checkpoint, or waits for the rank that saves it."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return any(
-        inner.f_code is Trainer.save_checkpoint.__code__ for inner, _ in walk_stack(frame) if frame
-    )
+    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
+    return Trainer.save_checkpoint.__code__ in [inner.f_code for inner, _ in walk_stack(frame)]
 
 
 class StopTogether(Callback):
@@ -183,30 +190,26 @@ class StopTogether(Callback):
     def __init__(self, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
         self._group: Any = None
-        self._pending: tuple[np.ndarray, Any] | None = (
-            None  # buffer and handle of the pending all-reduce
-        )
+        self._work: Any = None  # the pending all-reduce
+        self._lowest = np.zeros(1, int)  # its buffer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare the all-reduce. Disable Lightning's SIGTERM broadcast, which raises without saving a checkpoint."""
+        """Prepare the all-reduce, and disable Lightning's broadcast of SIGTERM."""
         leave_out_sigterm_broadcast(trainer)
-        self._pending = None
+        self._work = None
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
-        if isinstance(
-            loader, DataLoader
-        ):  # workers of a user's loader must not receive an agent's signals
+        if isinstance(loader, DataLoader):
+            # workers of a user's loader must not receive an agent's signals
             loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After an optimizer step, stop training if any rank received a signal."""
-        has_stepped = (
-            batch_idx + 1
-        ) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if has_stepped and self._agree(trainer):
+        ends_window = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if (ends_window or trainer.is_last_batch) and self._agree(trainer):
             stop_training(trainer, batch_idx)
 
     def on_exception(
@@ -216,7 +219,7 @@ class StopTogether(Callback):
         leave_nccl()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree on signals that arrived during the last step or validation, so that all or no ranks start the test."""
+        """Agree on signals since the last step, so that all ranks start the test, or none does."""
         self._agree(trainer, at_once=True)
 
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
@@ -225,21 +228,18 @@ class StopTogether(Callback):
         With several ranks, the result lags by one step: it covers signals up to the previous step.
         With `at_once`, wait for an all-reduce that covers signals up to now.
         """
-        signals = signal_connector(trainer)
+        signals = Signals.of(trainer)
         if trainer.world_size == 1:
             signals.stopped_by = signals.noted
             return signals.stopped_by
         with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
             signals.stopped_by = self._answer()
             if not signals.stopped_by:
-                lowest = np.array(
-                    [signals.noted or signal.NSIG]
-                )  # read `noted` once: it may change at any time
-                operation = distributed.ReduceOp.MIN
-                shared = torch.from_numpy(lowest)
-                self._pending = (
-                    lowest,
-                    distributed.all_reduce(shared, operation, self._group, async_op=True),
+                # read `noted` once, because it may change at any time
+                self._lowest = np.array([signals.noted or signal.NSIG])
+                shared = torch.from_numpy(self._lowest)
+                self._work = distributed.all_reduce(
+                    shared, distributed.ReduceOp.MIN, self._group, async_op=True
                 )
                 if at_once:
                     signals.stopped_by = self._answer()
@@ -247,25 +247,28 @@ class StopTogether(Callback):
 
     def _answer(self) -> int:
         """Wait for the pending all-reduce, and return the lowest signal or 0."""
-        if self._pending is None:
+        if self._work is None:
             return 0
-        (lowest, work), self._pending = self._pending, None
-        work.wait()
-        return int(lowest[0]) % signal.NSIG
+        self._work.wait()
+        self._work = None
+        return int(self._lowest[0]) % signal.NSIG
 
 
-@expects("lightning.pytorch.callbacks.early_stopping:EarlyStopping._check_on_train_epoch_end")
 def stop_training(trainer: Trainer, batch_idx: int) -> None:
-    """Stop training after the current step, so that a resumed run neither repeats nor skips work."""
+    """Stop after the current step, so that a resumed run neither repeats nor skips work."""
     trainer.should_stop = True
-    trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
+    trainer.fit_loop.min_epochs = None
+    trainer.fit_loop.epoch_loop.min_steps = None
     if trainer.is_last_batch or (batch_idx + 1) % (trainer.val_check_batch or 1) == 0:
         return  # run the validation that is due, because a resumed run would skip it
     trainer.limit_val_batches = 0
-    for callback in (
-        trainer.early_stopping_callbacks
-    ):  # early stopping would look for the skipped validation's metric
-        callback._check_on_train_epoch_end = False
+    for callback in trainer.early_stopping_callbacks:
+        # it would check the skipped validation's metric
+        callback.on_train_epoch_end = _skip  # type: ignore[method-assign, assignment]
+
+
+def _skip(*_: Any) -> None:
+    """Do nothing. Takes the place of a hook."""
 
 
 def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
@@ -277,5 +280,5 @@ def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
 
 def cause(trainer: Trainer) -> str | None:
     """Return the name of the signal that stopped training, such as `Ctrl-C`, or None."""
-    number = getattr(signal_connector(trainer), "stopped_by", 0)
+    number = getattr(Signals.of(trainer), "stopped_by", 0)
     return IN_SLURM[number] if number else None

@@ -1,4 +1,4 @@
-"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`. When one process fails or is stopped, all processes end."""
+"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`: if one process fails, all end."""
 
 import multiprocessing
 import os
@@ -19,26 +19,19 @@ from app.errors import CAUSES, EXIT_CODES, RankError, UserError
 from app.launch.failures import callstack, explain, explaining_errors, root_cause, stopped
 from app.launch.process import SPAWNED, end_with_parent, heard, restored_signals, stop_only_once
 from app.launch.rendezvous import host_store
-from app.launch.signals import ended_in_time
+from app.launch.signals import Signals, ended_in_time
 from app.launch.watchdog import watched
-from app.system import lightning_patches
 from app.system.interconnect import use_loopback
+from app.system.lightning_patches import hide_lines
 from app.system.patches import expects
 from app.system.torch_patches import end_process_group
 from app.system.tracebacks import MADE_BY, users_part
 
-SHUTDOWN = (
-    30.0  # seconds that the other processes have to end after a failure, as under torch elastic
-)
+SHUTDOWN = 30  # seconds that the other processes have to end after a failure, as in torch elastic
 _LAUNCHER = f"{_MultiProcessingLauncher.__module__}:_MultiProcessingLauncher"
 
 
-@expects(
-    *(
-        f"{_LAUNCHER}.{name}"
-        for name in ("_wrapping_function", "_strategy", "_start_method", "launch", "kill")
-    )
-)
+@expects(f"{_LAUNCHER}.launch", f"{_LAUNCHER}.kill", f"{_LAUNCHER}.procs")
 class SpawnLauncher(_MultiProcessingLauncher):
     """Lightning's multiprocessing launcher, which also forwards signals to its processes.
 
@@ -57,6 +50,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         self._error_file = ""  # path of the processes' error files, with {} for a process's index
         self._failures: list[int] = []  # indices of failed processes, in the order of their ends
         self.made_by = MADE_BY  # an attribute, so that pickle copies MADE_BY into the processes
+        self.place = strategy.cluster_environment
         super().__init__(strategy, start_method)
 
     def launch(
@@ -80,24 +74,24 @@ class SpawnLauncher(_MultiProcessingLauncher):
             self._error_file = f"{folder}/error_{{}}.json"
             for number in heard(CAUSES):
                 signal.signal(number, self._forward)
-            signal.pthread_sigmask(
-                signal.SIG_BLOCK, {signal.SIGHUP}
-            )  # the tracker, which inherits it, must not end
-            # before the other signals, because the tracker's start unblocks them
+            # the tracker inherits this mask, so that it does not end with the terminal. Block the
+            # other signals later, because the tracker's start unblocks them
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
             resource_tracker.ensure_running()
             # block signals, because a process that still imports would print a traceback on Ctrl-C;
             # the setter of `procs` unblocks them
             signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
             try:
-                results = super().launch(function, *args, trainer=trainer, **kwargs)
+                results = super().launch(self._rank, function, *args, trainer=trainer, **kwargs)
             except Exception as error:
-                raise self._explained(error) from (error if "APP_DEBUG" in os.environ else None)
+                shown = error if "APP_DEBUG" in os.environ else None
+                raise self._explained(error) from shown
             finally:
                 del os.environ[SPAWNED]
                 if self.stopped_by:
                     stop_only_once()
         if self.stopped_by and trainer:
-            lightning_patches.signal_connector(trainer).stopped_by = self.stopped_by
+            Signals.of(trainer).stopped_by = self.stopped_by
         return results
 
     def _explained(self, error: Exception) -> BaseException:
@@ -114,21 +108,19 @@ class SpawnLauncher(_MultiProcessingLauncher):
         if failures:
             rank, failure = root_cause(failures)
             signal_name = signal_name or stopped(failure)
+        if signal_name == "Ctrl-C":
+            return KeyboardInterrupt()
         if signal_name:
-            return (
-                KeyboardInterrupt()
-                if signal_name == "Ctrl-C"
-                else SystemExit(EXIT_CODES[signal_name])
-            )
+            return SystemExit(EXIT_CODES[signal_name])
         if failures:
             cause = explain(rank, failure)
             if type(cause) is RankError:  # the stack of a rank that lost another one shows no cause
                 print(users_part(callstack(failure)) or "", end="", file=sys.stderr)
             return cause
         if "pickle" in str(error).lower():
-            remedy = "use --trainer.strategy ddp, or define its class or function at the top level of a module"
             return UserError(
-                f"ddp_spawn cannot pickle model and data for its processes ({error}): {remedy}"
+                f"ddp_spawn cannot pickle model and data for its processes ({error}): use "
+                "--trainer.strategy ddp, or define classes and functions at the top of a module"
             )
         return error
 
@@ -147,67 +139,60 @@ class SpawnLauncher(_MultiProcessingLauncher):
             self._wait()
 
     def _wait(self) -> None:
-        """Wait until all processes have ended. End the others if one fails, or ends early, as by `os._exit(0)`.
-
-        Lightning would not notice an early end with exit code 0, and the other processes would wait
-        for this one.
+        """Wait until all processes have ended. If one fails, end the others.
 
         Raises:
             ChildProcessError: When a process has failed.
         """
         running = {process.sentinel: index for index, process in enumerate(self._processes)}
         self._failures = []
+        timeout = None
         while running:
-            ended = connection.wait(running, SHUTDOWN if self._failures else None)
+            ended = connection.wait(running, timeout)
             for sentinel in ended:
                 index = running.pop(sentinel)
                 self._processes[index].join()
-                if self._processes[index].exitcode or not self._mark(index).exists():
+                if self._processes[index].exitcode:
                     self._failures.append(index)
+                    timeout = SHUTDOWN
             if self._failures:
                 self.kill(signal.SIGTERM if ended else signal.SIGKILL)
         if self._failures:
             raise ChildProcessError
 
-    def _mark(self, index: int) -> Path:
-        """Return the file that a process creates at the end of the run."""
-        return Path(self._error_file.format(index)).with_suffix(".ended")
-
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        again = self.stopped_by and number == signal.SIGINT
-        if self.stopped_by and not again:
-            return
-        self.stopped_by = self.stopped_by or number
         # while the processes start, `procs` is empty, and `kill` has no effect; the setter of
         # `procs` kills them later
-        self.kill(signal.SIGKILL if again else number)
+        if not self.stopped_by:
+            self.stopped_by = number
+            self.kill(number)
+        elif number == signal.SIGINT:
+            self.kill(signal.SIGKILL)
 
-    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+    def _rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the rank in the new process. Unblock signals first, so that they end the process."""
+        index = int(os.environ["LOCAL_RANK"])
         for number in CAUSES:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
         end_with_parent(multiprocessing.parent_process().pid)  # type: ignore[union-attr, arg-type]
-        os.environ["TORCHELASTIC_ERROR_FILE"] = self._error_file.format(process_idx)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = self._error_file.format(index)
+        hide_lines()
+        MADE_BY.update(self.made_by)
         try:
-            record(self._run)(process_idx, *args, **kwargs)
+            return record(self._run)(index, function, *args, **kwargs)
         finally:
             end_process_group()
-        self._mark(process_idx).touch()
 
-    def _run(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        strategy: Any = self._strategy
-        os.environ["LOCAL_RANK"] = str(process_idx)
-        lightning_patches.hide_lines()
-        MADE_BY.update(self.made_by)
+    def _run(self, index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with (
-            watched(self.timeout, self.stacks, process_idx),
+            watched(self.timeout, self.stacks, index),
             ended_in_time(self.stacks),
             explaining_errors(),
         ):
             if self.timeout is not None:
                 use_loopback()
-                if process_idx == 0:  # torch's own store would listen on all addresses
-                    place = strategy.cluster_environment
+                if index == 0:  # torch's own store would listen on all addresses
+                    place = self.place
                     self._store = host_store(place.main_address, place.main_port, self.timeout)
-            super()._wrapping_function(process_idx, *args, **kwargs)
+            return function(*args, **kwargs)

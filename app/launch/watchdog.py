@@ -1,4 +1,4 @@
-"""Watchdog process of each rank: writes the stacks of a hung rank, and kills it after the other ranks have left.
+"""Watchdog process of each rank: writes a hung rank's stacks, and kills it after the others left.
 
 The other ranks time out after `--cluster.timeout`. Without a watchdog, a hung rank would run
 forever, and occupy its GPU and its port.
@@ -19,17 +19,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 LATER = 5  # seconds for the other ranks to report the hung rank
-BLOCKED = {
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-}  # the run's signals, which the watchdog ignores
+# the run's signals, which the watchdog ignores
+BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 # A rank is in one of these phases. No other rank waits for a rank that is `elsewhere`.
 PHASES = (
     "elsewhere",
@@ -41,10 +37,10 @@ PHASES = (
     "the evaluation",
 )
 ELSEWHERE, SET_UP, DATA, STEP, GRADIENTS, UPDATE, EVALUATION = range(len(PHASES))
-WRITE_STACKS = getattr(
-    signal, "SIGRTMAX", 0
-)  # makes a process write its stacks, or kills it if it has no handler
-SIZE, PEERS = 2**15, 64  # size in bytes of the shared memory, and offset of its list of connections
+# makes a process write its stacks, or kills it if it has no handler
+WRITE_STACKS = getattr(signal, "SIGRTMAX", 0)
+SIZE = 2**15  # of the shared memory, in bytes
+PEERS = 64  # offset of its list of connections
 
 
 class Heartbeat:
@@ -62,13 +58,15 @@ class Heartbeat:
         self.rank = rank
         self.folder = folder
         self.file = folder / f"rank_{rank}.txt"
-        self.files = os.memfd_create("heartbeat"), os.memfd_create("stacks")
-        os.ftruncate(self.files[0], SIZE)
-        self._memory = mmap.mmap(self.files[0], SIZE)
+        beats = os.memfd_create("heartbeat")
+        stacks = os.memfd_create("stacks")
+        self.files = (beats, stacks)
+        os.ftruncate(beats, SIZE)
+        self._memory = mmap.mmap(beats, SIZE)
         self.values = memoryview(self._memory).cast("q")
         self.values[1] = SET_UP
         self.file.unlink(missing_ok=True)
-        faulthandler.register(WRITE_STACKS, self.files[1], all_threads=True)
+        faulthandler.register(WRITE_STACKS, stacks, all_threads=True)
         # prefix of the files that NCCL's flight recorder writes after a timeout; torch 2.10 reads
         # the second variable
         for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
@@ -127,7 +125,7 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
 
 
 # -- in the watchdog process
-# --------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> None:
@@ -145,25 +143,25 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
     """
     memory = mmap.mmap(beats, SIZE, prot=mmap.PROT_READ)
     values = memoryview(memory).cast("q")
-    still, last = 0.0, [0] * 3  # seconds without progress; latest step, phase and counter
+    still = 0.0  # seconds without progress
+    last = [0, 0, 0]  # step, phase and counter
     clock = time.monotonic()
     written = False
     while os.getppid() == process:
         select.select([sys.stdin], [], [], 1.0)  # returns at once when the parent has ended
-        before = clock
+        passed = min(time.monotonic() - clock, 2.0)
         clock = time.monotonic()
         now = values[:3].tolist()
-        still = still + min(clock - before, 2.0) if now == last and now[1] != ELSEWHERE else 0.0
+        if now == last and now[1] != ELSEWHERE:
+            still += passed
+        else:
+            still = 0.0
         last = now
         with contextlib.suppress(OSError):  # raised if the disk is full, or the process has ended
-            if (
-                written and not still and now[1] != ELSEWHERE
-            ):  # progress again: the written stacks are outdated
+            if written and not still and now[1] != ELSEWHERE:  # the written stacks are outdated
                 file.unlink(missing_ok=True)
                 written = False
-            others_give_up = still > 1 and any(
-                other != file for other in file.parent.glob("rank_*.txt")
-            )
+            others_give_up = still > 1 and set(file.parent.glob("rank_*.txt")) - {file}
             if (others_give_up or still >= timeout - min(10.0, 1 + timeout / 4)) and not written:
                 written = True
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -173,16 +171,13 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
                     text += stack  # write after each stack, because other ranks may give up soon
                     temporary.write_text(text)
                     temporary.rename(file)
-        peers = memory[PEERS:].rstrip(b"\0").decode().split()
-        if still > timeout + LATER and {*peers} - connections(process) and os.getppid() == process:
+        peers = set(memory[PEERS:].rstrip(b"\0").decode().split())
+        if still > timeout + LATER and peers - connections(process) and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
             place = where(file.parent, file.name) or f"process {process} hangs"
+            message = f"error: {place}; the other ranks timed out, and it was killed"
             with contextlib.suppress(OSError):  # in case stderr is closed
-                print(
-                    f"error: {place}; the other ranks timed out, and it was killed",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(message, file=sys.stderr, flush=True)
             return
 
 
@@ -201,19 +196,16 @@ def connections(process: int) -> set[str]:
 
 def take_stacks(process: int, stacks: int) -> Iterator[str]:
     """Yield the stacks of a process and of its forked children, such as a loader's workers."""
-    _, _, status = Path(f"/proc/{process}/stat").read_text().rpartition(")")
-    if status.split()[0] == "T":
-        yield "stopped (SIGSTOP)\n"
-        return
-    children = "".join(
-        file.read_text() for file in Path(f"/proc/{process}/task").glob("*/children")
-    ).split()
-    for pid in (process, *map(int, children)):
+    processes = [process]
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        processes += map(int, file.read_text().split())
+    for pid in processes:
         with contextlib.suppress(OSError):  # the process has ended
             caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
             if caught is None or not int(caught[1], 16) >> (WRITE_STACKS - 1) & 1:
                 continue
-            begin = size = os.fstat(stacks).st_size
+            begin = os.fstat(stacks).st_size
+            size = begin
             os.kill(pid, WRITE_STACKS)
             for _ in range(20):  # wait until the file stops growing
                 time.sleep(0.05)
@@ -221,21 +213,22 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
                 size = os.fstat(stacks).st_size
                 if begin < size == before:
                     break
-            yield f"\nprocess {pid}\n" + os.pread(stacks, size - begin, begin).decode(
-                errors="replace"
-            )
+            text = os.pread(stacks, size - begin, begin).decode(errors="replace")
+            yield f"\nprocess {pid}\n{text}"
 
 
 # -- reading the stacks
-# -------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-OWN = str(Path(__file__).parents[1])  # folder of this application
-LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<")
-Frame = tuple[str, str, str]  # file, line, function
-LOOP = re.compile(
-    r"(lightning/pytorch/(loops/.*|trainer/trainer)|app/training/step)\.py (run|advance|__call__|_run\w*)$"
+LIBRARY = re.compile(
+    rf"/(site|dist)-packages/|/lib/python3[.\d]*/|^<|^{re.escape(str(Path(__file__).parents[1]))}"
 )
+LOOP = re.compile(
+    r"(lightning/pytorch/(loops/.*|trainer/trainer)|app/training/step)\.py "
+    r"(run|advance|__call__|_run\w*)$"
+)
+Frame = tuple[str, str, str]  # file, line, function
 
 
 class Place(NamedTuple):
@@ -245,8 +238,8 @@ class Place(NamedTuple):
         step: Number of the optimizer step, counted from 1.
         phase: Activity, one of `PHASES`.
         line: File, line and function, of the user's code if possible.
-        is_users: Whether the line is in the user's code; also true if no stack was written, as
-            after SIGSTOP.
+        is_users: Whether the line is in the user's code; also true for a process that has written
+            no stack, as after SIGSTOP.
         communicates: Whether the rank is in a call of torch.distributed.
     """
 
@@ -259,55 +252,43 @@ class Place(NamedTuple):
     @classmethod
     def read(cls, text: str) -> "Place":
         """Parse a file that `watch` wrote."""
-        head, _, rest = text.partition("\n")
+        head, *stacks = text.split("\nprocess ")
         step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
-        stacks = [threads(chunk) for chunk in rest.split("\nprocess ")[1:]]
-        inner = [frame for frames in stacks for frame in within_loop(frames)]  # main process first
-        users = next(
-            (f for f in inner if not LIBRARY.search(f[0]) and not f[0].startswith(OWN)), None
-        )
-        hook = next((f for f in inner if f[2].startswith("on_")), inner[0] if inner else None)
-        frame = users or hook
-        line = (
-            f"{Path(frame[0]).name}:{frame[1]} {frame[2]}" if frame else rest.strip() or "no stack"
-        )
-        communicates = bool(inner) and "/torch/distributed/" in inner[0][0]
-        return cls(int(step), phase, line, users is not None or not stacks, communicates)
+        frames: list[Frame] = []
+        for stack in stacks:  # the main process's stack first
+            frames += within_loop(stack)
+        users = [frame for frame in frames if not LIBRARY.search(frame[0])]
+        hooks = [frame for frame in frames if frame[2].startswith("on_")]
+        line = "no stack"
+        if frames:
+            path, number, function = (users or hooks or frames)[0]
+            line = f"{Path(path).name}:{number} {function}"
+        communicates = bool(frames) and "/torch/distributed/" in frames[0][0]
+        return cls(int(step), phase, line, bool(users) or not frames, communicates)
 
     def __str__(self) -> str:
-        """Format the place: `in …` for the user's code; `at …` for library code, where the rank may only be waiting."""
-        evaluates = self.phase == PHASES[EVALUATION]
-        step = (
-            ""
-            if self.phase in PHASES[:2]
-            else "the evaluation, "
-            if evaluates
-            else f"step {self.step:,}, "
-        )
-        return f"{'in' if self.is_users else 'at'} {step}{self.line}"
+        """Format the place: `in …` for the user's code, `at …` for a library that may only wait."""
+        place = self.line
+        if self.phase == PHASES[EVALUATION]:
+            place = f"the evaluation, {place}"
+        elif self.phase not in PHASES[:2]:
+            place = f"step {self.step:,}, {place}"
+        return f"in {place}" if self.is_users else f"at {place}"
 
 
-def within_loop(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """Return the frames called by the training or evaluation loop, innermost first."""
-    ends = (index for index, (path, _, name) in enumerate(frames) if LOOP.search(f"{path} {name}"))
-    return frames[: next(ends, None)]
-
-
-def threads(text: str) -> list[Frame]:
-    """Return the frames of a process's main thread, innermost first: file, line and function."""
-    chunks = re.split(r"^(Current thread|Thread) .*$", text, flags=re.MULTILINE)
-    kinds = chunks[1::2]
-    stacks = chunks[2::2]
-    if not stacks:
-        return []
-    main = (
-        kinds.index("Current thread") if "Current thread" in kinds else -1
-    )  # the main thread is listed last
-    return FRAME.findall(stacks[main])
+def within_loop(text: str) -> list[Frame]:
+    """Return the main thread's frames inside training or evaluation loop, innermost first."""
+    main = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)[-1]  # listed last
+    frames = []
+    for path, number, function in FRAME.findall(main):
+        if LOOP.search(f"{path} {function}"):
+            break
+        frames.append((path, number, function))
+    return frames
 
 
 def where(folder: Path, names: str = "rank_*.txt") -> str | None:
-    """Describe the ranks that wrote stacks: first the hung ranks, then the ranks that wait for them.
+    """Describe the ranks that wrote stacks: first hung ranks, then ranks that wait for them.
 
     Args:
         folder: A run's folder of stacks.
@@ -316,32 +297,28 @@ def where(folder: Path, names: str = "rank_*.txt") -> str | None:
     places = {}
     for file in folder.glob(names):
         with contextlib.suppress(OSError, AttributeError):  # removed, or not a watchdog's file
-            places[int(file.stem.removeprefix("rank_"))] = Place.read(
-                file.read_text(errors="replace")
-            )
+            rank = int(file.stem.removeprefix("rank_"))
+            places[rank] = Place.read(file.read_text(errors="replace"))
     gradients = {rank for rank, place in places.items() if place.phase == PHASES[GRADIENTS]}
     communicating = {rank for rank, place in places.items() if place.communicates}
     hanging = (places.keys() - gradients - communicating) or (places.keys() - gradients)
-    if communicating == places.keys() and len({place[:3] for place in places.values()}) == 1:
-        hanging = (
-            set()
-        )  # no single rank is to blame: all wait in the same call, as after a cut link
-    elif users := {rank for rank in hanging or places if places[rank].is_users}:
+    users = {rank for rank in hanging or places if places[rank].is_users}
+    same_call = communicating == places.keys() and len({p[:3] for p in places.values()}) == 1
+    if same_call:
+        hanging = set()  # no single rank is to blame, as after a cut link
+    elif users:
         hanging = users
-    elif (
-        len(hanging) == len(places) > 1
-    ):  # no rank hangs: all wait in a library, as after a cut link
-        hanging = set()
+    elif len(hanging) == len(places) > 1:
+        hanging = set()  # all wait in a library, as after a cut link
     waiting = sorted(places.keys() - hanging)
     clauses = [f"rank {rank} is {places[rank]}" for rank in sorted(hanging)]
     if waiting:
+        ranks = f"rank {waiting[0]} waits"
+        if len(waiting) > 1:
+            ranks = f"ranks {', '.join(map(str, waiting))} wait"
         whose = {0: "", 1: "its "}.get(len(hanging), "their ")
-        ranks = (
-            f"rank {waiting[0]} waits"
-            if len(waiting) == 1
-            else f"ranks {', '.join(map(str, waiting))} wait"
-        )
-        clauses.append(f"{ranks} for {whose}{'gradients' if gradients & {*waiting} else 'answers'}")
+        awaited = "gradients" if gradients & set(waiting) else "answers"
+        clauses.append(f"{ranks} for {whose}{awaited}")
     return "; ".join(clauses) or None
 
 

@@ -24,7 +24,6 @@ from app.record import (
     Throughput,
     TrainLoss,
 )
-from app.system.lightning_patches import strategy_name
 from app.system.machine import hardware, peak_memory, versions
 from app.training import SplitForward
 from app.training.step import StraightLoop
@@ -40,7 +39,7 @@ def devices_of(trainer: Trainer) -> list[torch.device]:
 
 def fill_configuration(record: Record, trainer: Trainer) -> None:
     """Fill in strategy, devices, limits, data and machine."""
-    record.strategy = strategy_name(trainer)
+    record.strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
     record.devices = len(getattr(trainer.strategy, "parallel_devices", None) or [0])
     record.num_nodes = trainer.num_nodes
     record.world_size = trainer.world_size

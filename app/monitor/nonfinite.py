@@ -73,8 +73,7 @@ class NonFinite(Callback):
     def before_saving(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Check the losses before a checkpoint is written; for `stop`, also the weights.
 
-        The checkpoint connector `Restoring` calls this method, because Lightning does not call the
-        callback hook `on_save_checkpoint` for a checkpoint that holds only weights.
+        `Trainer.save_checkpoint` calls this method: see `lightning_patches.check_saving`.
         """
         if trainer.state.fn == "fit":
             weights = []

@@ -1,4 +1,4 @@
-"""Stand-ins for modules that most runs import but never use. Only `app.cli.main` and spawned ranks install them.
+"""Stand-ins for modules that most runs import but never use; only the program installs them.
 
 CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's
 FLOP counter 0.1. A stand-in defines only the names that other modules read at import. Reading
@@ -19,11 +19,13 @@ from app.system.patches import expects
 
 
 class _Deferred(MetaPathFinder, Loader):
-    """Import finder that returns stand-ins for a module and its submodules, until a real one is loaded."""
+    """Finder of stand-ins for a module and its submodules, until a real one is loaded."""
 
     def __init__(self, name: str, *functions: str, **values: Any) -> None:
         self.name = name
-        self.stand_ins = {name: {function: self.later(function) for function in functions} | values}
+        self.stand_ins = {name: {**values}}
+        for function in functions:
+            self.stand_ins[name][function] = self.later(name, function)
         self.undo: list[Callable[[], None]] = []
 
     @property
@@ -39,40 +41,36 @@ class _Deferred(MetaPathFinder, Loader):
                 self.undo.pop()()
         return importlib.import_module(name or self.name)
 
-    def later(self, function: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: getattr(self.load(), function)(*args, **kwargs)
+    def later(self, module: str, function: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(self.load(module), function)(*args, **kwargs)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return (
-            ModuleSpec(name, self, is_package=True)
-            if f"{name}.".startswith(f"{self.name}.")
-            else None
-        )
+        if f"{name}.".startswith(f"{self.name}."):
+            return ModuleSpec(name, self, is_package=True)
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name, self) if spec.name in self.stand_ins else self.load(spec.name)
+        if spec.name not in self.stand_ins:
+            return self.load(spec.name)
+        module = _StandIn(spec.name)
+        vars(module).update(self.stand_ins[spec.name], deferred=self)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        if isinstance(module, _StandIn):
-            vars(module).update(self.stand_ins[module.__name__])
-        elif (
-            module.__spec__ is not None and module.__spec__.loader is self
-        ):  # a real module gets its real spec
+        is_real = not isinstance(module, _StandIn)
+        if is_real and getattr(module.__spec__, "loader", None) is self:
+            # Python has replaced the real module's spec
             module.__spec__ = PathFinder.find_spec(module.__name__, sys.modules[self.name].__path__)
 
 
 class _StandIn(ModuleType):
-    def __init__(self, name: str, deferred: _Deferred) -> None:
-        super().__init__(name)
-        self._deferred = deferred
-
     def __getattr__(self, name: str) -> Any:
         full_name = f"{self.__name__}.{name}"
         if name.startswith("__"):
             raise AttributeError(full_name)
-        if full_name in self._deferred.stand_ins:
+        if full_name in self.deferred.stand_ins:
             return importlib.import_module(full_name)
-        return getattr(self._deferred.load(self.__name__), name)
+        return getattr(self.deferred.load(self.__name__), name)
 
 
 class _NothingCompiled(type):
@@ -96,9 +94,13 @@ def _disable(
         DYNAMO.undo.append(lambda: delattr(function, "__dynamo_disable"))
         return function
     disabled = functools.cache(lambda: DYNAMO.load().disable(function, recursive, **settings))
-    return functools.wraps(function)(
-        lambda *args, **kwargs: (function if DYNAMO.pending else disabled())(*args, **kwargs)
-    )
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        called = function if DYNAMO.pending else disabled()
+        return called(*args, **kwargs)
+
+    return call
 
 
 OptimizedModule = _NothingCompiled("OptimizedModule", (), {})
@@ -109,22 +111,24 @@ DYNAMO = _Deferred(
     graph_break=lambda msg="": None,
 )
 DYNAMO.stand_ins["torch._dynamo.utils"] = {
-    "is_compile_supported": lambda device: DYNAMO.load("torch._dynamo.utils").is_compile_supported(
-        device
-    ),
+    "is_compile_supported": DYNAMO.later("torch._dynamo.utils", "is_compile_supported"),
     "get_optimize_ddp_mode": lambda: "ddp_optimizer",  # torch's default
 }
 DYNAMO.stand_ins["torch._dynamo.trace_rules"] = {"clear_lru_cache": lambda: None}
 PLOTS = _Deferred(
     "torchmetrics.utilities.plot",
-    *("plot_single_or_multi_val", "plot_confusion_matrix", "plot_curve"),
-    **dict.fromkeys(("_AX_TYPE", "_CMAP_TYPE", "_PLOT_OUT_TYPE"), object),
+    "plot_single_or_multi_val",
+    "plot_confusion_matrix",
+    "plot_curve",
+    _AX_TYPE=object,
+    _CMAP_TYPE=object,
+    _PLOT_OUT_TYPE=object,
 )
 FLOPS = _Deferred("torch.utils.flop_counter", "FlopCounterMode")
 
 
 def defer_imports() -> None:
     """Install the stand-ins of modules that are not yet imported. Safe to call again."""
-    sys.meta_path[:0] = [
-        hook for hook in (DYNAMO, PLOTS, FLOPS) if hook.name not in sys.modules and not hook.pending
-    ]
+    for hook in (DYNAMO, PLOTS, FLOPS):
+        if hook.name not in sys.modules and not hook.pending:
+            sys.meta_path.insert(0, hook)

@@ -19,7 +19,7 @@ PART = ".part"  # suffix of an unfinished file
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; reject pipes, because they block, and devices, because they may be endless.
+    """Open a regular file for reading; reject pipes, which block, and devices, which may not end.
 
     Every file that a user names is opened here. For a library that needs a path, open it around the
     library's call: `with open_file(path): torch.load(path, mmap=True)`.
@@ -39,7 +39,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 @contextmanager
 def downloading(problem: str, remedy: str) -> Iterator[None]:
-    """Set a timeout for downloads, because torchvision sets none, and turn their errors into a UserError.
+    """Set a timeout for downloads, as torchvision does not, and turn errors into a UserError.
 
     Args:
         problem: Error message before the reason, such as `no weights of resnet18`.
@@ -53,10 +53,8 @@ def downloading(problem: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, EOFError) as error:  # URLError is an OSError
-        lines = str(error).split(
-            "\n"
-        )  # torchvision's first line names the file, the last one the reason
-        reason = next((line for line in reversed(lines) if line.strip()), type(error).__name__)
+        # torchvision's first line names the file, the last one the reason
+        reason = str(error).strip().rpartition("\n")[2] or type(error).__name__
         raise UserError(f"{problem} ({reason}): {remedy}") from error
     finally:
         socket.setdefaulttimeout(before)
@@ -64,7 +62,7 @@ def downloading(problem: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing, and rename it to `path` when it is complete and flushed to disk.
+    """Open a temporary file for writing; when it is complete and on disk, rename it to `path`.
 
     The temporary file is in the same folder, and locked while its writer lives. `remove_parts`
     deletes unlocked temporary files, whose writers were killed.
@@ -93,7 +91,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _part(path: Path) -> tuple[Path, BinaryIO]:
-    """Create and lock a temporary file beside `path`. Retry if another process removes the file before it is locked."""
+    """Create and lock a temporary file beside `path`; retry if `remove_parts` was faster."""
     while True:
         temporary = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}{PART}")
         file = temporary.open("xb")
@@ -117,10 +115,8 @@ def sync_folder(folder: Path) -> None:
 def remove_parts(folder: Path) -> None:
     """Delete unfinished files of killed processes."""
     for temporary in folder.glob(f".*{PART}"):
-        with (
-            suppress(OSError),
-            temporary.open("r+b") as file,
-        ):  # NFS locks only files that are open for writing
+        # NFS locks only files that are open for writing
+        with suppress(OSError), temporary.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if a process is writing it
             temporary.unlink()
 
@@ -136,9 +132,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def inert(cell: Any) -> Any:
-    """Put an apostrophe before text that a spreadsheet would compute as a formula; `read_csv` removes it."""
-    # https://owasp.org/www-community/attacks/CSV_Injection; an apostrophe at the beginning is
-    # doubled
+    """Put an apostrophe before text that a spreadsheet would compute; `read_csv` removes it."""
+    # source: https://owasp.org/www-community/attacks/CSV_Injection
     if not isinstance(cell, str) or not cell.startswith(tuple("=+-@\t\r\n＝＋－＠'")):
         return cell
     try:
@@ -149,14 +144,16 @@ def inert(cell: Any) -> Any:
 
 
 def write_csv(path: Path, lines: Iterable[Iterable[Any]]) -> None:
-    """Write a CSV file atomically, with `inert` cells; keep the bytes of file names that are not UTF-8.
+    """Write a CSV file atomically, with `inert` cells; keep bytes that are not UTF-8.
 
     Raises:
         OSError: When the file cannot be written.
     """
     with whole(path) as file:
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        csv.writer(text).writerows(map(inert, line) for line in lines)
+        writer = csv.writer(text)
+        for line in lines:
+            writer.writerow(map(inert, line))
         text.flush()
         text.detach()
 
@@ -167,8 +164,12 @@ def read_csv(path: Path) -> list[list[str]]:
     Raises:
         OSError: When the file cannot be read.
     """
+    lines = []
     with io.TextIOWrapper(open_file(path), "utf-8", "replace", newline="") as file:
-        return [[cell.removeprefix("'") for cell in line] for line in csv.reader(file) if line]
+        for line in csv.reader(file):
+            if line:
+                lines.append([cell.removeprefix("'") for cell in line])
+    return lines
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -195,7 +196,7 @@ def read_json(path: Path) -> dict[str, Any]:
         with open_file(path) as file:
             content = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ValueError(f"{path} cannot be read ({reason})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} cannot be read (no JSON object)")

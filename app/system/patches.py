@@ -9,9 +9,8 @@ the code uses an undeclared one.
 from collections.abc import Callable
 from typing import TypeVar
 
-EXPECTED: dict[
-    str, tuple[str, ...]
-] = {}  # private names that each patch needs, as `module:Class.attribute`
+# private names that each patch needs, as `module:Class.attribute`
+EXPECTED: dict[str, tuple[str, ...]] = {}
 Patch = TypeVar("Patch", bound=Callable[..., object])
 
 

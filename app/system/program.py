@@ -20,7 +20,7 @@ IGNORED = (  # patterns of the first words of ignored warnings
 
 
 class _Output(io.FileIO):
-    """Standard stream that drops unwritable text, so that a closed pipe or terminal, or a full disk, ends no run."""
+    """Standard stream that drops unwritable text, so that a closed pipe ends no run."""
 
     is_noted = False
 
@@ -31,23 +31,20 @@ class _Output(io.FileIO):
         except OSError as error:
             if self.fileno() == 1 and not self.is_noted:
                 self.is_noted = True
-                print(
-                    f"stdout cannot be written ({error.strerror}): the command continues",
-                    file=sys.stderr,
-                )
+                message = f"stdout cannot be written ({error.strerror}): the command continues"
+                print(message, file=sys.stderr)
             return len(text)
 
 
 def keep_output() -> None:
-    """Make unwritable output harmless. Open closed standard streams, because files would take their place.
+    """Make unwritable output harmless, and open closed standard streams.
 
     Characters that a terminal of another encoding lacks, such as `×` in ASCII, are escaped.
     """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell, as by `>&-`
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
         elif stream is getattr(sys, f"__{name}__") and name != "stdin":
             stream.flush()
             output: Any = _Output(stream.fileno(), "w", closefd=False)
@@ -64,7 +61,7 @@ def keep_output() -> None:
 
 
 def set_up() -> None:
-    """Make output safe, defer imports that most runs never use, and hide warnings that users cannot fix.
+    """Make output safe, defer imports, and hide warnings that users cannot fix.
 
     Prepare deterministic training on a GPU, because torch reads the variable only once, at the
     first matrix product. Safe to call again.
@@ -74,6 +71,5 @@ def set_up() -> None:
     defer_imports()
     for message in IGNORED:
         warnings.filterwarnings("ignore", message)
-    logging.getLogger("matplotlib").setLevel(
-        logging.ERROR
-    )  # hides a warning about a read-only home
+    # hides a warning about a read-only home
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)

@@ -15,14 +15,16 @@ def seed_of(*key: int) -> int:
 
 @contextmanager
 def own_streams(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that seeds torch, NumPy and Python's `random`; restore their states at the end.
+    """Yield a function that seeds torch, NumPy and `random`; restore their states at the end.
 
     Args:
         device: Device whose random state is included; None for the host only.
     """
-    gpu = torch.get_device_module(device) if device is not None and device.type != "cpu" else None
+    gpu = None
+    if device is not None and device.type != "cpu":
+        gpu = torch.get_device_module(device)
+        before_on_gpu = gpu.get_rng_state(device)
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    before_on_gpu = gpu and gpu.get_rng_state(device)
 
     def seed(number: int) -> None:
         torch.default_generator.manual_seed(number)

@@ -1,7 +1,7 @@
-"""Files that `torch.save` wrote: found, verified by their checksums, and loaded without running their code.
+"""Files of `torch.save`: found, verified by their checksums, and loaded without running their code.
 
-Torch's files are zip archives. They hold a checksum of each member, so that a copied file has its
-checksums, too, but torch does not verify them. Its old format has none.
+Torch's files are zip archives with a checksum of each member, but torch does not verify it. Its old
+format has none.
 """
 
 import os
@@ -35,9 +35,8 @@ def load(path: Path, flag: str = "") -> Any:
             reason = _damage(file)
             if reason is None:
                 file.seek(0)
-                allowed = torch.serialization.safe_globals(
-                    [Namespace]
-                )  # the options of many published trainings
+                # many published files hold the training's options as a Namespace
+                allowed = torch.serialization.safe_globals([Namespace])
                 with allowed, warnings.catch_warnings(action="ignore"):
                     return torch.load(file, "cpu", weights_only=True)
     except OSError as error:
@@ -56,16 +55,24 @@ def _damage(file: Any) -> str | None:
             member = archive.testzip()
     except Exception:  # zipfile raises many types on a damaged file
         return "damaged or truncated"
-    return f"damaged ({member})" if member else None
+    if member is None:
+        return None
+    return f"damaged ({member})"
 
 
 def _refusal(message: str) -> str | None:
-    """Return the reason why torch refuses to load objects; hide its advice to run the file's code instead."""
+    """Return why torch refuses to load objects; hide its advice to run the file's code instead."""
     match = re.search(r"GLOBAL (\S+)", message)
-    if match is None and "TorchScript" not in message:
+    if match:
+        content = match[1]
+    elif "TorchScript" in message:
+        content = "a TorchScript program"
+    else:
         return None
-    content = match[1] if match else "a TorchScript program"
-    return f"it holds {content}, but only tensors and plain values are loaded: save a state_dict() of tensors"
+    return (
+        f"it holds {content}, but only tensors and plain values are loaded: "
+        "save a state_dict() of tensors"
+    )
 
 
 def check_exists(path: Path, flag: str = "") -> None:
@@ -79,12 +86,16 @@ def check_exists(path: Path, flag: str = "") -> None:
 
 
 def _nearest(path: Path) -> str:
-    """Return `: did you mean PATH?` for a path with mistyped parts; else some names beside the missing one."""
-    start = found = Path(path.anchor)
+    """Return `: did you mean PATH?` for a mistyped path; else names beside the missing one."""
+    start = Path(path.anchor)
+    found = start
     for part in path.parts[len(start.parts) :]:
         names = sorted(entry.name for entry in found.glob("*"))
-        similar = [part] if part in names else get_close_matches(part, names, 1)
-        if not similar:
-            return f": {found} has {', '.join(names[:3])}" if names and found != start else ""
-        found /= similar[0]
+        similar = get_close_matches(part, names, 1)  # the best match first, so the name itself
+        if similar:
+            found /= similar[0]
+        elif names and found != start:
+            return f": {found} has {', '.join(names[:3])}"
+        else:
+            return ""
     return f": did you mean {found}?"

@@ -15,20 +15,18 @@ __all__ = ["abort_process_group", "shallow_copies", "tree_flatten", "tree_map", 
 
 # the strategy `dp` splits nested arguments by these functions, because torch.nn.parallel.scatter
 # works only on CUDA
-EXPECTED[f"{__name__}.tree_map"] = tuple(
-    f"torch.utils._pytree:{name}" for name in ("tree_flatten", "tree_map", "tree_unflatten")
-)
+EXPECTED[f"{__name__}.tree_map"] = ("torch.utils:_pytree",)
 Module = TypeVar("Module", bound=nn.Module)
 
 
 @expects(
-    *(
-        f"torch.nn:Module._{name}"
-        for name in ("replicate_for_data_parallel", "parameters", "modules", "buffers")
-    )
+    "torch.nn:Module._replicate_for_data_parallel",
+    "torch.nn:Module._parameters",
+    "torch.nn:Module._modules",
+    "torch.nn:Module._buffers",
 )
 def shallow_copies(module: Module, count: int) -> Sequence[Module]:
-    """Return copies of a module that share its parameters; only the first copy shares the module's buffers.
+    """Return copies of a module that share its parameters; the first copy also shares its buffers.
 
     Separate buffers keep threads from writing to the same running statistics.
     `torch.nn.parallel.replicate` works only on CUDA. At an upgrade: compare with the loops of
@@ -42,19 +40,18 @@ def shallow_copies(module: Module, count: int) -> Sequence[Module]:
         }
         for original, copy in copy_of.items():
             copy._parameters = original._parameters
-            copy._modules = {
-                name: child and copy_of[child] for name, child in original._modules.items()
-            }
+            for name, child in original._modules.items():
+                copy._modules[name] = child and copy_of[child]
             if index > 0:
-                copy._buffers.update(
-                    {name: b.clone() for name, b in original._buffers.items() if b is not None}
-                )
+                for name, buffer in original._buffers.items():
+                    if buffer is not None:
+                        copy._buffers[name] = buffer.clone()
         copies.append(copy_of[module])
     return copies  # type: ignore[return-value]
 
 
 def end_process_group() -> None:
-    """Destroy the process group before Python exits, because gloo's threads sometimes abort an exiting process.
+    """Destroy the process group, because gloo's threads sometimes abort an exiting process.
 
     Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does this only for its own
     NCCL group.

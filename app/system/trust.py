@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,15 +13,13 @@ from typing import Any
 TRUST = "APP_TRUST"  # environment variable: modules of `--trust`, separated by commas
 LIBRARIES = ("app", "torch", "torchvision", "lightning", "torchmetrics")
 INSTALLED = ("site-packages", "dist-packages")
-_local: list[
-    str
-    # the user's modules when they were last looked up; jsonargparse changes the folder while it parses
-] = []
+# the user's modules when they were last looked up; jsonargparse changes the folder while it parses
+_local: list[str] = []
 
 
 def chosen_modules() -> list[str]:
     """Return the modules of `--trust`."""
-    return [*filter(None, os.environ.get(TRUST, "").split(","))]
+    return list(filter(None, os.environ.get(TRUST, "").split(",")))
 
 
 def local_modules() -> list[str]:
@@ -29,18 +28,15 @@ def local_modules() -> list[str]:
     A folder is a module if it has an `__init__.py`. Otherwise, a config could name code inside a
     downloaded run.
     """
-    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    folders = [
-        Path(folder).resolve()
-        for folder in (os.curdir, *named)
-        if Path(folder).name not in INSTALLED
-    ]
-    paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-    names = {
-        path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").is_file()
-    }
-    names -= {*sys.stdlib_module_names, *LIBRARIES, "__main__"}
-    return [name for name in names if name.isidentifier() and _folder_of(name) in folders]
+    entries = [os.curdir, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    folders = [Path(entry).resolve() for entry in entries]
+    others = {*sys.stdlib_module_names, *LIBRARIES, "__main__"}
+    modules = []
+    for module in pkgutil.iter_modules(str(path) for path in folders if path.name not in INSTALLED):
+        # another module of this name may come first
+        if module.name not in others and _folder_of(module.name) in folders:
+            modules.append(module.name)
+    return modules
 
 
 def _folder_of(module: str) -> Path | None:
@@ -52,11 +48,13 @@ def _folder_of(module: str) -> Path | None:
     if spec is None or spec.origin is None:
         return None
     file = Path(spec.origin).resolve()
-    return file.parents[1] if spec.submodule_search_locations else file.parent
+    if spec.submodule_search_locations:
+        return file.parents[1]
+    return file.parent
 
 
 def trusted_modules() -> list[str]:
-    """Return the modules whose code flags and configs may import; importing another module could run anything."""
+    """Return the modules that flags and configs may import, because an import runs code."""
     _local[:] = local_modules()
     return [*LIBRARIES, *_local, *chosen_modules()]
 
@@ -98,4 +96,6 @@ def may_run(value: Any, bases: tuple[type, ...]) -> bool:
         return True
     if inspect.isroutine(value) or not is_within(module, LIBRARIES):
         return False
-    return issubclass(value if isinstance(value, type) else type(value), bases)
+    if not isinstance(value, type):
+        value = type(value)
+    return issubclass(value, bases)

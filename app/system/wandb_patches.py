@@ -8,7 +8,7 @@ from app.system.patches import expects
 
 @expects("wandb.sdk.lib.module:unset_globals")
 def forget_run() -> None:
-    """Make wandb forget the parent's run in a forked process, because only the parent has the run's threads.
+    """Make wandb forget the parent's run in a forked process, which lacks the run's threads.
 
     At an upgrade: does a forked process still inherit `wandb.run`? Does `wandb.setup` still start
     anew there?

@@ -33,13 +33,14 @@ class Host:
     """Virtual host. Its command starts when `go` is called, after the network is set up."""
 
     def __init__(self, name: str, place: Path, command: str = "sleep infinity") -> None:
-        self.name, self.log = name, place / f"{name}.log"
-        apart = "setpriv --pdeathsig KILL unshare --net --uts --mount --pid --mount-proc --fork --kill-child"
+        self.name = name
+        self.log = place / f"{name}.log"
+        apart = "setpriv --pdeathsig KILL unshare --net --uts --mount --pid --mount-proc"
         mounts = f"mount --bind {place}/hosts /etc/hosts; mount -t tmpfs tmpfs /dev/shm"
         first = f"hostname {name}; {mounts}; ip link set lo up; read go"
         with self.log.open("w") as log:
             self.outer = subprocess.Popen(
-                [*apart.split(), "sh", "-ec", f"{first}; {command} & wait"],
+                [*apart.split(), "--fork", "--kill-child", "sh", "-ec", f"{first}; {command} & wait"],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
                 env={**os.environ, "SLURM_CONF": f"{place}/slurm.conf"},
             )  # fmt: skip
@@ -93,10 +94,11 @@ class Host:
 
 
 class Network:
-    """Hosts on a switch: the first is `ctl`, at 10.77.0.254; the others, h1 to hN, are at 10.77.0.1 and so on."""
+    """Hosts on a switch: `ctl` at 10.77.0.254, and h1 to hN at 10.77.0.1 and so on."""
 
     def __init__(self, count: int, place: Path, stack: ExitStack) -> None:
-        self.place, self.stack = place, stack
+        self.place = place
+        self.stack = stack
         self.addresses = {
             "ctl": "10.77.0.254",
             **{f"h{i}": f"10.77.0.{i}" for i in range(1, count + 1)},
@@ -121,7 +123,8 @@ class Network:
 
     def add(self, name: str, command: str = "sleep infinity") -> Host:
         """Make a host, connect it to the switch, and start a command on it."""
-        switch, host = self.hosts["ctl"], self._make(name, command)
+        switch = self.hosts["ctl"]
+        host = self._make(name, command)
         ends = f"eth0 netns {host.pid} type veth peer name {name} netns {switch.pid}"
         subprocess.run(
             ["ip", "link", "add", *ends.split()], check=True, capture_output=True, timeout=20
@@ -151,14 +154,12 @@ class Network:
 def place_for_hosts(
     what: str, programs: Sequence[str] = (), packages: str = ""
 ) -> Iterator[tuple[Path, ExitStack]]:
-    """Yield a folder for virtual hosts, and the exit stack that ends them. Skip the test if hosts cannot run."""
+    """Yield a folder for virtual hosts and their exit stack, or skip the test."""
     if os.geteuid() != 0:
         pytest.skip(f"{what} needs root")
-    if missing := [
-        name
-        for name in (*programs, "ip", "unshare", "nsenter", "setpriv")
-        if shutil.which(name) is None
-    ]:
+    needed = (*programs, "ip", "unshare", "nsenter", "setpriv")
+    missing = [name for name in needed if shutil.which(name) is None]
+    if missing:
         pytest.skip(f"{what} needs {', '.join(missing)}; Debian: {packages}iproute2 util-linux")
     tried = subprocess.run(
         ["unshare", "--net", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "true"],

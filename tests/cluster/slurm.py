@@ -1,4 +1,4 @@
-"""A real SLURM of four nodes on one machine: slurmctld and munged on a host `ctl`, a slurmd on each of h1 to h4."""
+"""A real SLURM on one machine: slurmctld and munged on `ctl`, slurmd on h1 to h4."""
 
 import os
 from collections.abc import Iterator
@@ -55,7 +55,8 @@ class Slurm:
     """SLURM cluster: its jobs, their states, and their processes, with pids of the real machine."""
 
     def __init__(self, place: Path, stack: ExitStack) -> None:
-        self.place, self.network = place, Network(len(NODES), place, stack)
+        self.place = place
+        self.network = Network(len(NODES), place, stack)
         self.conf = {"SLURM_CONF": f"{place}/slurm.conf"}
         (place / "slurm.conf").write_text(SETTINGS.format(place=place))
         (place / "key").write_bytes(os.urandom(1024))
@@ -94,7 +95,7 @@ class Slurm:
         return {name: value for name, _, value in (word.partition("=") for word in words)}
 
     def reaches(self, job: str, *states: str, seconds: float = 60) -> str:
-        """Wait until a job is in one of the states, and return its state. An ended job has no process left."""
+        """Wait until a job is in one of the states, and return its state."""
         awaited(
             lambda: self.job(job)["JobState"] in states,
             seconds,
@@ -103,7 +104,7 @@ class Slurm:
         return self.job(job)["JobState"]
 
     def start_again(self, job: str, seconds: float = 60) -> None:
-        """Start a requeued job two seconds after its processes have ended; SLURM itself would wait for two minutes.
+        """Start a requeued job after two seconds; SLURM itself would wait for two minutes.
 
         SLURM waits because slurmd rejects a job that starts in the same second in which it was
         killed: "already killed, do not launch batch job". slurm_cred_revoked counts whole seconds.
@@ -113,7 +114,7 @@ class Slurm:
         self.reaches(job, "RUNNING")
 
     def processes(self, job: str) -> dict[int, dict[str, str]]:
-        """Return the environments of a job's living processes on all hosts, by pid on the real machine."""
+        """Return the environments of a job's living processes, by pid on the real machine."""
         environments = {pid: environ(pid) for pid in psutil.pids()}
         mark = {**self.conf, "SLURM_JOB_ID": job}
         return {
@@ -125,7 +126,7 @@ class Slurm:
 
 @contextmanager
 def cluster() -> Iterator[Slurm]:
-    """Yield a cluster, and remove it afterwards. Skip the test if this machine lacks a requirement."""
+    """Yield a cluster, and remove it afterwards; skip the test without the requirements."""
     daemons = ("slurmctld", "slurmd", "munged")
     with place_for_hosts("SLURM on virtual hosts", daemons, "slurm-wlm munge ") as (place, stack):
         if not any(Path("/sys/fs/cgroup").iterdir()):
