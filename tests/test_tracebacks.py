@@ -91,7 +91,7 @@ CODE = [
     "--model raising_code.Model",
     "--model raising_code.Model --trainer.strategy ddp_fork --trainer.devices 2",
     pytest.param(
-        "--model raising_code.Model --trainer.strategy ddp --trainer.devices 2",
+        "--model raising_code.Late --trainer.strategy ddp --trainer.devices 2",
         marks=pytest.mark.slow,
     ),
 ]
