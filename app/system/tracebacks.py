@@ -33,18 +33,22 @@ def users_part(text: str) -> str | None:
     The text may contain several tracebacks: a chain of exceptions, or another process's traceback.
     Tracebacks without user frames are omitted.
     """
-    cut = ""
-    for block in BEGIN.split(text):
-        kept = [_is_users(file) for file in FRAME.findall(block)]
-        if any(kept):
-            kept[max(kept.index(True) - 1, 0)] = True
-            frames = iter(kept)
-            cut += (
-                HEAD
-                + FRAME.sub(lambda frame, frames=frames: frame[0] * next(frames), block).strip("\n")
-                + "\n"
-            )
-    return cut or None
+    return "".join(map(_cut, BEGIN.split(text))) or None
+
+
+def _cut(block: str) -> str:
+    """Shorten one traceback; return an empty string if it has no user frame."""
+    is_kept = [_is_users(file) for file in FRAME.findall(block)]
+    if True not in is_kept:
+        return ""
+    caller = max(is_kept.index(True) - 1, 0)
+    is_kept[caller] = True
+    frames = iter(is_kept)
+
+    def keep(frame: re.Match[str]) -> str:
+        return frame[0] if next(frames) else ""
+
+    return HEAD + FRAME.sub(keep, block).strip("\n") + "\n"
 
 
 def maker(error: BaseException) -> str | None:

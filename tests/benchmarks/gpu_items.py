@@ -210,19 +210,19 @@ def watched(*flags: str) -> Watch:
     """Train LeNet for 135 steps at batch 64, and return the `Watch` callback."""
     import app.command.run as command
 
-    original, watch = command.CLI.instantiate_trainer, Watch()
+    original, watch = command.Flags.instantiate_trainer, Watch()
 
     def instantiate(self: Any, **kwargs: Any) -> Trainer:
         trainer = original(self, **kwargs)
         trainer.callbacks.append(watch)
         return trainer
 
-    command.CLI.instantiate_trainer = instantiate  # type: ignore[method-assign]
+    command.Flags.instantiate_trainer = instantiate  # type: ignore[method-assign]
     try:
         more = options(max_steps=135, test=False, limit_val_batches=0)
         fit("watched", *tiny(1000 if CPU else 10_000, 64), *more, *flags)
     finally:
-        command.CLI.instantiate_trainer = original  # type: ignore[method-assign]
+        command.Flags.instantiate_trainer = original  # type: ignore[method-assign]
     return watch
 
 
