@@ -8,7 +8,7 @@ commands:
   test       measure a checkpoint on the test split
   predict    write predictions.csv for the test split, or for images and folders
   export     write a trained model as one file, for ONNX Runtime or torch
-  compare    measure which strategy and settings train fastest on this machine, with a report and advice
+  compare    measure which strategy and settings train fastest on this machine, with report and advice
   verify     prove that all strategies give the same training, on your model and data
   replay     repeat one step of a run, and print its samples by loss
   plan       predict the speed-up from more devices or nodes
@@ -114,24 +114,24 @@ def _report(error: BaseException) -> int:
         message = f"{error.filename} cannot be used ({error.strerror}): give another path"
         error = UserError(message)
         is_known = True
-    is_verbose = "APP_DEBUG" in os.environ and not isinstance(error, KeyboardInterrupt)
-    if is_verbose or not is_known:
-        print(trace if is_verbose or not excerpt else excerpt, end="", file=sys.stderr)
+    if "APP_DEBUG" in os.environ and not isinstance(error, KeyboardInterrupt):
+        print(trace, end="", file=sys.stderr)
+    elif not is_known:
+        print(excerpt or trace, end="", file=sys.stderr)
     status = ExitStatus.of(error)
     # our agent reports its ranks' errors
     if is_known and status.status == "failed" and AGENT not in os.environ:
-        rank = "0"
-        if is_task_of_srun():
-            rank = os.environ["SLURM_PROCID"]
-        elif is_worker():
-            rank = os.environ["RANK"]
-        place = "" if rank == "0" else f"rank {rank}: "
+        place = ""
+        if is_task_of_srun() and os.environ["SLURM_PROCID"] != "0":
+            place = f"rank {os.environ['SLURM_PROCID']}: "
+        elif is_worker() and os.environ["RANK"] != "0":
+            place = f"rank {os.environ['RANK']}: "
         print(f"{place}error: {printable(str(status.reason))}", file=sys.stderr)
     return status.code
 
 
 def _without_trust(argv: list[str]) -> list[str]:
-    """Move `--trust MODULE` from the arguments to the environment, which ranks inherit. Return the other arguments."""
+    """Move `--trust MODULE` into the environment, which ranks inherit, and return the rest."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--trust", action="append", nargs="?", const="", default=[])
     known, rest = parser.parse_known_args(argv)

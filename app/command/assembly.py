@@ -129,7 +129,7 @@ def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
 
 
 def patch(trainer: Trainer, config: Namespace) -> None:
-    """Replace the Trainer's loop and, for a recorded run, its signal handlers and checkpoint connector."""
+    """Replace the Trainer's loop and, in a recorded run, its handling of signals and checkpoints."""
     run = config.run
     if is_recorded(config.trainer):
         lightning_patches.replace_signal_connector(trainer, Signals(trainer))

@@ -133,7 +133,7 @@ class Flags(LightningCLI):
         )
 
     def count_classes(self, data: app.data.ImageData) -> int:
-        """Return the number of classes; for evaluation, data numbers them as the checkpoint does."""
+        """Return the number of classes. For evaluation, adopt the checkpoint's classes first."""
         if self.command != "fit" and self.checkpoint not in (None, "auto"):
             with suppress(UserError):  # rank zero reports it later
                 file = requested_checkpoint(self.config, self.checkpoint)
@@ -142,7 +142,7 @@ class Flags(LightningCLI):
         return data.num_classes
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments, and reject a missing checkpoint and combinations that cannot work."""
+        """Parse the arguments, and reject combinations that cannot work."""
         self.config = _parse(parser, self.arguments)
         self.checkpoint = self.config.ckpt_path
         self.config.ckpt_path = None  # so that the saved config can start new runs
@@ -155,7 +155,7 @@ class Flags(LightningCLI):
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Read arguments and configs; by default, validate, test and predict use the config of the checkpoint's run.
+    """Read arguments and configs; evaluation uses the config of the checkpoint's run by default.
 
     Args:
         argv: The arguments of `python -m app`.
@@ -184,7 +184,7 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether the model takes `num_classes` from the data: an `ImageClassifier` with `ImageData` does."""
+    """Return whether data sets `num_classes`: for an `ImageClassifier` with `ImageData`."""
     model = find_class("model", classes["model"]) or object
     data = find_class("data", classes["data"]) or object
     return issubclass(model, app.modules.ImageClassifier) and issubclass(data, app.data.ImageData)
@@ -209,7 +209,7 @@ def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[T
 
 
 def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
-    """Set the data's unset normalisation, size and interpolation to those of the pretrained weights."""
+    """Set the data's unset normalisation and size to those of the pretrained weights."""
     source = arguments.chosen("model.weights")
     if source in (None, "null"):
         return
@@ -224,12 +224,6 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
     arguments.tokens = with_switches(arguments.tokens, classes)
     if arguments.value("--model.num_classes") is not None and takes_classes_of_data(classes):
         raise UserError("--model.num_classes comes from the data: leave it out")
-    known = parameters(find_class("data", classes["data"]))
-    size = arguments.chosen("data.size")
-    if size is not None and "images" in known and "size" not in known:
-        raise UserError(
-            f"--data.size {size}: the images have one size: for their number, give --data.images {size}"
-        )
     try:
         arguments.check()
         arguments.spell_out_strategy()
@@ -248,14 +242,9 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
 
 
 @cache
-def _parser_for(command: str, model: str | None, data: str | None) -> ArgumentParser:
-    """Return a command's parser for the chosen classes; cached, because building it takes longer than parsing."""
-    chosen = []
-    if model is not None:
-        chosen.append(f"--model={model}")
-    if data is not None:
-        chosen.append(f"--data={data}")
-    return capture_parser(Flags, [command, *chosen])
+def _parser_for(*argv: str) -> ArgumentParser:
+    """Return the parser for a command and classes; cached, because building it takes long."""
+    return capture_parser(Flags, argv)
 
 
 def resolve(argv: Sequence[str]) -> Namespace:
@@ -269,8 +258,12 @@ def resolve(argv: Sequence[str]) -> Namespace:
     """
     arguments = read_arguments(argv)
     import_trusted_only()
-    parser = _parser_for(argv[0], arguments.chosen("model"), arguments.chosen("data"))
-    config = _parse(parser, arguments)
+    classes = []
+    for section in DEFAULTS:
+        name = arguments.chosen(section)
+        if name is not None:
+            classes.append(f"--{section}={name}")
+    config = _parse(_parser_for(argv[0], *classes), arguments)
     check_flags(config)
     return config
 
@@ -287,7 +280,7 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
 
 
 def shared_settings(config: Namespace) -> dict[str, str]:
-    """Return the flags that must be equal on all nodes: all except addresses, paths and other settings of one node."""
+    """Return the flags that must be equal on all nodes: all except addresses and paths."""
     prefixes = (
         "config",
         "ckpt_path",
@@ -343,12 +336,14 @@ def split_flags(
         flag = token.flag
         if not flag.startswith("--") or ("." not in flag and flag not in (*FIT_FLAGS, *others)):
             remaining += token.words
-            continue
-        if token.value is None:
+        elif token.value is None:
             raise UserError(f"{flag} needs a value")
-        flags.append((flag, token.value))
-        has_equals = token.words[0] != flag
-        remaining += token.words[1 if has_equals else 2 :]
+        else:
+            flags.append((flag, token.value))
+            _, *following = token.words
+            if token.words[0] == flag:  # the value is a word of its own
+                following = following[1:]
+            remaining += following
     return remaining, flags
 
 

@@ -175,7 +175,7 @@ def guard_types() -> None:
 
 
 def create_in_any(value: bool) -> None:
-    """Set whether a class in a value of type `Any` is created. In an experiment file, it is a value of a flag."""
+    """Set whether a class in a value of type `Any` is created; in an experiment, it is not."""
     global _in_any
     _in_any = value
     set_parsing_settings(
@@ -193,7 +193,7 @@ def _read_text(path: Any) -> str:
 
 @expects("jsonargparse:_loaders_dumpers.yaml_default_loader", "jsonargparse:_paths.Path.read_text")
 def import_trusted_only() -> None:
-    """Make jsonargparse read files and YAML as this application does, and reject code that is not trusted."""
+    """Make jsonargparse read files as this application does, and reject untrusted code."""
     _loaders_dumpers.yaml_default_loader = Loader  # type: ignore[assignment]
     _paths.Path.read_text = _read_text  # type: ignore[method-assign, assignment]
     # Lightning's Timer has an enum as the default value of a string
@@ -303,10 +303,10 @@ def find_class(section: str, name: str) -> type | None:
 
 @functools.cache
 def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
-    """Return the `__init__` parameters of a class and its bases. For an `ImageClassifier`, add those of `Recipe`."""
+    """Return the parameters of a class and its bases; `Recipe`'s, too, for an `ImageClassifier`."""
     merged: dict[str, inspect.Parameter] = {}
-    bases = list(cls.__mro__) if cls else []
-    if cls and issubclass(cls, ImageClassifier):
+    bases = list(getattr(cls, "__mro__", ()))
+    if ImageClassifier in bases:
         bases.append(Recipe)
     for base in reversed(bases):
         # a base may lack `__init__`; annotations may not resolve

@@ -41,7 +41,7 @@ from app.system.tracebacks import MADE_BY
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run fit, validate, test or predict. Under torch elastic, a rank writes its exception to the error file.
+    """Run fit, validate, test or predict. A rank of torch elastic writes an error file.
 
     Args:
         argv: The arguments of `python -m app`.
@@ -53,8 +53,9 @@ def run(argv: Sequence[str]) -> int:
         UserError: For an error that the user can correct.
         RankError: When another rank has failed.
     """
-    run_rank = record(_run) if "TORCHELASTIC_ERROR_FILE" in os.environ else _run
-    return run_rank(argv)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        return record(_run)(argv)
+    return _run(argv)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -70,7 +71,9 @@ def _run(argv: Sequence[str]) -> int:
                 build(cli)
                 connect_ranks(cli)
                 decided = decide_together(cli)
-                recorder = add_record(cli, decided) if is_recorded(cli.config.trainer) else None
+                recorder = None
+                if is_recorded(cli.config.trainer):
+                    recorder = add_record(cli, decided)
                 code = execute(cli, decided["checkpoint"], recorder)
         note(ENDED)
         return code
@@ -140,9 +143,8 @@ def connect_ranks(cli: Flags) -> None:
     lightning_patches.set_timeout(trainer.strategy, timeout)
     method = lightning_patches.start_method(trainer.strategy)
     if method:
-        launcher = SpawnLauncher(
-            trainer.strategy, method, timeout if trainer.world_size > 1 else None
-        )
+        rank_timeout = None if trainer.world_size == 1 else timeout
+        launcher = SpawnLauncher(trainer.strategy, method, rank_timeout)
         lightning_patches.replace_launcher(trainer.strategy, launcher)
     connect(trainer, timeout)
 
@@ -260,7 +262,7 @@ def prints_tables(cli: Flags) -> bool:
 
 
 def test_best(cli: Flags, recorder: RunRecord) -> None:
-    """Test the best checkpoint, if model and data define a test and no signal has ended training."""
+    """Test the best checkpoint, if there is a test and no signal has ended training."""
     outcome = record_of(cli.trainer, recorder)
     if not can("test", cli.model, cli.datamodule) or stopped_by(cli.trainer, outcome) is not None:
         return

@@ -1,4 +1,4 @@
-"""Root cause of a failed run: the rank whose failure caused the other failures, and one-line messages for the user."""
+"""Root cause of a failed run, and one-line messages for the user."""
 
 import re
 import signal
@@ -28,12 +28,13 @@ from app.system.tracebacks import blamed, users_part
 
 # patterns of messages with which gloo, NCCL and TCPStore report a lost rank and a timeout
 GONE = re.compile(
-    "(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted"
+    "(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process"
+    "|was aborted"
 )
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
-# types of exceptions with which libraries reject a setting
-EXPECTED = (MisconfigurationException, ValueError, TypeError, ImportError)
+# exceptions with which libraries reject a setting
+SETTING = (MisconfigurationException, ValueError, TypeError, ImportError)
 _has_left = False  # whether `leave_nccl` has aborted the process group
 _nodes: dict[str, int] = {}  # node numbers of the other nodes, by address
 
@@ -77,7 +78,7 @@ def lost(text: str) -> RankError | None:
 
 
 def who_hangs() -> str:
-    """Name the ranks that hang, by the watchdogs' stacks. If no stacks can be read, name the possible causes."""
+    """Name the ranks that hang, by the watchdogs' stacks, or else the possible causes."""
     unknown = "it hangs, or the link to it is cut"
     if watchdog.heartbeat is None:
         return unknown
@@ -157,7 +158,7 @@ def _setting_error(error: Exception, flags: Iterable[tuple[str, Any]]) -> UserEr
     if known:
         return known
     text = one_line(str(error))
-    if not isinstance(error, EXPECTED):
+    if not isinstance(error, SETTING):
         text = f"{type(error).__name__}: {text} (--verbose shows where)"
     words = set(re.findall(r"-?\w+", text))
     for flag, value in flags:
@@ -168,7 +169,7 @@ def _setting_error(error: Exception, flags: Iterable[tuple[str, Any]]) -> UserEr
 
 @contextmanager
 def explaining_errors(flags: Iterable[tuple[str, Any]] | None = None) -> Iterator[None]:
-    """Translate the block's exceptions with `explained`, and abort an NCCL process group after an error.
+    """Translate the block's exceptions with `explained`, and leave NCCL after an error.
 
     Args:
         flags: As for `explained`.
@@ -262,12 +263,11 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
         how = f"was ended by {signal.Signals(-code).name}"
     elif code == 0:
         how = "ended with exit code 0 before the end of the run"
-    exit_code = 2 if code == 2 else 1
-    return RankError(f"rank {rank} (process {failure.pid}) {how}", exit_code)
+    return RankError(f"rank {rank} (process {failure.pid}) {how}", 2 if code == 2 else 1)
 
 
 def message_of(error_file: Mapping[str, Any]) -> str:
-    """Return exception name and text from a rank's error file, or an empty string for a killed rank."""
+    """Return exception name and text from a rank's error file; empty for a killed rank."""
     message = error_file.get("message")
     return str(message.get("message", "")) if isinstance(message, dict) else ""
 

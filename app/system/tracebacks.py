@@ -28,7 +28,7 @@ def _is_users(file: str) -> bool:
 
 
 def users_part(text: str) -> str | None:
-    """Shorten tracebacks to the user's frames and the frame that calls them; return None if there are no user frames.
+    """Shorten tracebacks to the user's frames and their caller; None if there are no user frames.
 
     The text may contain several tracebacks: a chain of exceptions, or another process's traceback.
     Tracebacks without user frames are omitted.
@@ -52,7 +52,7 @@ def _cut(block: str) -> str:
 
 
 def maker(error: BaseException) -> str | None:
-    """Return the flag and class of the object that raised an error, such as `--data.augment RandomCrop`, or None."""
+    """Return flag and class of the object that raised, such as `--data.augment RandomCrop`."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
         cls = type(frame.f_locals.get("self"))
@@ -64,7 +64,7 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Return a UserError that names the error's `maker`, or None if both maker and message are missing.
+    """Return a UserError that names the error's `maker`; None if maker and message are missing.
 
     Args:
         error: The exception.
@@ -72,8 +72,12 @@ def blamed(error: Exception, message: str | None = None) -> UserError | None:
             returned unchanged.
     """
     flag = maker(error)
-    if flag is None:
-        return UserError(message) if message else None
-    text = one_line(str(error))
-    message = message or (text if " " in text else f"{type(error).__name__}: {text}")
-    return UserError(message if message.startswith("--") else f"{flag}: {message}")
+    if message is None and flag is None:
+        return None
+    if message is None:
+        message = one_line(str(error))
+        if " " not in message:
+            message = f"{type(error).__name__}: {message}"
+    if flag is not None and not message.startswith("--"):
+        message = f"{flag}: {message}"
+    return UserError(message)
