@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
         RankError: When another rank has failed.
     """
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        return record(_run)(argv)
+        return record(_run)(argv) or 0
     return _run(argv)
 
 
