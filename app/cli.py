@@ -8,7 +8,7 @@ commands:
   test       measure a checkpoint on the test split
   predict    write predictions.csv for the test split, or for images and folders
   export     write a trained model as one file, for ONNX Runtime or torch
-  compare    measure which strategy and settings train fastest on this machine, with a report and advice
+  compare    measure which strategy and settings train fastest on this machine, with report and advice
   verify     prove that all strategies give the same training, on your model and data
   replay     repeat one step of a run, and print its samples by loss
   plan       predict the speed-up from more devices or nodes
@@ -31,6 +31,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import app
 from app.errors import ExitStatus, RankError, UserError, nearest, printable, shortage
@@ -50,25 +51,14 @@ SYNONYMS = {
     "benchmark": "compare",
 }
 MODULES = {  # modules of the commands other than fit, validate, test and predict
-    "compare": "app.lab.compare.command",
-    "doctor": "app.lab.doctor",
     "export": "app.use.export",
-    "plan": "app.lab.plan.command",
-    "replay": "app.lab.replay",
+    "compare": "app.lab.compare.command",
     "verify": "app.lab.verify.command",
+    "replay": "app.lab.replay",
+    "plan": "app.lab.plan.command",
+    "doctor": "app.lab.doctor",
 }
-COMMANDS = (
-    "fit",
-    "validate",
-    "test",
-    "predict",
-    "export",
-    "compare",
-    "verify",
-    "replay",
-    "plan",
-    "doctor",
-)
+COMMANDS = ("fit", "validate", "test", "predict", *MODULES)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -86,9 +76,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if "--verbose" in argv:
         argv.remove("--verbose")
         os.environ["APP_DEBUG"] = "1"  # the ranks inherit it
-    if (
-        "APP_DEBUG" not in os.environ
-    ):  # hide c10d's warnings; torch reads the level when it is imported
+    if "APP_DEBUG" not in os.environ:
+        # hide c10d's warnings; torch reads the level when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Let OpenMP's idle threads sleep after 0.15 ms instead of 20. On a machine that other programs
     # keep busy, they spend that time on a core that the awaited thread needs. libgomp reads the
@@ -109,38 +98,40 @@ def main(args: Sequence[str] | None = None) -> int:
             return 0
         return _route(argv)
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, UserError | RankError | KeyboardInterrupt) or shortage(error):
-            return _say(error)
-        text = traceback.format_exc()
-        excerpt = users_part(text)
-        if not excerpt:
-            if isinstance(error, OSError) and error.filename:
-                return _say(
-                    UserError(
-                        f"{error.filename} cannot be used ({error.strerror}): give another path"
-                    )
-                )
-            raise
-        print(text if "APP_DEBUG" in os.environ else excerpt, end="", file=sys.stderr)
-        return 1
+        return _report(error)
 
 
-def _say(error: BaseException) -> int:
-    """Print a failure's reason in one line, unless this application's agent reports it. Return the exit code."""
+def _report(error: BaseException) -> int:
+    """Print why a command failed, and return the exit code.
+
+    A user's error and a failed rank are one line, an error in the user's code is its traceback, and
+    anything else is an error of ours with the whole traceback.
+    """
+    trace = "".join(traceback.format_exception(error))
+    excerpt = users_part(trace)
+    is_known = isinstance(error, UserError | RankError | KeyboardInterrupt) or shortage(error)
+    if not is_known and not excerpt and isinstance(error, OSError) and error.filename:
+        message = f"{error.filename} cannot be used ({error.strerror}): give another path"
+        error = UserError(message)
+        is_known = True
+    if "APP_DEBUG" in os.environ and not isinstance(error, KeyboardInterrupt):
+        print(trace, end="", file=sys.stderr)
+    elif not is_known:
+        print(excerpt or trace, end="", file=sys.stderr)
     status = ExitStatus.of(error)
-    if os.environ.get("APP_DEBUG") and not isinstance(error, KeyboardInterrupt):
-        traceback.print_exc()
-    if status.status == "failed" and AGENT not in os.environ:  # our agent reports its ranks' errors
-        rank = "0"
-        if is_task_of_srun() or is_worker():
-            rank = os.environ["SLURM_PROCID" if is_task_of_srun() else "RANK"]
-        place = "" if rank == "0" else f"rank {rank}: "
+    # our agent reports its ranks' errors
+    if is_known and status.status == "failed" and AGENT not in os.environ:
+        place = ""
+        if is_task_of_srun() and os.environ["SLURM_PROCID"] != "0":
+            place = f"rank {os.environ['SLURM_PROCID']}: "
+        elif is_worker() and os.environ["RANK"] != "0":
+            place = f"rank {os.environ['RANK']}: "
         print(f"{place}error: {printable(str(status.reason))}", file=sys.stderr)
     return status.code
 
 
 def _without_trust(argv: list[str]) -> list[str]:
-    """Move `--trust MODULE` from the arguments to the environment, which ranks inherit. Return the other arguments."""
+    """Move `--trust MODULE` into the environment, which ranks inherit, and return the rest."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--trust", action="append", nargs="?", const="", default=[])
     known, rest = parser.parse_known_args(argv)
@@ -152,23 +143,28 @@ def _without_trust(argv: list[str]) -> list[str]:
 
 
 def _route(argv: list[str]) -> int:
-    if argv[0] not in COMMANDS and not argv[0].startswith("-"):
-        synonym = SYNONYMS.get(argv[0])
-        near = f": did you mean {synonym}?" if synonym else nearest(argv[0], COMMANDS)
-        raise UserError(f"{argv[0]}: there is no such command{near} ({', '.join(COMMANDS)})")
-    in_terminal = sys.stderr.isatty()
-    is_first = "torch" not in sys.modules
-    print("loading torch and Lightning …" * in_terminal, end="", file=sys.stderr, flush=True)
-    if is_first:
-        # because imports leave no garbage, and collections would take a sixth of the import time
-        gc.disable()
-    own_module = MODULES.get(argv[0])
-    module = importlib.import_module(own_module or "app.command.run")
-    if is_first:
-        if (
-            "triton" not in sys.modules
-        ):  # because triton's nanobind would report frozen objects as leaks at exit
-            gc.freeze()
-        gc.enable()
-    print("\r\033[K" * in_terminal, end="", file=sys.stderr, flush=True)
-    return module.run(argv[1:] if own_module else argv)
+    command = argv[0]
+    if command not in COMMANDS:
+        near = nearest(command, COMMANDS)
+        if command in SYNONYMS:
+            near = f": did you mean {SYNONYMS[command]}?"
+        raise UserError(f"{command}: there is no such command{near} ({', '.join(COMMANDS)})")
+    if command in MODULES:
+        return _import(MODULES[command]).run(argv[1:])
+    return _import("app.command.run").run(argv)
+
+
+def _import(module: str) -> Any:
+    """Import a command's module, with a line in the terminal while torch is loading."""
+    if "torch" in sys.modules:
+        return importlib.import_module(module)
+    if sys.stderr.isatty():
+        print("loading torch and Lightning …", end="", file=sys.stderr, flush=True)
+    gc.disable()  # imports leave no garbage, and collections would take a sixth of their time
+    imported = importlib.import_module(module)
+    if "triton" not in sys.modules:  # its nanobind would report frozen objects as leaks at exit
+        gc.freeze()
+    gc.enable()
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return imported

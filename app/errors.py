@@ -76,14 +76,15 @@ class ExitStatus:
     def of(cls, error: BaseException) -> "ExitStatus":
         """Return the status of a run that an exception ended."""
         if isinstance(error, SystemExit):
-            if isinstance(
-                error.__context__, KeyboardInterrupt
-            ):  # Lightning exits with 1 after Ctrl-C
-                return cls.stopped_by("Ctrl-C")
-            if error.code in EXIT_CODES.values():
-                return cls.stopped_by(CAUSES[error.code - 128])  # type: ignore[operator]
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            return cls(code, "failed", f"exit code {code}") if code else cls()
+            if isinstance(error.__context__, KeyboardInterrupt):
+                return cls.stopped_by("Ctrl-C")  # Lightning exits with 1 after Ctrl-C
+            for name, code in EXIT_CODES.items():
+                if error.code == code:
+                    return cls.stopped_by(name)
+            if not error.code:
+                return cls()
+            code = error.code if isinstance(error.code, int) else 1
+            return cls(code, "failed", f"exit code {code}")
         if isinstance(error, KeyboardInterrupt):
             return cls.stopped_by("Ctrl-C")
         if isinstance(error, RankError):
@@ -98,62 +99,68 @@ class ExitStatus:
 SMALLER = "--data.batch_size"
 # torch's out-of-memory messages, for an accelerator and for the host
 NO_MEMORY = (
-    r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\.(?:.*?(?P<free>[\d.]+ \w+) is free)?",
+    r"(?P<device>\w+) out of memory\. Tried to allocate (?P<size>[\d.]+ \w+)\."
+    r"(?:.*?(?P<free>[\d.]+ \w+) is free)?",
     r"(?P<device>CUDA) error: out of memory",
     r"DefaultCPUAllocator: .*?you tried to allocate (?P<size>\d+ bytes)",
 )
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Return a message with requested memory, free memory and a remedy; None if memory did not run out."""
-    matches = (re.search(pattern, str(error), re.DOTALL) for pattern in NO_MEMORY)
-    match = next(filter(None, matches), None)
-    if match is None:
+    """Return a message with memory and a remedy, or None if memory did not run out."""
+    for pattern in NO_MEMORY:
+        match = re.search(pattern, str(error), re.DOTALL)
+        if match:
+            break
+    else:
         return None
     known = match.groupdict()
-    size = f": {known['size']} were requested" if known.get("size") else ""
-    free = f", and {known['free']} are free" if known.get("free") else ""
-    notes = getattr(error, "__notes__", [])
-    smaller = f"a lower {SMALLER} with a higher --trainer.accumulate_grad_batches"
-    proposal = next((note for note in notes if note.startswith(SMALLER)), smaller)
-    other = (
-        "--trainer.precision bf16-mixed, --data.placement memory"
-        if "device" in known
-        else "--data.placement disk"
-    )
+    amounts = ""
+    if known.get("size"):
+        amounts += f": {known['size']} were requested"
+    if known.get("free"):
+        amounts += f", and {known['free']} are free"
+    proposal = f"a lower {SMALLER} with a higher --trainer.accumulate_grad_batches"
+    for note in getattr(error, "__notes__", []):
+        if note.startswith(SMALLER):
+            proposal = note
+    other = "--data.placement disk"
+    if "device" in known:
+        other = "--trainer.precision bf16-mixed, --data.placement memory"
     return (
-        f"out of memory on the {known.get('device', 'host')}{size}{free}: give {proposal}, for the "
+        f"out of memory on the {known.get('device', 'host')}{amounts}: give {proposal}, for the "
         f"same training step, or {other}, or more devices"
     )
 
 
 def shortage(error: BaseException) -> str | None:
-    """Return a message with a remedy if memory, shared memory or open files ran out; None for other errors."""
+    """Return a message with a remedy if memory or open files ran out; None for other errors."""
     text = str(error)
     # "ancdata" is in torch's error when workers send files
     if getattr(error, "errno", None) == errno.EMFILE or re.search(
         "Too many open files|items of ancdata", text
     ):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"too many open files for this shell's limit of {limit}: run `ulimit -n 4096`, then the command again"
+        return (
+            f"too many open files for this shell's limit of {limit}: run `ulimit -n 4096`, then "
+            "the command again"
+        )
     # torch's errors when loader workers find /dev/shm full
-    if re.search(
-        "signal: Bus error|out of shared memory|unable to (write to file|mmap|allocate shared memory).*torch_",
-        text,
-        re.DOTALL,
-    ):
-        return "/dev/shm is too small for the loader's workers: give --data.num_workers 0, or enlarge it"
+    full = "signal: Bus error|out of shared memory|unable to (write|mmap|allocate).*torch_"
+    if re.search(full, text, re.DOTALL):
+        return "/dev/shm is too small for loader workers: give --data.num_workers 0, or enlarge it"
     return out_of_memory(error)
 
 
 SYNONYMS = {  # flag names of other programs
-    **dict.fromkeys(("gpu", "gpus", "num_gpus", "nproc_per_node"), "--trainer.devices"),
-    **dict.fromkeys(("amp", "bf16", "fp16"), "--trainer.precision"),
-    **{
-        "learning_rate": "--model.optimizer.lr",
-        "output_dir": "--run.root",
-        "resume": "--ckpt_path",
-    },
+    "gpus": "--trainer.devices",
+    "nproc_per_node": "--trainer.devices",
+    "amp": "--trainer.precision",
+    "fp16": "--trainer.precision",
+    "bf16": "--trainer.precision",
+    "learning_rate": "--model.optimizer.lr",
+    "output_dir": "--run.root",
+    "resume": "--ckpt_path",
 }
 
 
@@ -163,26 +170,35 @@ def nearest(name: str, known: Iterable[str]) -> str:
     Flags are compared by their last part, ignoring case: `--lr` is near `--model.optimizer.lr`.
     Flags of the same section rank higher.
     """
-    if name.startswith("--"):
+    is_flag = name.startswith("--")
+    if is_flag:
         name = SYNONYMS.get(name.rpartition(".")[2].lstrip("-"), name)
     section, _, last = name.rpartition(".")
 
     def likeness(candidate: str) -> float:
-        if candidate.endswith(f".{name}"):
-            return 1.0
+        if not is_flag:
+            return 1.0 if candidate.endswith(f".{name}") else _likeness(name, candidate)
         other_section, _, word = candidate.rpartition(".")
-        elsewhere = name.startswith("--") and "." in name and other_section != section
-        a, b = (last.lstrip("-"), word.lstrip("-")) if name.startswith("--") else (name, candidate)
-        return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() - 0.15 * elsewhere
+        score = _likeness(last.lstrip("-"), word.lstrip("-"))
+        if section and section != other_section:
+            score -= 0.15
+        return score
 
     scores = {candidate: likeness(candidate) for candidate in known}
     best = max(scores.values(), default=0.0)
-    matches = sorted(candidate for candidate, score in scores.items() if score == best >= 0.6)
-    return f": did you mean {' or '.join(matches[:3])}?" if matches else ""
+    if best < 0.6:
+        return ""
+    matches = sorted(candidate for candidate in scores if scores[candidate] == best)
+    return f": did you mean {' or '.join(matches[:3])}?"
+
+
+def _likeness(name: str, other: str) -> float:
+    """Return the similarity of two names, 0 to 1, ignoring case."""
+    return difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio()
 
 
 def printable(text: str) -> str:
-    """Replace characters that would control the terminal, such as ESC, by their escape sequence in Python."""
+    """Escape characters that would control the terminal, such as ESC, as Python does."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )

@@ -1,5 +1,6 @@
 """User classes that raise an exception; each traceback has two frames of user code."""
 
+import time
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from app.modules import CIFARCNN
+from app.system.lightning_patches import signal_connector
 
 
 class Augment(torch.nn.Module):
@@ -23,6 +25,15 @@ class Model(CIFARCNN):
 
     def fail(self, batch: Any) -> Tensor:
         return torch.nn.functional.linear(batch[0], torch.zeros(3, 5))
+
+
+class Late(Model):
+    """Rank 0 fails after rank 1, when the agent stops it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        while self.global_rank == 0 and not signal_connector(self.trainer).noted:
+            time.sleep(0.01)
+        return self.fail(batch)
 
 
 class Built(CIFARCNN):

@@ -315,7 +315,7 @@ def test_flags_in_the_prose() -> None:
     """Each flag in the prose belongs to one of our commands, or to a program that a document starts."""
     from torch.distributed.run import get_args_parser
 
-    fit = capture_parser(Flags, ["fit"])._subcommands_action.choices["fit"]
+    fit = capture_parser(Flags, ["fit"])
     known = {flag.rstrip("+") for action in fit._actions for flag in action.option_strings}
     known |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
     known |= {

@@ -1,4 +1,4 @@
-"""End of a rank's process at each stage of a run: the named rank, the exit code, and the run's record."""
+"""End of a rank's process at each stage of a run: named rank, exit code and record."""
 
 import itertools
 import re
@@ -8,7 +8,7 @@ import pytest
 from harness import fork_app, on_cpu, options, record, tiny
 
 SLOW = pytest.mark.slow
-WAYS = {  # exit code, and pattern of the record's error
+ENDS = {  # exit code, and pattern of the record's error
     "SIGKILL": (1, r"rank 1 \(process \d+\) was ended by SIGKILL"),
     "_exit3": (1, r"rank 1 \(process \d+\) failed with exit code 3"),
     "exit0": (1, r"rank 1: sys\.exit\(\) in dying_code\.py:\d+ end ended the run early: .*"),
@@ -34,25 +34,25 @@ TELLING = [
     ("ddp_fork", "test end", "exit0"),
     ("ddp", "test end", "SIGKILL"),
 ]
-MAIN = ("setup", "step", "test end")  # stages at which ranks end in every way
+MAIN = ("setup", "step", "test end")  # stages with all kinds of ends
 OTHERS = [stage for stage in STAGES if stage not in MAIN]
 ALL = [
-    *itertools.product(("ddp_fork",), MAIN, WAYS),
-    *itertools.product(("ddp", "ddp_spawn"), MAIN, ("SIGKILL", "mine", "SIGTERM")),
+    *itertools.product(("ddp_fork",), MAIN, ENDS),
+    *itertools.product(("ddp", "ddp_spawn"), MAIN, ("SIGKILL", "_exit0", "mine", "SIGTERM")),
     *itertools.product(("ddp_fork", "ddp_spawn"), OTHERS, ("SIGKILL", "mine")),
 ]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "stage", "way"),
+    ("strategy", "stage", "end"),
     [*TELLING, *(pytest.param(*case, marks=SLOW) for case in ALL if case not in TELLING)],
 )
-def test_a_rank_s_end(strategy: str, stage: str, way: str, tmp_path: Path) -> None:
+def test_end_of_a_rank_ends_the_run(strategy: str, stage: str, end: str, tmp_path: Path) -> None:
     """Rank 1 ends at a stage. The other rank ends at once, too, although the timeout is long."""
     flags = [*tiny(64, 16), *options(max_epochs=2), *on_cpu(strategy), "--run.root", tmp_path]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
-    code, out = fork_app("fit", *flags, f"--trainer.callbacks.way={way}", timeout=100)
-    expected, pattern = WAYS[way]
+    code, out = fork_app("fit", *flags, f"--trainer.callbacks.way={end}", timeout=100)
+    expected, pattern = ENDS[end]
     assert code == expected, out
     saved = record(tmp_path)
     assert saved["status"] == ("failed" if code == 1 else "interrupted"), saved["error"]
@@ -61,17 +61,11 @@ def test_a_rank_s_end(strategy: str, stage: str, way: str, tmp_path: Path) -> No
         assert f"error: {saved['error']}\n" in out
 
 
-@pytest.mark.parametrize(("stage", "way"), [("step", "exit0"), ("test end", "SIGHUP")])
-def test_the_end_of_a_single_process(stage: str, way: str, tmp_path: Path) -> None:
-    flags = [
-        *tiny(64, 16, max_epochs=2),
-        "--run.root",
-        tmp_path,
-        "--trainer.callbacks+=dying_code.Ends",
-    ]
-    code, out = fork_app(
-        "fit", *flags, f"--trainer.callbacks.stage={stage}", f"--trainer.callbacks.way={way}"
-    )
-    expected, pattern = WAYS[way]
+@pytest.mark.parametrize(("stage", "end"), [("step", "exit0"), ("test end", "SIGHUP")])
+def test_end_of_a_single_process(stage: str, end: str, tmp_path: Path) -> None:
+    flags = [*tiny(64, 16, max_epochs=2), "--run.root", tmp_path]
+    flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
+    code, out = fork_app("fit", *flags, f"--trainer.callbacks.way={end}")
+    expected, pattern = ENDS[end]
     assert code == expected, out
     assert re.fullmatch(pattern.removeprefix("rank 1: "), record(tmp_path)["error"])

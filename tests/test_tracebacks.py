@@ -9,8 +9,11 @@ from harness import ROOT, App, error_of, fork_app, output_of, tiny
 SMALL = tiny(64, 16, test=False, max_epochs=1, accelerator="cpu")
 V2 = "--data.augment torchvision.transforms.v2."
 CROP = f"{V2}RandomCrop --data.augment.size 64"
-TOO_LARGE = "error: --data.augment RandomCrop: Required crop size (64, 64) is larger than input image size (32, 32)."
-INNER = "--data.augment.transforms '[{class_path: torchvision.transforms.v2.RandomCrop, init_args: {size: 64}}]'"
+TOO_LARGE = (
+    "error: --data.augment RandomCrop: Required crop size (64, 64) is larger than input image size "
+    "(32, 32)."
+)
+INNER = "{class_path: torchvision.transforms.v2.RandomCrop, init_args: {size: 64}}"
 MIX = "--data.augment.num_classes 10"
 LINEAR = "--data.augment torch.nn.Linear --data.augment.in_features 3 --data.augment.out_features 3"
 ADAM = "--model.optimizer Adam --model.optimizer.differentiable true"
@@ -21,7 +24,7 @@ OBJECTS = [
     (CROP, TOO_LARGE[7:]),
     (f"{CROP} --data.num_workers 0", TOO_LARGE[7:]),
     (
-        f"{V2}RandomApply {INNER} --data.augment.p 1",
+        f"{V2}RandomApply --data.augment.transforms '[{INNER}]' --data.augment.p 1",
         "--data.augment.transforms RandomCrop: Required crop size",
     ),
     (
@@ -38,22 +41,13 @@ OBJECTS = [
         f"{CALL}ModelSummary {SET}max_depth=-5",
         "--trainer.callbacks ModelSummary: `max_depth` can be -1, 0 or > 0",
     ),
-    (
-        f"{CALL}ModelCheckpoint {SET}save_top_k=-5",
-        "callbacks ModelCheckpoint: Invalid value for save_top_k",
-    ),
     (f"{CALL}ModelCheckpoint {SET}dirpath /proc/x", "the checkpoint cannot be written"),
     (
         f"{CALL}BackboneFinetuning",
         "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute",
     ),
-    (
-        f"{CALL}BackboneFinetuning --model user_code.TheirModel",
-        "Finetuning: 'TheirModel' object has no attribute",
-    ),
     ("--model.optimizer LBFGS", "--model.optimizer LBFGS: view size is not compatible"),
     (ADAM, "--model.optimizer Adam: a leaf Variable that requires grad"),
-    ("--trainer.profiler xla", "Requirement 'torch_xla>=1.13' not met"),
     (
         "--trainer.profiler lightning.pytorch.profilers.XLAProfiler",
         "--trainer.profiler XLAProfiler: Requirement",
@@ -62,19 +56,18 @@ OBJECTS = [
 
 
 @pytest.mark.parametrize(("flags", "message"), OBJECTS)
-def test_an_object_that_a_flag_made(flags: str, message: str, app: App) -> None:
+def test_error_names_the_flag_of_the_failing_object(flags: str, message: str, app: App) -> None:
     assert message in error_of(*app("fit", *SMALL, *shlex.split(flags)))
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "ddp_fork"])
-def test_in_each_rank(strategy: str, tmp_path: Path) -> None:
-    """Each rank raises the error, which is printed once."""
-    way = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--run.root", tmp_path]
-    message = error_of(*fork_app("fit", *SMALL, *way, *CROP.split()))
+def test_error_of_all_ranks_is_printed_once(strategy: str, tmp_path: Path) -> None:
+    flags = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--run.root", tmp_path]
+    message = error_of(*fork_app("fit", *SMALL, *flags, *CROP.split()))
     assert message.replace("rank 1: ", "") == TOO_LARGE  # the error of the rank that fails first
 
 
-def test_verbose_shows_what_the_library_did(app: App) -> None:
+def test_verbose_shows_frames_of_the_library(app: App) -> None:
     for workers in ("0", "1"):
         out = output_of(
             *app("fit", *SMALL, *CROP.split(), "--data.num_workers", workers, "--verbose"), 2
@@ -85,28 +78,24 @@ def test_verbose_shows_what_the_library_did(app: App) -> None:
 
 CODE = [
     "--data.augment raising_code.Augment",
-    "--data.augment raising_code.Augment --data.num_workers 0",
     "--model raising_code.Built",
     "--trainer.callbacks+=raising_code.Calls",
     "--model raising_code.Model",
     "--model raising_code.Model --trainer.strategy ddp_fork --trainer.devices 2",
     pytest.param(
-        "--model raising_code.Model --trainer.strategy ddp --trainer.devices 2",
+        "--model raising_code.Late --trainer.strategy ddp --trainer.devices 2",
         marks=pytest.mark.slow,
     ),
 ]
 
 
 @pytest.mark.parametrize("flags", CODE)
-def test_code_of_the_user(flags: str, tmp_path: Path) -> None:
+def test_traceback_of_user_code_is_short_and_printed_once(flags: str, tmp_path: Path) -> None:
     """The traceback is printed once, and has only the user's two frames and their caller."""
     out = output_of(*fork_app("fit", *SMALL, "--run.root", tmp_path, *flags.split()), 1)
     assert out.count("Traceback") == 1, out
     _, *frames = out.partition("Traceback")[2].split("  File ")
     assert len(frames) == 3, out
-    assert [frame.startswith(f'"{ROOT}/tests/raising_code.py", line ') for frame in frames] == [
-        False,
-        True,
-        True,
-    ]
+    users = [f'"{ROOT}/tests/raising_code.py", line ' in frame for frame in frames]
+    assert users == [False, True, True]
     assert "self.fail(" in frames[1]

@@ -11,8 +11,10 @@ from harness import QUIET, ROOT
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
-    source, installed, empty = (tmp_path / name for name in ("source", "installed", "empty"))
+def test_installed_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    installed = tmp_path / "installed"
+    empty = tmp_path / "empty"
     empty.mkdir()
     for name in ("app", "configs"):
         shutil.copytree(
@@ -20,18 +22,8 @@ def test_an_installed_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
         )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-build-isolation",
-        "--target",
-        installed,
-        source,
-    ]
-    subprocess.run(pip, check=True, capture_output=True, timeout=200)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target"]
+    subprocess.run([*pip, installed, source], check=True, capture_output=True, timeout=200)
 
     def run(*words: str) -> str:
         done = subprocess.run(
@@ -41,21 +33,10 @@ def test_an_installed_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
         return done.stdout
 
-    assert run("-c", "import app; print(app.__file__)").strip() == str(
-        installed / "app" / "__init__.py"
-    )
+    assert run("-c", "import app; print(app.__file__)").startswith(str(installed))
     run("-m", "app", "fit", "--config=configs/quickstart.yaml", "--trainer.max_steps", "4", *QUIET)
     assert (empty / "runs" / "quickstart" / "version_0" / "report.html").exists()
-    out = run(
-        "-m",
-        "app",
-        "compare",
-        "--experiment",
-        "configs/compare/fashion_scale.yaml",
-        "--dry_run",
-        "true",
-    )
+    compare = ["-m", "app", "compare", "--dry_run", "true"]
+    out = run(*compare, "--experiment", "configs/compare/fashion_scale.yaml")
     assert "configs/fashion_mlp.yaml" in out
-    assert "python -m app fit" in run(
-        "-m", "app", "compare", "--quick", "true", "--dry_run", "true"
-    )
+    assert "python -m app fit" in run(*compare, "--quick", "true")

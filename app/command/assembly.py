@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from app.command.checkpoint_file import CheckpointFiles
 from app.command.resolved import Resolved
-from app.command.run_options import Run
+from app.command.run_options import is_recorded
 from app.launch.cluster_environment import environment_of
 from app.launch.signals import Signals, StopTogether
 from app.monitor.balance import Balance
@@ -32,7 +32,36 @@ from app.training.virtual_devices import ShardedLoop
 
 def as_list(value: Any) -> list[Any]:
     """Wrap a value in a list; return a list unchanged, and an empty list for None."""
-    return value if isinstance(value, list) else [value] * (value is not None)
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def trainer_arguments(config: Namespace, resolved: Resolved, command: str) -> dict[str, Any]:
+    """Return the Trainer's arguments that differ from its flags: devices, plugins and callbacks.
+
+    Args:
+        config: The configuration with instantiated classes.
+        resolved: The resolved configuration.
+        command: The command line.
+    """
+    devices = resolved.trainer.devices
+    if devices == "auto" and resolved.devices == resolved.nodes == 1:
+        devices = 1
+    arguments = {
+        "devices": devices,
+        "num_nodes": resolved.nodes,
+        "plugins": plugins(config, resolved),
+    }
+    if config.run.global_order:
+        arguments["use_distributed_sampler"] = False
+    is_exact = resolved.virtual_devices is not None and resolved.command == "fit"
+    if is_exact and resolved.accelerator == "cuda":
+        # because nondeterministic kernels would change the bits of the results
+        arguments["deterministic"] = True
+    if is_recorded(config.trainer):
+        arguments |= callbacks(config, command)
+    return arguments
 
 
 def plugins(config: Namespace, resolved: Resolved) -> list[Any]:
@@ -43,13 +72,17 @@ def plugins(config: Namespace, resolved: Resolved) -> list[Any]:
         resolved: The resolved configuration.
     """
     chosen = as_list(config.trainer.plugins)
-    is_clustered = any(isinstance(plugin, ClusterEnvironment) for plugin in chosen)
-    environment = [] if is_clustered else [environment_of(resolved.nodes)]
-    adds_io = not (
-        any(isinstance(plugin, CheckpointIO) for plugin in chosen)
-        or resolved.options.get("checkpoint_io")
-    )
-    return [*chosen, *[CheckpointFiles()] * adds_io, *environment]
+    added: list[Any] = []
+    if not has(chosen, CheckpointIO) and not resolved.options.get("checkpoint_io"):
+        added.append(CheckpointFiles())
+    if not has(chosen, ClusterEnvironment):
+        added.append(environment_of(resolved.nodes))
+    return [*chosen, *added]
+
+
+def has(objects: list[Any], cls: type) -> bool:
+    """Return whether one of the objects is an instance of a class."""
+    return any(isinstance(each, cls) for each in objects)
 
 
 def callbacks(config: Namespace, command: str) -> dict[str, Any]:
@@ -68,22 +101,17 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
     ranks = RankTimes(timeout)
     if isinstance(trainer.logger, bool | None):
         arguments["logger"] = False  # add our loggers later, when the directory is known
-    if trainer.enable_model_summary is not False and not any(
-        isinstance(c, ModelSummary) for c in chosen
-    ):
+    if trainer.enable_model_summary is not False and not has(chosen, ModelSummary):
         arguments["enable_model_summary"] = False
         added.append(Header())
-    if trainer.enable_progress_bar is not False and not any(
-        isinstance(c, LightningBar) for c in chosen
-    ):
+    if trainer.enable_progress_bar is not False and not has(chosen, LightningBar):
         added.append(ProgressBar())
+    added += [NonFinite(run.on_nonfinite), StepClock(ranks)]
+    if run.balance:
+        added.append(Balance(ranks))
     added += [
-        NonFinite(run.on_nonfinite),
-        StepClock(ranks),
-        *[Balance(ranks)] * run.balance,
-        StopTogether(
-            timeout
-        ),  # aborts NCCL, before another callback's `on_exception` reads from the device
+        # aborts NCCL, before another callback's `on_exception` reads from the device
+        StopTogether(timeout),
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
         TestFigures(track=run.track_images),
         PredictionWriter(run.top_k),
@@ -94,16 +122,16 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
 def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
     """Drop default callbacks that Lightning would reject."""
     if trainer.enable_checkpointing is False or trainer.fast_dev_run:
-        parser.callback_keys = [
-            key for key in parser.callback_keys if not key.endswith("_checkpoint")
-        ]
+        parser.callback_keys.remove("best_checkpoint")
+        parser.callback_keys.remove("last_checkpoint")
     if trainer.barebones:
         parser.callback_keys = []
 
 
-def patch(trainer: Trainer, run: Run, is_recorded: bool) -> Trainer:
-    """Replace the Trainer's loop and, for a recorded run, its signal handlers; check what it saves."""
-    if is_recorded:
+def patch(trainer: Trainer, config: Namespace) -> None:
+    """Replace the Trainer's loop and, in a recorded run, its handling of signals and checkpoints."""
+    run = config.run
+    if is_recorded(config.trainer):
         Signals.put_into(trainer)
         lightning_patches.count_epochs(trainer)
         lightning_patches.check_saving(trainer)
@@ -116,4 +144,3 @@ def patch(trainer: Trainer, run: Run, is_recorded: bool) -> Trainer:
         StraightLoop.put_into(trainer)
     else:
         WindowLoop.put_into(trainer)
-    return trainer

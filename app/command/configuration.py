@@ -2,7 +2,9 @@
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -14,17 +16,19 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 import app.data
 import app.modules
 from app.command.arguments import Arguments, Token, tokenise
+from app.command.checkpoint_file import FLAG, read
 from app.command.checkpoints import RunCheckpoint, find_checkpoint
 from app.command.flag_rules import MADE
 from app.command.help import PAGES, HelpPage
 from app.command.parser import Parser, find_class, import_trusted_only, parameters
-from app.command.rules import check_flags
-from app.command.run_options import LimitedTrainer, Run
+from app.command.rules import check, check_flags
+from app.command.run_options import LimitedTrainer, Run, requested_checkpoint
 from app.errors import ExitStatus, UserError, one_line
+from app.launch.process import trust_flags
 from app.launch.rendezvous import Cluster
 from app.modules.networks import checkpoint_of, image_settings
 from app.monitor.loggers import RateMonitor, SaveConfig
-from app.system.patches import expects
+from app.system.torch_files import check_exists
 from app.training import register_strategies
 
 FIT_FLAGS = (
@@ -38,34 +42,24 @@ DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
 # exceptions that jsonargparse raises for odd values. `Exception` would be too wide, because
 # `capture_parser` gets its parser from an exception that must propagate
 PARSING = (
-    *(
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        NameError,
-        OSError,
-    ),
-    *(RuntimeError, SyntaxError, TypeError, ValueError),
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
 )
 
-# arguments of `Trainer.fit`, `Trainer.validate`, … that get no flag
-_ARGUMENTS = {
-    "model",
-    "datamodule",
-    "weights_only",
-    "train_dataloaders",
-    "val_dataloaders",
-    "dataloaders",
-}
-_ARGUMENTS |= {"verbose", "return_predictions"}
-SKIPPED = dict.fromkeys(("fit", "validate", "test", "predict"), _ARGUMENTS)
 
-
-@expects("lightning.pytorch.cli:LightningCLI._parse_ckpt_path")
 class Flags(LightningCLI):
     """Flags of fit, validate, test and predict, declared and parsed by LightningCLI.
+
+    The constructor parses and checks them. `app.command.run` builds model, data and Trainer.
 
     If the user chooses a class, `--model` or `--data` has no default class, because settings of the
     default class would remain: `--model FashionMLP` would train with CIFARCNN's loss and optimizer.
@@ -73,19 +67,25 @@ class Flags(LightningCLI):
     Args:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
 
+    Attributes:
+        command: `fit`, `validate`, `test` or `predict`.
+        command_line: The command as typed in a shell.
+        argv: The arguments for the ranks of this node.
+        config: The configuration with all defaults, without the checkpoint.
+        resolved: The configuration with everything derived from it.
+        checkpoint: Value of `--ckpt_path`, or None.
+
     Raises:
-        UserError: When the arguments cannot be read.
+        UserError: When the arguments cannot be read, or a run with them cannot work.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
         import_trusted_only()
+        self.command = argv[0]
+        self.command_line = shlex.join(["python", "-m", "app", *argv, *trust_flags()])
         self.arguments = read_arguments(argv)
-        self.argv = [*self.arguments.command, *self.arguments.words]
+        self.argv = [self.command, *self.arguments.words]
         self.classes = classes_of(self.arguments)
-        chosen = {section: self.arguments.chosen(section) for section in DEFAULTS}
-        self.defaults = {
-            key: {"class_path": path} for key, path in DEFAULTS.items() if chosen[key] is None
-        }
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -93,23 +93,21 @@ class Flags(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             parser_class=Parser,
+            parser_kwargs={"prog": f"python -m app {self.command}"},
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},
             seed_everything_default=42,
-            trainer_defaults={
-                "max_epochs": 50,
-                "enable_autolog_hparams": False,
-            },  # SaveConfig logs all hyperparameters
+            # SaveConfig logs all hyperparameters
+            trainer_defaults={"max_epochs": 50, "enable_autolog_hparams": False},
             auto_configure_optimizers=False,
-            args=self.argv,
+            run=False,
         )
 
-    def _parse_ckpt_path(self) -> None:
-        """Do nothing, because Lightning's method would replace the requested model's settings by the checkpoint's."""
-
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the flags of run and cluster, and the default callbacks."""
-        parser.set_defaults(self.defaults)
+        """Add the flags of run, cluster and checkpoint, and the default callbacks."""
+        for section, path in DEFAULTS.items():
+            if self.arguments.chosen(section) is None:
+                parser.set_defaults({section: {"class_path": path}})
         parser.chosen = self.classes  # type: ignore[attr-defined]
         if takes_classes_of_data(self.classes):
             parser.link_arguments(
@@ -122,6 +120,7 @@ class Flags(LightningCLI):
         parser.add_lightning_class_args(RateMonitor, "lr_monitor")
         for name in PAGES:
             parser.add_argument(f"--{name}", action=HelpPage)
+        parser.add_argument(FLAG, type=str | None)
         parser.set_defaults(
             {
                 "best_checkpoint.monitor": "val_acc",
@@ -135,28 +134,29 @@ class Flags(LightningCLI):
         )
 
     def count_classes(self, data: app.data.ImageData) -> int:
-        """Return the number of classes for the model."""
+        """Return the number of classes. For evaluation, adopt the checkpoint's classes first."""
+        if self.command != "fit" and self.checkpoint not in (None, "auto"):
+            with suppress(UserError):  # rank zero reports it later
+                file = requested_checkpoint(self.config, self.checkpoint)
+                images = read(Path(file)).get("images") or {}
+                data.adopt_classes(images.get("class_names", []))
         return data.num_classes
 
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the arguments that get no flag, by command.
-
-        List only the requested command, because Lightning builds a parser for each command listed
-        here.
-        """
-        return (
-            {self.argv[0]: SKIPPED[self.argv[0]]}
-            if self.argv and self.argv[0] in SKIPPED
-            else SKIPPED
-        )
-
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse `self.arguments` instead of `sys.argv`."""
+        """Parse the arguments, and reject combinations that cannot work."""
         self.config = _parse(parser, self.arguments)
+        self.checkpoint = self.config.ckpt_path
+        self.config.ckpt_path = None  # so that the saved config can start new runs
+        if self.checkpoint not in (None, "auto", "best", "last"):
+            check_exists(checkpoint_of(Path(self.checkpoint)), FLAG)
+        self.resolved = check(self.command, self.config)
+
+    def instantiate_classes(self) -> None:
+        """Build nothing in the constructor, because an agent starts ranks instead."""
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Read arguments and configs; by default, validate, test and predict use the config of the checkpoint's run.
+    """Read arguments and configs; evaluation uses the config of the checkpoint's run by default.
 
     Args:
         argv: The arguments of `python -m app`.
@@ -185,12 +185,10 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:
-    """Return whether the model takes `num_classes` from the data: an `ImageClassifier` with `ImageData` does."""
-    ours = {"model": app.modules.ImageClassifier, "data": app.data.ImageData}
-    return all(
-        issubclass(find_class(section, classes[section]) or object, ours[section])
-        for section in ours
-    )
+    """Return whether data sets `num_classes`: for an `ImageClassifier` with `ImageData`."""
+    model = find_class("model", classes["model"]) or object
+    data = find_class("data", classes["data"]) or object
+    return issubclass(model, app.modules.ImageClassifier) and issubclass(data, app.data.ImageData)
 
 
 def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[Token]:
@@ -199,17 +197,20 @@ def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[T
 
     def is_switch(flag: str) -> bool:
         section, _, name = flag.removeprefix("--").partition(".")
-        known = parameters(sections.get(section))
-        hint = known[name].annotation if name in known else None
+        parameter = parameters(sections.get(section)).get(name)
+        hint = getattr(parameter, "annotation", None)
         return bool in (hint, *get_args(hint)) and str not in get_args(hint)
 
-    return [
-        Token.of(t.flag, "true") if t.value is None and is_switch(t.flag) else t for t in tokens
-    ]
+    completed = []
+    for token in tokens:
+        if token.value is None and is_switch(token.flag):
+            token = Token.of(token.flag, "true")
+        completed.append(token)
+    return completed
 
 
 def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
-    """Set the data's unset normalisation, size and interpolation to those of the pretrained weights."""
+    """Set the data's unset normalisation and size to those of the pretrained weights."""
     source = arguments.chosen("model.weights")
     if source in (None, "null"):
         return
@@ -222,21 +223,13 @@ def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
 def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
     classes = classes_of(arguments)
     arguments.tokens = with_switches(arguments.tokens, classes)
-    if any(
-        token.flag == "--model.num_classes" for token in arguments.tokens
-    ) and takes_classes_of_data(classes):
+    if arguments.value("--model.num_classes") is not None and takes_classes_of_data(classes):
         raise UserError("--model.num_classes comes from the data: leave it out")
-    known = parameters(find_class("data", classes["data"]))
-    size = arguments.chosen("data.size")
-    if size is not None and "images" in known and "size" not in known:
-        raise UserError(
-            f"--data.size {size}: the images have one size: for their number, give --data.images {size}"
-        )
     try:
         arguments.check()
         arguments.spell_out_strategy()
         _follow_weights(arguments, classes)
-        return parser.parse_args([*arguments.command, *arguments.words])
+        return parser.parse_args(arguments.words)
     except SystemExit as end:
         if ExitStatus.of(end).status != "failed":  # --help and SIGTERM end here, too
             raise
@@ -250,14 +243,9 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
 
 
 @cache
-def _parser_for(command: str, model: str | None, data: str | None) -> ArgumentParser:
-    """Return a command's parser for the chosen classes; cached, because building it takes longer than parsing."""
-    chosen = [
-        f"--{section}={name}"
-        for section, name in (("model", model), ("data", data))
-        if name is not None
-    ]
-    return capture_parser(Flags, [command, *chosen])
+def _parser_for(*argv: str) -> ArgumentParser:
+    """Return the parser for a command and classes; cached, because building it takes long."""
+    return capture_parser(Flags, argv)
 
 
 def resolve(argv: Sequence[str]) -> Namespace:
@@ -271,10 +259,14 @@ def resolve(argv: Sequence[str]) -> Namespace:
     """
     arguments = read_arguments(argv)
     import_trusted_only()
-    parser = _parser_for(*arguments.command, *(arguments.chosen(section) for section in DEFAULTS))
-    config = _parse(parser, arguments)
-    check_flags(config[config.subcommand])
-    return config[config.subcommand]
+    classes = []
+    for section in DEFAULTS:
+        name = arguments.chosen(section)
+        if name is not None:
+            classes.append(f"--{section}={name}")
+    config = _parse(_parser_for(argv[0], *classes), arguments)
+    check_flags(config)
+    return config
 
 
 def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
@@ -284,13 +276,12 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
         UserError: When the command line cannot be read, or model or data reject their arguments.
     """
     parser = capture_parser(Flags, argv)
-    config = _parse(parser, read_arguments(argv))
-    built = parser.instantiate_classes(config)[config.subcommand]
+    built = parser.instantiate_classes(_parse(parser, read_arguments(argv)))
     return built.model, built.data
 
 
 def shared_settings(config: Namespace) -> dict[str, str]:
-    """Return the flags that must be equal on all nodes: all except addresses, paths and other settings of one node."""
+    """Return the flags that must be equal on all nodes: all except addresses and paths."""
     prefixes = (
         "config",
         "ckpt_path",
@@ -309,17 +300,13 @@ def shared_settings(config: Namespace) -> dict[str, str]:
         ".num_workers",
         ".placement",
     )
-    flags = {
-        name.replace(".init_args.", "."): str(value)
-        for name, value in vars(config.as_flat()).items()
-    }
-    return {
-        name: re.sub(
-            " at 0x[0-9a-f]+", "", value
-        )  # remove the memory address from a function's repr
-        for name, value in flags.items()
-        if not name.startswith(prefixes) and not name.endswith(suffixes)
-    }
+    settings = {}
+    for path, value in vars(config.as_flat()).items():
+        name = path.replace(".init_args.", ".")
+        if not name.startswith(prefixes) and not name.endswith(suffixes):
+            # without the memory address in a function's repr
+            settings[name] = re.sub(" at 0x[0-9a-f]+", "", str(value))
+    return settings
 
 
 def split_flags(
@@ -341,18 +328,23 @@ def split_flags(
     remaining: list[str] = []
     flags: list[tuple[str, str]] = []
     tokens = tokenise(argv)
-    chosen = {token.name.removeprefix("--"): token.value for token in tokens if token.value}
-    for token in with_switches(
-        tokens, {section: chosen.get(section, path) for section, path in DEFAULTS.items()}
-    ):
+    classes = dict(DEFAULTS)
+    for token in tokens:
+        section = token.name.removeprefix("--")
+        if section in classes and token.value:
+            classes[section] = token.value
+    for token in with_switches(tokens, classes):
         flag = token.flag
-        if flag.startswith("--") and ("." in flag or flag in FIT_FLAGS or flag in others):
-            if token.value is None:
-                raise UserError(f"{flag} needs a value")
-            flags.append((flag, token.value))
-            remaining += token.words[2:] if token.words[0] == flag else token.words[1:]
-        else:
+        if not flag.startswith("--") or ("." not in flag and flag not in (*FIT_FLAGS, *others)):
             remaining += token.words
+        elif token.value is None:
+            raise UserError(f"{flag} needs a value")
+        else:
+            flags.append((flag, token.value))
+            _, *following = token.words
+            if token.words[0] == flag:  # the value is a word of its own
+                following = following[1:]
+            remaining += following
     return remaining, flags
 
 
@@ -365,10 +357,14 @@ def by_name(flags: Sequence[tuple[str, str]]) -> tuple[list[str], dict[str, str]
         UserError: When `--name+=`, which appends to a list, is given twice: the dictionary could
             keep only one value.
     """
-    configs = [value for flag, value in flags if flag == "--config"]
-    others = [(flag[2:], value) for flag, value in flags if flag != "--config"]
-    names = [name for name, _ in others]
-    for name in names:
-        if name.endswith("+") and names.count(name) > 1:
+    configs: list[str] = []
+    others: dict[str, str] = {}
+    for flag, value in flags:
+        name = flag.removeprefix("--")
+        if flag == "--config":
+            configs.append(value)
+        elif name.endswith("+") and name in others:
             raise UserError(f"--{name}= is given twice: put the list into a --config")
-    return configs, dict(others)
+        else:
+            others[name] = value
+    return configs, others

@@ -25,20 +25,20 @@ def record_of(trainer: Trainer, callback: RunRecord | None) -> Record:
         return Record()
     if not isinstance(trainer.strategy.launcher, SpawnLauncher):
         return callback.record
+    folder = callback.record.run_dir or str(trainer.loggers[0].log_dir)
     try:
-        return Record.load(
-            Path(callback.record.run_dir or str(trainer.loggers[0].log_dir), "run.json")
-        )
+        return Record.load(Path(folder, "run.json"))
     except ValueError:  # no record has been written
         return Record()
 
 
 def stopped_by(trainer: Trainer, record: Record) -> str | None:
-    """Return the signal that ended the run (`Ctrl-C`, `SIGTERM`, `SIGHUP` or `SIGUSR1`), or None."""
-    spawned = (
-        isinstance(trainer.strategy.launcher, SpawnLauncher) and record.status == "interrupted"
-    )
-    return cause(trainer) or (str(record.error).removeprefix("by ") if spawned else None)
+    """Return the name of the signal that ended the run, such as `Ctrl-C` or `SIGUSR1`, or None."""
+    signal = cause(trainer)
+    is_spawned = isinstance(trainer.strategy.launcher, SpawnLauncher)
+    if signal is None and is_spawned and record.status == "interrupted":
+        signal = str(record.error).removeprefix("by ")
+    return signal
 
 
 def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> int:
@@ -50,7 +50,9 @@ def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> in
     """
     signal = stopped_by(trainer, record)
     if signal == "SIGUSR1":
-        signal = None if requeue() else "SIGTERM"
+        if requeue():
+            return 0
+        signal = "SIGTERM"
     # our agent needs only one nonzero exit code per node, and srun only one per run
     reports = {OWN_AGENT: trainer.local_rank == 0, "srun": trainer.is_global_zero}
     if signal is None or (launcher is not None and not reports.get(launcher.by, True)):
@@ -62,14 +64,16 @@ def exit_code(trainer: Trainer, record: Record, launcher: Launched | None) -> in
 
 def can(stage: str, model: LightningModule, data: LightningDataModule) -> bool:
     """Return whether model and data define a stage: `test`, `validate` or `predict`."""
-    name = "val" if stage == "validate" else stage
+    name = stage
+    step = f"{stage}_step"
+    if stage == "validate":
+        name = "val"
+        step = "validation_step"
     if isinstance(data, ImageData):
         has_images = name in data.source.splits or (name == "val" and data.val_size > 0)
     else:
         has_images = is_overridden(f"{name}_dataloader", data)
-    return has_images and is_overridden(
-        "validation_step" if name == "val" else f"{name}_step", model
-    )
+    return has_images and is_overridden(step, model)
 
 
 def end_early(directory: str, end: ExitStatus) -> None:
@@ -79,7 +83,7 @@ def end_early(directory: str, end: ExitStatus) -> None:
 
 
 def write_report(directory: str, record: Record | None = None) -> None:
-    """Write a run's report. The import is local, because matplotlib takes a fifth of all import time."""
+    """Write a run's report. Matplotlib, a fifth of all import time, is imported only now."""
     from app.monitor.report import leave_report
 
     leave_report(directory, record)
@@ -109,7 +113,8 @@ def close(
     for tracker in trackers(trainer.loggers):
         tracker.finish()
     if record.run_dir and (record.status == "completed" or record.train_s is not None):
-        is_tested = record.tested or record.test
-        stages = ("predict", "test", "validate") if is_tested else ("test", "validate", "predict")
+        stages = ["test", "validate", "predict"]
+        if record.tested or record.test:
+            stages = ["predict", *stages]
         following = next((stage for stage in stages if can(stage, model, data)), None)
         print("\n".join(["", *report(record, trainer.loggers, fitted, following)]))

@@ -3,18 +3,26 @@
 import argparse
 import functools
 import inspect
-import pkgutil
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
+from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, _paths, _typehints, set_loader, set_parsing_settings
+from jsonargparse import (
+    ArgumentParser,
+    Namespace,
+    _paths,
+    _typehints,
+    set_loader,
+    set_parsing_settings,
+)
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
@@ -23,7 +31,7 @@ from torchvision.transforms import v2
 from app.command.arguments import load_yaml, read_text, subclasses
 from app.command.help import page
 from app.command.messages import rejection
-from app.errors import ExitStatus, UserError
+from app.errors import ExitStatus, UserError, nearest
 from app.modules import ImageClassifier
 from app.modules.networks import names_of_torchvision
 from app.modules.recipe import Recipe
@@ -41,10 +49,10 @@ BASES: dict[str, type] = {  # base of the classes that a flag accepts, by the fl
     "augment": v2.Transform,
     "callbacks": Callback,
 }
-HOOKS = (
-    "app.training.comm_hooks",
-    "torch.distributed.algorithms.ddp_comm_hooks",
-)  # modules, for such parameters
+# modules whose functions such a parameter takes, too
+HOOKS = ("app.training.comm_hooks", "torch.distributed.algorithms.ddp_comm_hooks")
+# keys of a value that stands for an object of a class
+SPEC = {"class_path", "init_args", "dict_kwargs", "__path__", "__subclasses_disabled__"}
 
 
 def bases_of(hint: Any) -> tuple[type, ...]:
@@ -52,16 +60,27 @@ def bases_of(hint: Any) -> tuple[type, ...]:
     origin = get_origin(hint) or hint
     arguments = get_args(hint)
     if origin in (Union, UnionType):
-        members = [bases_of(member) for member in arguments if member is not NoneType]
-        return () if () in members else sum(members, ())
+        bases: tuple[type, ...] = ()
+        for member in arguments:
+            if member is not NoneType:
+                known = bases_of(member)
+                if not known:
+                    return ()
+                bases += known
+        return bases
     if origin in (Callable, type):
         return bases_of(arguments[-1]) if arguments else ()
-    is_open = (
-        not isinstance(origin, type)
-        or origin in (Any, object)
-        or getattr(origin, "_is_protocol", False)
-    )
-    return () if is_open else (origin,)
+    is_protocol = getattr(origin, "_is_protocol", False)
+    if not isinstance(origin, type) or origin in (Any, object) or is_protocol:
+        return ()
+    return (origin,)
+
+
+def takes_functions(hint: Any) -> bool:
+    """Return whether a type is a callable, or a union with one."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(map(takes_functions, get_args(hint)))
+    return Callable in (hint, get_origin(hint))
 
 
 def refuse_code(path: str, value: Any, hint: Any) -> None:
@@ -77,28 +96,28 @@ def refuse_code(path: str, value: Any, hint: Any) -> None:
             the type is a class.
     """
     bases = bases_of(hint)
-    is_kind = isinstance(value, type) or _typehints.is_callable_type(hint)
-    if is_kind and (
-        may_run(value, bases or OPEN) or (not bases and is_within(module_of(value), HOOKS))
-    ):
+    is_hook = not bases and is_within(module_of(value), HOOKS)
+    is_allowed = is_hook or may_run(value, bases or OPEN)
+    if is_allowed and (isinstance(value, type) or takes_functions(hint)):
         return
     if bases and bases[0].__module__ != "builtins":
         raise ValueError(f"Expected '{path}' to be a subclass of {bases[0]}.")
     raise ValueError(f"Refused '{path}'.")
 
 
-_NAMES = (
-    "adapt_typehints",
-    "import_object",
-    "is_callable_type",
-    "is_subclass_spec",
-    "accepts_any_value",
-    "instantiate_subclass_spec_in_any",
-    "ActionTypeHint._check_type",
+def is_spec(value: Any) -> bool:
+    """Return whether a value stands for an object: it names a class, and may give its arguments."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    return isinstance(value, dict) and "class_path" in value and SPEC.issuperset(value)
+
+
+_in_any = True  # whether a class in a value of type `Any` is created
+
+
+@expects(
+    "jsonargparse:_typehints.adapt_typehints", "jsonargparse:_typehints.ActionTypeHint._check_type"
 )
-
-
-@expects(*(f"jsonargparse:_typehints.{name}" for name in _NAMES))
 def guard_types() -> None:
     """Make jsonargparse check each class and function that a value names before calling it.
 
@@ -108,18 +127,20 @@ def guard_types() -> None:
     """
     adapt = _typehints.adapt_typehints
     check_type = _typehints.ActionTypeHint._check_type
-    defaults = [
-        None
-    ]  # default values of the parameters that are being converted, the innermost last
+    # default values of the parameters that are being converted, the innermost last
+    defaults: list[Any] = [None]
 
     def check(value: Any, hint: Any, given: Any = None) -> None:
-        if isinstance(value, dict | list) and not bases_of(
-            hint
-        ):  # jsonargparse creates the classes in it, too
-            for member in value.values() if isinstance(value, dict) else value:
+        if not bases_of(hint):  # jsonargparse creates the classes in it, too
+            members: Iterable[Any] = ()
+            if isinstance(value, dict):
+                members = value.values()
+            elif isinstance(value, list):
+                members = value
+            for member in members:
                 check(member, hint)
-        if _typehints.is_subclass_spec(value) and hint is not NoneType:
-            refuse_code(value["class_path"], _typehints.import_object(value["class_path"]), hint)
+        if is_spec(value) and hint is not NoneType:
+            refuse_code(value["class_path"], resolve_name(value["class_path"]), hint)
         elif isinstance(given, str) and callable(value):
             is_default = isinstance(defaults[-1], str) and given == defaults[-1]
             if not is_default:
@@ -132,9 +153,7 @@ def guard_types() -> None:
         instantiate_classes: bool = False,
         **more: Any,
     ) -> Any:
-        creates = (
-            not _typehints.accepts_any_value(hint) or _typehints.instantiate_subclass_spec_in_any()
-        )
+        creates = _in_any or hint not in (Any, object)
         if creates and instantiate_classes:
             check(value, hint)
         converted = adapt(value, hint, serialize, instantiate_classes, **more)
@@ -156,7 +175,9 @@ def guard_types() -> None:
 
 
 def create_in_any(value: bool) -> None:
-    """Set whether a class in a value of type `Any` is created. In an experiment file, it is a value of a flag."""
+    """Set whether a class in a value of type `Any` is created; in an experiment, it is not."""
+    global _in_any
+    _in_any = value
     set_parsing_settings(
         validate_subclass_spec_in_any=value, instantiate_subclass_spec_in_any=value
     )
@@ -172,7 +193,7 @@ def _read_text(path: Any) -> str:
 
 @expects("jsonargparse:_paths.Path.read_text")
 def import_trusted_only() -> None:
-    """Make jsonargparse read files and YAML as this application does, and reject code that is not trusted."""
+    """Make jsonargparse read files and YAML as this application does, and reject untrusted code."""
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
     _paths.Path.read_text = _read_text  # type: ignore[method-assign, assignment]
     # Lightning's Timer has an enum as the default value of a string
@@ -188,7 +209,7 @@ class PlainParser(ArgumentParser):
     """jsonargparse's parser with one-line errors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
+        super().__init__(*args, exit_on_error=False, allow_abbrev=False, **kwargs)
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the arguments. A boolean flag needs no value: `--flag` means `--flag true`."""
@@ -202,16 +223,16 @@ class PlainParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise a UserError with jsonargparse's message in one line."""
-        flags = [
-            flag
-            for action in self._actions
-            for flag in action.option_strings
-            if flag.startswith("--")
-        ]
-        raise UserError(rejection(message, flags)) from ex
+        raise UserError(rejection(message, flags_of(self))) from ex
 
 
 @expects("argparse:ArgumentParser._actions")
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Return a parser's flags, with their dashes."""
+    names = itertools.chain.from_iterable(action.option_strings for action in parser._actions)
+    return [name for name in names if name.startswith("--")]
+
+
 class Parser(LightningArgumentParser):
     """Lightning's parser with one-line errors and a short help page."""
 
@@ -222,51 +243,47 @@ class Parser(LightningArgumentParser):
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Format the help page, with the settings of the chosen model and data."""
+        if not self.chosen:  # a nested parser of jsonargparse's
+            return super().format_help(*args, **kwargs)
         settings = LightningArgumentParser(usage=argparse.SUPPRESS, description="", add_help=False)
         for section, name in self.chosen.items():
             cls = find_class(section, name)
             if cls is not None:
                 settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
-        if not self.chosen:
-            return super().format_help(*args, **kwargs)
         return page(self.prog, settings._actions + self._actions, self.chosen, self.page)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise a UserError with jsonargparse's message in one line."""
-        flags = [f"--model.optimizer.{name}" for name in parameters(torch.optim.SGD)]
-        commands = [
-            c
-            for action in self._actions
-            if isinstance(action.choices, dict)
-            for c in action.choices.values()
-        ]
-        actions = [action for parser in (self, *commands) for action in parser._actions]
-        flags += [
-            flag for action in actions for flag in action.option_strings if flag.startswith("--")
-        ]
-        classes = {flag: subclasses(base) for flag, base in BASES.items()}
-        for group in ("model", "data"):
-            flags += [f"--{group}.{name}" for cls in classes[group] for name in parameters(cls)]
-        flags += [
-            f"--trainer.strategy.{name}"
-            for cls in (DDP, *subclasses(DDP))
-            for name in parameters(cls)
-        ]
-        files = {
-            path.stem: path.read_text(errors="ignore")
-            for path in Path().glob("*.py")
-            if path.is_file()
-        }
-        here = [
-            f"{name}.{cls}"
-            for name, text in files.items()
-            for cls in re.findall(r"(?m)^class (\w+)", text)
-        ]
-        names = {
-            flag: [*here, *(cls.__name__ for cls in members)] for flag, members in classes.items()
-        }
+        flags = flags_of(self)
+        names = {}
+        here = _classes_here()
+        for flag, base in BASES.items():
+            classes = subclasses(base)
+            names[flag] = here + [cls.__name__ for cls in classes]
+            if flag in ("model", "data"):
+                for cls in classes:
+                    flags += [f"--{flag}.{name}" for name in parameters(cls)]
         names["model"] += names_of_torchvision()
+        flags += [f"--model.optimizer.{name}" for name in parameters(torch.optim.SGD)]
+        for cls in (DDP, *subclasses(DDP)):
+            flags += [f"--trainer.strategy.{name}" for name in parameters(cls)]
+        unknown = re.match(r"(?:Group '(.+)' does not accept o|O)ption '([^']+)'", message)
+        if unknown and self.chosen:
+            name = ".".join(filter(None, unknown.groups()))
+            near = nearest(f"--{name}", flags)
+            command = self.prog.split()[-1]
+            raise UserError(f"{name} in the config: {command} has no such setting{near}") from ex
         raise UserError(rejection(message, flags, names)) from ex
+
+
+def _classes_here() -> list[str]:
+    """Return the import paths of the classes in the current folder's modules."""
+    classes = []
+    for path in Path().glob("*.py"):
+        if path.is_file():
+            text = path.read_text(errors="ignore")
+            classes += [f"{path.stem}.{name}" for name in re.findall(r"(?m)^class (\w+)", text)]
+    return classes
 
 
 def find_class(section: str, name: str) -> type | None:
@@ -275,7 +292,7 @@ def find_class(section: str, name: str) -> type | None:
     if name in imported or name.partition(".")[0] not in trusted_modules():
         return imported.get(name)
     try:
-        cls = pkgutil.resolve_name(name)
+        cls = resolve_name(name)
     except Exception:  # raised by the user's module; parsing reports it
         return None
     except SystemExit as end:
@@ -287,16 +304,15 @@ def find_class(section: str, name: str) -> type | None:
 
 @functools.cache
 def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
-    """Return the `__init__` parameters of a class and its bases. For an `ImageClassifier`, add those of `Recipe`."""
+    """Return the parameters of a class and its bases; `Recipe`'s, too, for an `ImageClassifier`."""
     merged: dict[str, inspect.Parameter] = {}
-    recipe = [Recipe] if cls and issubclass(cls, ImageClassifier) else []
-    for base in (*recipe, *reversed(cls.__mro__ if cls else ())):
-        with suppress(
-            KeyError, NameError, TypeError
-        ):  # a base may lack `__init__`; annotations may not resolve
+    bases = list(getattr(cls, "__mro__", ()))
+    if ImageClassifier in bases:
+        bases.append(Recipe)
+    for base in reversed(bases):
+        # a base may lack `__init__`; annotations may not resolve
+        with suppress(KeyError, NameError, TypeError):
             merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
-    return {
-        name: parameter
-        for name, parameter in merged.items()
-        if name not in ("self", "args", "kwargs", "params")
-    }
+    for name in ("self", "args", "kwargs", "params"):
+        merged.pop(name, None)
+    return merged

@@ -151,7 +151,10 @@ def launch(
             if signal_name:
                 return end_by(signal_name)
             error = explain(rank, failure)
-            if type(error) is RankError and failure.local_rank:
+            # local rank 0 prints its traceback itself, also when it fails while the agent stops it
+            printed = [message_of(json.loads(file.read_text())) for file in files("0/error.json")]
+            is_printed = message_of(failure.error_file_data) in printed
+            if type(error) is RankError and failure.local_rank and not is_printed:
                 # stdout.log after stderr.log
                 for log in reversed(files(f"{failure.local_rank}/*.log")):
                     for line in log.read_text(errors="replace").splitlines()[-TAIL:]:

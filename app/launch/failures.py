@@ -1,28 +1,40 @@
-"""Root cause of a failed run: the rank whose failure caused the other failures, and one-line messages for the user."""
+"""Root cause of a failed run, and one-line messages for the user."""
 
 import re
 import signal
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from app.errors import CAUSES, RankError, RankLostError, RankSilentError, UserError, shortage
+from app.errors import (
+    CAUSES,
+    RankError,
+    RankLostError,
+    RankSilentError,
+    UserError,
+    one_line,
+    shortage,
+)
 from app.launch import watchdog
 from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
-from app.system.tracebacks import blamed
+from app.system.tracebacks import blamed, users_part
 
 # patterns of messages with which gloo, NCCL and TCPStore report a lost rank and a timeout
 GONE = re.compile(
-    "(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process|was aborted"
+    "(closed|reset) by (remote )?peer|Broken pipe|(likely|remotely) closed|remote process"
+    "|was aborted"
 )
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
 ANOTHER = "another rank"
+# exceptions with which libraries reject a setting
+SETTING = (MisconfigurationException, ValueError, TypeError, ImportError)
 _has_left = False  # whether `leave_nccl` has aborted the process group
 _nodes: dict[str, int] = {}  # node numbers of the other nodes, by address
 
@@ -36,19 +48,14 @@ def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
         nodes: Number and addresses of each rank's node.
         this_node: Number of this node.
     """
-    all_addresses = {address for _, addresses in nodes for address in addresses}
-    owners = {
-        address: {node for node, addresses in nodes if address in addresses}
-        for address in all_addresses
-    }
+    owners: dict[str, set[int]] = {}
+    for node, addresses in nodes:
+        for address in addresses:
+            owners.setdefault(address, set()).add(node)
     _nodes.clear()
-    _nodes.update(
-        {
-            address: min(has)
-            for address, has in owners.items()
-            if len(has) == 1 and this_node not in has
-        }
-    )
+    for address, numbers in owners.items():
+        if len(numbers) == 1 and this_node not in numbers:
+            _nodes[address] = min(numbers)
 
 
 def node_of(text: str) -> str | None:
@@ -71,11 +78,16 @@ def lost(text: str) -> RankError | None:
 
 
 def who_hangs() -> str:
-    """Name the ranks that hang, by the watchdogs' stacks. If no stacks can be read, name the possible causes."""
+    """Name the ranks that hang, by the watchdogs' stacks, or else the possible causes."""
     unknown = "it hangs, or the link to it is cut"
-    if watchdog.heartbeat is None or not (places := watchdog.where(watchdog.heartbeat.folder)):
+    if watchdog.heartbeat is None:
         return unknown
-    return f"{places if ' is in ' in places else f'{unknown}; {places}'} (stacks: {watchdog.heartbeat.folder})"
+    places = watchdog.where(watchdog.heartbeat.folder)
+    if not places:
+        return unknown
+    if " is in " not in places:
+        places = f"{unknown}; {places}"
+    return f"{places} (stacks: {watchdog.heartbeat.folder})"
 
 
 def leave_nccl() -> None:
@@ -90,12 +102,22 @@ def leave_nccl() -> None:
         abort_process_group()
 
 
-def explained(error: BaseException) -> BaseException:
-    """Replace a run's exception by one with a one-line message for the user, if its cause is known.
+def explained(
+    error: BaseException, flags: Iterable[tuple[str, Any]] | None = None
+) -> BaseException:
+    """Replace an exception by one with a one-line message for the user, if its cause is known.
 
-    A communication error and `sys.exit(0)` become a RankError. An out-of-memory error, an exception
-    in an object that a flag created, and a known complaint of Lightning become a UserError. Any
-    other exception is returned unchanged.
+    `ExitStatus.of` maps the result to exit code and line. A communication error and `sys.exit(0)`
+    become a RankError. An out-of-memory error, an exception in an object that a flag created, and
+    a known complaint of Lightning become a UserError.
+
+    Args:
+        error: The exception.
+        flags: Flags and values, while model, data and Trainer are built. There, any exception that
+            has not passed through the user's code is about a setting, and becomes a UserError.
+
+    Returns:
+        The replacement, or the exception itself.
     """
     if isinstance(error, SystemExit) and not error.code:
         place = traceback.extract_tb(error.__traceback__)[-1]
@@ -105,25 +127,52 @@ def explained(error: BaseException) -> BaseException:
         )
     has_group = _has_left or distributed.is_initialized()
     communicates = type(error) is RuntimeError or isinstance(error, distributed.DistError)
-    is_communication = (has_group and communicates) or isinstance(
-        error, distributed.DistBackendError
-    )
-    if is_communication and (rank_error := lost(str(error))):
-        return rank_error
+    if (has_group and communicates) or isinstance(error, distributed.DistBackendError):
+        rank_error = lost(str(error))
+        if rank_error:
+            return rank_error
     if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
         return error
     message = shortage(error)
     if message:
         return UserError(message)
-    return blamed(error, complaint(error)) or error
+    if flags is None:
+        return blamed(error, complaint(error)) or error
+    if users_part("".join(traceback.format_exception(error))):
+        return blamed(error) or error
+    return _setting_error(error, flags)
+
+
+def _setting_error(error: Exception, flags: Iterable[tuple[str, Any]]) -> UserError:
+    """Return a UserError that names the setting which made a library raise an exception.
+
+    It is the flag that created the failing object or, if unknown, the first flag whose name and
+    value the message contains.
+    """
+    while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename:
+        wrapped = error.__cause__ or error.__context__
+        if not isinstance(wrapped, Exception):
+            break
+        error = wrapped
+    known = error if isinstance(error, UserError) else blamed(error)
+    if known:
+        return known
+    text = one_line(str(error))
+    if not isinstance(error, SETTING):
+        text = f"{type(error).__name__}: {text} (--verbose shows where)"
+    words = set(re.findall(r"-?\w+", text))
+    for flag, value in flags:
+        if value is not None and {flag.rpartition(".")[2], str(value)} <= words:
+            return UserError(f"--{flag} {value}: {text}")
+    return UserError(text)
 
 
 @contextmanager
-def explaining_errors(in_run: bool = True) -> Iterator[None]:
-    """Translate the block's exceptions with `explained`, and abort an NCCL process group after an error.
+def explaining_errors(flags: Iterable[tuple[str, Any]] | None = None) -> Iterator[None]:
+    """Translate the block's exceptions with `explained`, and leave NCCL after an error.
 
     Args:
-        in_run: Whether a run is in the block; elsewhere, `--help` raises SystemExit.
+        flags: As for `explained`.
 
     Raises:
         RankError: When another rank is lost or silent.
@@ -133,7 +182,7 @@ def explaining_errors(in_run: bool = True) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        translated = explained(error) if in_run or not isinstance(error, SystemExit) else error
+        translated = explained(error, flags)
         leave_nccl()
         if translated is not error:
             raise translated from error
@@ -173,10 +222,11 @@ def root_cause(
             is_killed,
         )
 
-    first = next(iter(failures))
-    # the launcher stops the other ranks only after the first failure, so another process has
-    # stopped the first rank
-    cause = first if stopped(failures[first]) else min(failures, key=order)
+    cause = next(iter(failures))
+    # if the first rank was stopped, another process has done it: the launcher stops ranks only
+    # after the first failure
+    if not stopped(failures[cause]):
+        cause = min(failures, key=order)
     return cause, failures[cause]
 
 
@@ -188,8 +238,10 @@ def stopped(failure: ProcessFailure) -> str | None:
     """
     if message_of(failure.error_file_data):
         return None
-    code = failure.exitcode  # negative if a signal killed the process
-    return CAUSES.get(code - 128 if code > 0 else -code)
+    code = failure.exitcode
+    if code < 0:  # a signal killed the process
+        return CAUSES.get(-code)
+    return CAUSES.get(code - 128)
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
@@ -215,7 +267,7 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
 
 
 def message_of(error_file: Mapping[str, Any]) -> str:
-    """Return exception name and text from a rank's error file, or an empty string for a killed rank."""
+    """Return exception name and text from a rank's error file; empty for a killed rank."""
     message = error_file.get("message")
     return str(message.get("message", "")) if isinstance(message, dict) else ""
 

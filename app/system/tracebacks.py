@@ -28,27 +28,31 @@ def _is_users(file: str) -> bool:
 
 
 def users_part(text: str) -> str | None:
-    """Shorten tracebacks to the user's frames and the frame that calls them; return None if there are no user frames.
+    """Shorten tracebacks to the user's frames and their caller; None if there are no user frames.
 
     The text may contain several tracebacks: a chain of exceptions, or another process's traceback.
     Tracebacks without user frames are omitted.
     """
-    cut = ""
-    for block in BEGIN.split(text):
-        kept = [_is_users(file) for file in FRAME.findall(block)]
-        if any(kept):
-            kept[max(kept.index(True) - 1, 0)] = True
-            frames = iter(kept)
-            cut += (
-                HEAD
-                + FRAME.sub(lambda frame, frames=frames: frame[0] * next(frames), block).strip("\n")
-                + "\n"
-            )
-    return cut or None
+    return "".join(map(_cut, BEGIN.split(text))) or None
+
+
+def _cut(block: str) -> str:
+    """Shorten one traceback; return an empty string if it has no user frame."""
+    is_kept = [_is_users(file) for file in FRAME.findall(block)]
+    if True not in is_kept:
+        return ""
+    caller = max(is_kept.index(True) - 1, 0)
+    is_kept[caller] = True
+    frames = iter(is_kept)
+
+    def keep(frame: re.Match[str]) -> str:
+        return frame[0] if next(frames) else ""
+
+    return HEAD + FRAME.sub(keep, block).strip("\n") + "\n"
 
 
 def maker(error: BaseException) -> str | None:
-    """Return the flag and class of the object that raised an error, such as `--data.augment RandomCrop`, or None."""
+    """Return flag and class of the object that raised, such as `--data.augment RandomCrop`."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
         cls = type(frame.f_locals.get("self"))
@@ -60,7 +64,7 @@ def maker(error: BaseException) -> str | None:
 
 
 def blamed(error: Exception, message: str | None = None) -> UserError | None:
-    """Return a UserError that names the error's `maker`, or None if both maker and message are missing.
+    """Return a UserError that names the error's `maker`; None if maker and message are missing.
 
     Args:
         error: The exception.
@@ -68,8 +72,12 @@ def blamed(error: Exception, message: str | None = None) -> UserError | None:
             returned unchanged.
     """
     flag = maker(error)
-    if flag is None:
-        return UserError(message) if message else None
-    text = one_line(str(error))
-    message = message or (text if " " in text else f"{type(error).__name__}: {text}")
-    return UserError(message if message.startswith("--") else f"{flag}: {message}")
+    if message is None and flag is None:
+        return None
+    if message is None:
+        message = one_line(str(error))
+        if " " not in message:
+            message = f"{type(error).__name__}: {message}"
+    if flag is not None and not message.startswith("--"):
+        message = f"{flag}: {message}"
+    return UserError(message)
