@@ -17,14 +17,13 @@ from app.system.files import inert, write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
 
 LINEAR_RULE = (
-    "The global batch and the learning rate grow with the number of replicas (linear rule), so that losses differ."
+    "The global batch and the learning rate grow with the number of replicas (linear rule), so that "
+    "losses differ."
 )
 SAME_BATCH = (
     "The global batch is the same unless a variant sets it, so that losses differ only by rounding."
 )
-SMALL_FORM = (
-    " **Here it is the small form of the experiment**, whose seconds are not comparable."
-)
+SMALL_FORM = " **Here it is the small form of the experiment**, whose seconds are not comparable."
 
 
 def write_report(
