@@ -305,7 +305,7 @@ def test_fit_is_a_function(tmp_path: Path) -> None:
         package.fit,
         {"data": "Synthetic", "images": 60, "batch_size": 20, "root": str(tmp_path), "name": "x"},
     )
-    with pytest.raises(UserError, match=r"'run.balance': true"):
+    with pytest.raises(UserError, match=r"'run.balance': …"):
         fit(**flags, balance=True)
     with pytest.raises(UserError, match=r"did you mean --trainer.max_epochs"):
         fit(**flags, max_epoch=1)

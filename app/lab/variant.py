@@ -1,6 +1,5 @@
 """Variant of a training: flags of `fit`, their resolved configuration, and the commands that run it here."""
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from jsonargparse import Namespace
 from app.command.configuration import resolve
 from app.command.resolved import Resolved
 from app.errors import UserError
-from app.lab.runs import on_nodes
+from app.lab.runs import on_nodes, typed
 from app.system.machine import usable_cores
 
 # flags that `compare` and `verify` set themselves
@@ -118,11 +117,6 @@ def inherited() -> dict[str, str]:
     """Return the environment variables of this process that affect a run."""
     names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     return {name: os.environ[name] for name in names if name in os.environ}
-
-
-def typed(value: Any) -> str:
-    """Format a value for a command line."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _lacking(variant: Variant) -> str | None:

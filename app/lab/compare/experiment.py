@@ -8,7 +8,8 @@ from typing import Any
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
 from app.errors import UserError, nearest
-from app.lab.variant import RESERVED, Variant, typed
+from app.lab.runs import typed
+from app.lab.variant import RESERVED, Variant
 
 Seconds = restricted_number_type("Seconds", float, [(">=", 1), ("<", math.inf)])
 
