@@ -18,11 +18,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from app.system.machine import time_when_done
 
-NOBODY = (
-    "192.0.2.1",
-    9,
-)  # an address for documentation, which no machine has: https://www.rfc-editor.org/rfc/rfc5737
-SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
+# an address for documentation, which no machine has: https://www.rfc-editor.org/rfc/rfc5737
+NOBODY = ("192.0.2.1", 9)
+SIZES = [4**exponent for exponent in range(5, 13)]  # 1 KiB to 16 MiB
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
         ranks: Number of ranks of the measurement.
     """
     steps = 2 * (ranks - 1)
-    offset, slope = fit_line([size for size, _ in measured], [seconds for _, seconds in measured])
+    offset, slope = fit_line(*zip(*measured, strict=True))
     return Link(bandwidth=steps / ranks / max(slope, 1e-15), latency=offset / steps)
 
 
@@ -110,13 +108,15 @@ def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
 
 
 def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
+    backend = "gloo"
     torch.set_num_threads(1)
     use_loopback()
     if cuda:
+        device = torch.device("cuda", rank)
+        backend = "nccl"
         torch.cuda.set_device(device)
-    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    distributed.init_process_group(backend, url, rank=rank, world_size=2, device_id=device_id)
+    distributed.init_process_group(backend, url, rank=rank, world_size=2)
     measured = []
     for size in SIZES:
         buffer = torch.zeros(size // 4, device=device)
@@ -134,13 +134,11 @@ def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
 
 def own_addresses() -> list[str]:
     """Return this machine's IP addresses, loopback addresses last."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    addresses = {
-        a.address
-        for entries in psutil.net_if_addrs().values()
-        for a in entries
-        if a.family in families
-    }
+    addresses = set()
+    for entries in psutil.net_if_addrs().values():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                addresses.add(entry.address)
     return sorted(
         addresses,
         key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address),
@@ -178,14 +176,13 @@ def use_interface_to(address: str) -> None:
         family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         source = _own_address_towards(target, family)
         if source == "127.0.0.1" and not address.startswith(("127.", "localhost")):
-            source = _own_address_towards(
-                NOBODY
-            )  # the host's own name often resolves to the loopback
+            # the host's own name often resolves to the loopback
+            source = _own_address_towards(NOBODY)
     except OSError:
         return
     if source in ("127.0.0.1", "::1"):
         use_loopback()
     for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == source for entry in entries) and name != "lo":
+        if name != "lo" and source in [entry.address for entry in entries]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # `=`: exact name, not a prefix

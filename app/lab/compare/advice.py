@@ -149,10 +149,6 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
             "The global batches of the variants differ, and so does the number of steps per epoch: "
             "compare losses, too."
         )
-    for name, slow in rows["slow_rank"].dropna().items():
-        sentences.append(
-            f"**{plain(name)}: {plain(slow)}**, in each of its runs: the others wait for it in every step."
-        )
     best = rows.loc[result.recommended]
     return [*sentences, *_of_one_processor(rows, baseline, cores), *_limit(best, cores)]
 

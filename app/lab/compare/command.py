@@ -4,7 +4,6 @@ Each run is a `python -m app fit …`. Every setting of the experiment file is a
 fit, such as --data.root or --trainer.precision, are added to every variant.
 """
 
-import os
 import shlex
 import time
 from dataclasses import asdict, dataclass
@@ -30,7 +29,7 @@ from app.lab.variant import Variant, inherited
 from app.monitor.loggers import make_loggers, next_version, trackers, tracking_mode
 from app.record.words import duration
 from app.system.files import read_json, write_json
-from app.system.machine import busy, driver, hardware, usable_cores, versions
+from app.system.machine import driver, hardware, usable_cores, versions
 from app.system.terminal import make_console
 
 DEFAULT = "configs/compare/this_machine.yaml"
@@ -88,7 +87,6 @@ def run(arguments: list[str]) -> int:
     write_json(folder / "experiment.json", asdict(experiment) | fingerprint)
     head = {
         "command": str(CommandLine(["compare", *arguments])),
-        "load": os.getloadavg()[0],
         "usable_cores": usable_cores(),
         "hardware": hardware(),
         "driver": driver(),
@@ -100,9 +98,6 @@ def run(arguments: list[str]) -> int:
     done = sum(len(outcome.records) for outcome in runner.outcomes)
     if done:
         console.print(f"{done} runs are done already; --fresh starts over")
-    warning = busy()
-    if warning:
-        console.print(f"warning: {warning}")
     try:
         _follow(runner, console)
     finally:

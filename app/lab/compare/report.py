@@ -11,7 +11,7 @@ import pandas as pd
 from app.lab.compare.advice import Verdict, advice, busy, excluded, load_explains, ranks, verdict
 from app.lab.compare.experiment import Experiment
 from app.lab.compare.figures import Picture, pictures
-from app.lab.compare.results import COLUMNS, Column, rate, tabulate
+from app.lab.compare.results import rate, tabulate
 from app.lab.compare.runner import Outcome
 from app.system.files import inert, write_json, write_text
 from app.system.page import Section, code, draw, page, plain, png, table
@@ -38,7 +38,7 @@ def write_report(
         experiment: The experiment.
         outcomes: The outcome of each variant.
         head: Description of the measurement: command, date, versions, hardware, driver, usable
-            cores, load.
+            cores.
         folder: The directory of the report.
 
     Returns:
@@ -214,8 +214,8 @@ def _ranking(
 
 def _figures(results: pd.DataFrame) -> str:
     """Return the table of all measurements, with a row for each measurement and a column for each variant."""
-    measured = results.drop(columns=["variant", "slow_rank"]).dropna(axis="columns", how="all")
-    rows = [[COLUMNS[name].heading, *map(_number, values)] for name, values in measured.items()]
+    measured = results.drop(columns=["variant"]).dropna(axis="columns", how="all")
+    rows = [[name, *map(_number, values)] for name, values in measured.items()]
     return table(["", *results["variant"]], rows)
 
 
@@ -228,10 +228,9 @@ def _published(experiment: Experiment, results: pd.DataFrame) -> str:
     rows = []
     for entry in published.rows:
         for key, value in entry.figures.items():
-            heading = COLUMNS.get(key, Column(key)).heading
             measured = here.get(entry.variant, {}).get(key)
             cells = [_number(value, ",.7g"), _number(measured)]
-            rows.append([entry.what, heading, *cells, entry.variant or "—"])
+            rows.append([entry.what, key, *cells, entry.variant or "—"])
     headers = ["published for", "figure", "published", "here", "variant"]
     note = published.note
     if experiment.quick:
@@ -256,6 +255,6 @@ def _method(experiment: Experiment, head: dict[str, Any]) -> str:
         "and their medians differ by more than either range. Training time includes validation; set-up lasts until "
         "the first step. Peak memory is torch's on an accelerator, the process's on a CPU. Phases are those of 20 "
         "early steps on rank zero, scaled to samples/s.\n\n"
-        f"Measured on {machine['cpu']}, {machine['cores']} cores, {gpus}, at {head['date'] or '—'}, with {versions}; "
-        f"load average at the start {head['load']:.1f}; by\n\n{code(head['command'])}"
+        f"Measured on {machine['cpu']}, {machine['cores']} cores, {gpus}, at {head['date'] or '—'}, with {versions}, "
+        f"by\n\n{code(head['command'])}"
     )

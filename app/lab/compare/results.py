@@ -4,73 +4,55 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
 from app.lab.compare.runner import Outcome
-from app.monitor.rank_times import slow_ranks
 from app.record import Record
 from app.system.machine import usable_cores
 
-
-class Column(NamedTuple):
-    """Column of results.csv.
-
-    Attributes:
-        heading: Heading in the report, with the unit.
-        figure: Figure of a run: a field of its record, or a key of `_figures`. None for a column
-            that is computed from the others.
-        combine: Aggregation of pandas that combines several runs' figures.
-    """
-
-    heading: str
-    figure: str | None = None
-    combine: str = "first"
-
-
-COLUMNS = {
-    "variant": Column("variant"),
-    "status": Column("status"),
-    "devices": Column("devices", "devices"),
-    "nodes": Column("nodes", "num_nodes"),
-    "replicas": Column("devices in all", "replicas"),
-    "processes": Column("processes", "world_size"),
-    "threads": Column("threads per process", "threads"),
-    "global_batch": Column("global batch", "global_batch_size"),
-    "replica_batch": Column("batch per replica"),
-    "precision": Column("precision", "precision"),
-    "placement": Column("placement", "placement"),
-    "loss_first": Column("loss, first epoch", "train_loss.first", "median"),
-    "loss_middle": Column("loss, middle epoch", "train_loss.middle", "median"),
-    "loss_last": Column("loss, last epoch", "train_loss.last", "median"),
-    "val_acc": Column("validation accuracy", "val_acc", "median"),
-    "val_images": Column("validation images", "data.images.val"),
-    "less_accurate": Column("less accurate than the baseline"),
-    "train_s": Column("training (s)", "train_s", "median"),
-    "setup_s": Column("set-up (s)", "setup_s", "median"),
-    "samples_per_s": Column("samples/s", "throughput.median", "median"),
-    "samples_per_s_min": Column("samples/s, min", "throughput.median", "min"),
-    "samples_per_s_max": Column("samples/s, max", "throughput.median", "max"),
-    "n": Column("n", "throughput.median", "count"),
-    "speed_up": Column("speed-up"),
-    "efficiency": Column("scaling efficiency"),
-    "memory_main_gib": Column("peak memory, main device (GiB)", "main_gib", "max"),
-    "memory_others_gib": Column("peak memory, largest other (GiB)", "others_gib", "max"),
-    "memory_main_percent": Column("peak memory, main device (%)", "main_percent", "max"),
-    "memory_others_percent": Column("peak memory, largest other (%)", "others_percent", "max"),
-    "data_ms": Column("data (ms)", "time_per_step.data", "median"),
-    "forward_backward_ms": Column(
-        "forward + backward (ms)", "time_per_step.forward_backward", "median"
-    ),
-    "communication_ms": Column("communication (ms)", "time_per_step.communication", "median"),
-    "optimizer_ms": Column("optimizer (ms)", "time_per_step.optimizer", "median"),
-    "rest_ms": Column("rest (ms)", "time_per_step.rest", "median"),
-    "launch_ms": Column("of which launching (ms)", "time_per_step.launch", "median"),
-    "accelerator": Column("accelerator", "accelerator"),
-    "not_finite_since": Column("loss not finite since epoch", "not_finite_since"),
-    "slow_rank": Column("slow rank"),
-    "others_cores": Column("cores taken by other programs", "others_cores", "median"),
+# columns of results.csv. For a column with a run's figure: a field of the run record or a key of
+# `_figures`, and the aggregation of pandas that combines several runs. The others are computed.
+COLUMNS: dict[str, tuple[str, str] | None] = {
+    "variant": None,
+    "status": None,
+    "devices": ("devices", "first"),
+    "nodes": ("num_nodes", "first"),
+    "replicas": ("replicas", "first"),
+    "processes": ("world_size", "first"),
+    "threads": ("threads", "first"),
+    "global_batch": ("global_batch_size", "first"),
+    "replica_batch": None,
+    "precision": ("precision", "first"),
+    "placement": ("placement", "first"),
+    "loss_first": ("train_loss.first", "median"),
+    "loss_middle": ("train_loss.middle", "median"),
+    "loss_last": ("train_loss.last", "median"),
+    "val_acc": ("val_acc", "median"),
+    "val_images": ("data.images.val", "first"),
+    "less_accurate": None,
+    "train_s": ("train_s", "median"),
+    "setup_s": ("setup_s", "median"),
+    "samples_per_s": ("throughput.median", "median"),
+    "samples_per_s_min": ("throughput.median", "min"),
+    "samples_per_s_max": ("throughput.median", "max"),
+    "n": ("throughput.median", "count"),
+    "speed_up": None,
+    "efficiency": None,
+    "memory_main_gib": ("main_gib", "max"),
+    "memory_others_gib": ("others_gib", "max"),
+    "memory_main_percent": ("main_percent", "max"),
+    "memory_others_percent": ("others_percent", "max"),
+    "data_ms": ("time_per_step.data", "median"),
+    "forward_backward_ms": ("time_per_step.forward_backward", "median"),
+    "communication_ms": ("time_per_step.communication", "median"),
+    "optimizer_ms": ("time_per_step.optimizer", "median"),
+    "rest_ms": ("time_per_step.rest", "median"),
+    "launch_ms": ("time_per_step.launch", "median"),
+    "accelerator": ("accelerator", "first"),
+    "not_finite_since": ("not_finite_since", "first"),
+    "others_cores": ("others_cores", "median"),
 }
 TEXT = ("precision", "placement", "accelerator")
 WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
@@ -104,7 +86,6 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     """
     table = _combine(outcomes)
     table["status"] = [outcome.status for outcome in outcomes]
-    table["slow_rank"] = [_slow_ranks(outcome) for outcome in outcomes]
     table.loc[table["status"] == "slow", OF_THE_WHOLE] = math.nan
     base = table[table["variant"] == baseline].iloc[0]
     table["replica_batch"] = table["global_batch"] / table["replicas"]
@@ -131,12 +112,9 @@ def _combine(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         names.append(outcome.variant.name)
         for record in outcome.records.values():
             rows.append(asdict(record) | _figures(record) | variant)
-    combined = {}
-    types = {}
-    for name, column in COLUMNS.items():
-        if column.figure is not None:
-            combined[name] = (column.figure, column.combine)
-            types[column.figure] = object if name in TEXT else float
+    combined = {name: column for name, column in COLUMNS.items() if column is not None}
+    types = {figure: float for figure, _ in combined.values()}
+    types |= dict.fromkeys(TEXT, object)
     runs = pd.json_normalize(rows).reindex(columns=["variant", *types]).astype(types)
     return runs.groupby("variant").agg(**combined).reindex(names).reset_index()
 
@@ -160,12 +138,3 @@ def _figures(record: Record) -> dict[str, Any]:
         if others:
             figures["others_gib"], figures["others_percent"] = map(max, zip(*others, strict=True))
     return figures
-
-
-def _slow_ranks(outcome: Outcome) -> str | None:
-    """Return the lines of the ranks that were slow in each run of a variant."""
-    slow = [slow_ranks(record.ranks) for record in outcome.records.values()]
-    if not slow:
-        return None
-    always = set(slow[0]).intersection(*slow)
-    return "; ".join(slow[-1][rank] for rank in sorted(always)) or None
