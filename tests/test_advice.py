@@ -40,7 +40,7 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
         spread = row.get("spread", 0.01)
         ends = {"samples_per_s_min": rate * (1 - spread), "samples_per_s_max": rate * (1 + spread)}
         table.append(fixed | ends | {"replicas": row["devices"]} | row)
-    return pd.DataFrame(table, columns=list(COLUMNS))
+    return pd.DataFrame(table, columns=COLUMNS)
 
 
 def told(*rows: dict[str, Any]) -> str:
@@ -69,7 +69,7 @@ def test_advice_names_the_fastest() -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 0.03])
 def test_no_verdict_from_runs_that_overlap(spread: float) -> None:
-    """Variants tie if their runs' ranges overlap, or if their medians differ by less than one of the ranges."""
+    """Variants tie if their ranges overlap, or their medians differ by less than one range."""
     text = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
     assert text.startswith(
         "No winner: 2 variants are as fast as each other, within the spread of their runs\n"
@@ -119,7 +119,7 @@ LOADS = [
 
 @pytest.mark.parametrize(("others", "one_thread", "explained"), LOADS)
 def test_load_explains_a_difference(others: float, one_thread: int, explained: bool) -> None:
-    """Load explains a difference if the slower variant might be as fast as the fastest one on a quiet machine."""
+    """Load explains a difference if the slower variant might be as fast on a quiet machine."""
     slow = ONE | CPU | {"others_cores": others, "threads": 4 // one_thread}
     assert load_explains(made_up(FOUR | CPU | {"threads": 1}, slow), 4, 4) == explained
 
@@ -128,7 +128,7 @@ def test_baseline_that_uses_all_cores_is_named() -> None:
     two = FOUR | CPU | {"processes": 4}
     text = told(ONE | CPU, two | {"threads": 1})
     assert (
-        "one already uses all 4 cores, with 4 threads: more devices add no cores, so no ideal is shown"
+        "one already uses all 4 cores, with 4 threads: more devices add no cores, so no ideal"
         in text
     )
     assert "already uses" not in told(ONE | CPU | {"threads": 1}, two | {"threads": 1})

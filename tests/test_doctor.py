@@ -81,7 +81,7 @@ LOADS = [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 
 def test_busy(
     load: float, usable: int, total: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine is busy if its load exceeds the number of usable cores, and the number of unusable cores, too."""
+    """A machine is busy if its load exceeds the usable cores, and the unusable cores, too."""
     set_load(monkeypatch, load)
     monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
     monkeypatch.setattr(os, "cpu_count", lambda: total)
@@ -109,7 +109,7 @@ def test_smallest_quota_of_the_control_groups_counts(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Records:
-    """Replace the self-test's runs: the returned dictionary, which a test fills, holds their records by strategy.
+    """Replace the self-test's runs by the returned records by strategy, which a test fills.
 
     If a strategy has no record there, `auto` really runs. Any other strategy counts as completed,
     and gets a copy of `auto`'s folder.

@@ -146,4 +146,4 @@ def test_shipped_experiments_can_be_read(app: App, path: Path, quick: str) -> No
     content = yaml.safe_load(path.read_text())
     for row in content.get("published", {}).get("rows", []):
         assert row.get("variant", "") in {*content["variants"], ""}
-        assert row["figures"].keys() <= COLUMNS.keys()
+        assert row["figures"].keys() <= set(COLUMNS)

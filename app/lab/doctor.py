@@ -1,4 +1,4 @@
-"""Command `python -m app doctor`: checks of this machine, and a training step under the common strategies.
+"""Command `python -m app doctor`: checks this machine, and a step under the common strategies.
 
 Each check is green, yellow (works, with a caution) or red (does not work), with a remedy. The last
 checks train one step on one device, and under dp, ddp, ddp_spawn and, without a GPU, ddp_fork. A
@@ -21,8 +21,7 @@ from typing import Literal, get_args
 import pandas as pd
 import psutil
 import torch
-from rich.table import Column, Table
-from rich.text import Text
+from rich.markup import escape
 
 from app.command.parser import PlainParser
 from app.command.rules import MPI_SIZES
@@ -75,7 +74,7 @@ def run(arguments: list[str]) -> int:
     parser = PlainParser(usage="python -m app doctor [--json]", description=__doc__)
     parser.add_argument("--json", type=bool, default=False, help="print JSON, for machines")
     options = parser.parse_args(arguments)
-    console = make_console(stderr=options.json, highlight=False)
+    console = make_console(stderr=options.json, highlight=False, soft_wrap=True)
     checks = []
     began = monotonic()
     with console.status("") as status:
@@ -83,11 +82,12 @@ def run(arguments: list[str]) -> int:
             checks.append(check)
             if not options.json:
                 console.print(_line(check))
-    worst = max((check.level for check in checks), key=LEVELS.index)
+    levels = [check.level for check in checks]
+    worst = max(levels, key=LEVELS.index)
     if options.json:
         print(json.dumps({"level": worst, "checks": list(map(asdict, checks))}, indent=2))
         return int(worst == "red")
-    count = [check.level for check in checks].count(worst)
+    count = levels.count(worst)
     summaries = {
         "green": "everything works",
         "yellow": f"it works; look at the {count} in yellow",
@@ -97,15 +97,12 @@ def run(arguments: list[str]) -> int:
     return int(worst == "red")
 
 
-def _line(check: Check) -> Table:
-    """Return a table row with level, name and result, and the remedy on the next line."""
-    columns = (Column(width=6), Column(width=14), Column(overflow="fold"))
-    grid = Table.grid(*columns, padding=(0, 2, 0, 0))
-    text = Text(check.found)
+def _line(check: Check) -> str:
+    """Return level, name and result, and the remedy on the next line, with rich's markup."""
+    line = f"[{check.level}]{check.level:8}[/]{check.name:16}{escape(check.found)}"
     if check.remedy and check.level != "green":
-        text.append(f"\n→ {check.remedy}", style="bold")
-    grid.add_row(Text(check.level, style=check.level), check.name, text)
-    return grid
+        line += f"\n{'':24}→ [bold]{escape(check.remedy)}[/]"
+    return line
 
 
 def examine(show: Callable[[str], None] = print) -> Iterator[Check]:
@@ -150,7 +147,7 @@ def _accelerators() -> Check:
 
 
 def _room() -> Iterator[Check]:
-    """Check the free space of /dev/shm (for loader workers) and of the disk, and whether this folder is writable."""
+    """Check the free space of /dev/shm and the disk, and whether this folder is writable."""
     shared = "loader workers need it: docker run --shm-size=8g, or --data.num_workers 0"
     places = (("/dev/shm", 0.06, 1, shared), (os.getcwd(), 0.5, 5, "runs and data sets need room"))
     for folder, least, enough, remedy in places:
@@ -168,7 +165,7 @@ def _room() -> Iterator[Check]:
 
 
 def environment(variables: Mapping[str, str]) -> Check:
-    """Check whether launchers' environment variables come from a running launcher, or are left over."""
+    """Check whether launchers' variables come from a running launcher, or are left over."""
     left = {name: variables[name] for name in RANKS if name in variables}
     addresses = {name: variables[name] for name in ADDRESSES if name in variables}
     if any(variables.get(name, "1") != "1" for name in MPI_SIZES):
@@ -192,7 +189,7 @@ def _values(variables: Mapping[str, str]) -> str:
 
 
 def _self_test(show: Callable[[str], None]) -> Iterator[Check]:
-    """Train one step under auto, dp, ddp, ddp_spawn and, without a GPU, ddp_fork. If auto fails, skip the others."""
+    """Train one step under each strategy. If one device fails, skip the others."""
     gpus = torch.cuda.device_count()
     strategies = ["auto", "dp", "ddp", "ddp_spawn"]
     if not gpus:  # CUDA does not work in a forked process

@@ -114,7 +114,6 @@ def run_fit(
     started = time.time()
     began = time.monotonic()
     busy = busy_seconds() - own_seconds()
-    late = False
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_stop, processes)
@@ -129,13 +128,14 @@ def run_fit(
                     start_new_session=True,  # so that only the parent receives Ctrl-C
                 )
             )
-        codes = [process.poll() for process in processes]
-        # stop if a node fails, because the other nodes would wait for it
-        while None in codes and not any(codes) and not late:
-            with suppress(subprocess.TimeoutExpired):
-                processes[codes.index(None)].wait(POLL)
+        while True:
             codes = [process.poll() for process in processes]
             late = time.monotonic() > began + limit
+            # stop if a node fails, because the other nodes would wait for it
+            if None not in codes or any(codes) or late:
+                break
+            with suppress(subprocess.TimeoutExpired):
+                processes[codes.index(None)].wait(POLL)
     record = Record()
     for path in folder.glob("version_*/run.json"):
         if path.stat().st_mtime >= started:
@@ -163,14 +163,14 @@ def run_fit(
 
 
 def last_lines(folder: Path) -> list[str]:
-    """Return the last 12 lines of a failed run's output, preferably of a node with an error message."""
-    nodes = [_lines(path) for path in sorted(folder.glob("output_node*.txt"))]
-    nodes.sort(key=lambda lines: "error: " not in "\n".join(lines))
-    return [line[:300] for line in nodes[0][-12:]]
+    """Return the last 12 output lines of a failed run, preferably of a node with an error message."""
+    nodes = map(_lines, sorted(folder.glob("output_node*.txt")))
+    lines = max(nodes, key=lambda lines: "error: " in "\n".join(lines))
+    return [line[:300] for line in lines[-12:]]
 
 
 def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:
-    """Return why a run failed, in one line. Prefer the error of a crashed node to a user error (exit code 2)."""
+    """Return why a run failed, in one line; prefer a crashed node to a user error (exit code 2)."""
     failed = [node for node, code in enumerate(codes) if code] or [0]
     node = max(failed, key=lambda node: codes[node] != 2)
     lines = _lines(outputs[node])
@@ -190,21 +190,23 @@ def _lines(output: Path) -> list[str]:
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Terminate a run's processes, and kill those that do not stop in time."""
-    running = [psutil.Process(process.pid) for process in processes if process.poll() is None]
-    children = [child for process in running for child in process.children(recursive=True)]
-    for process in running:
-        process.terminate()
-    for process in psutil.wait_procs([*running, *children], timeout=GRACE)[1]:
+    tree = []
+    for started in processes:
+        if started.poll() is None:
+            process = psutil.Process(started.pid)
+            tree += [process, *process.children(recursive=True)]
+            started.terminate()
+    for process in psutil.wait_procs(tree, timeout=GRACE)[1]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    for started in processes:  # kill processes that were started after `children` was read
+    for started in processes:  # kill processes that were started after `tree` was read
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(started.pid, signal.SIGKILL)
         started.wait()
 
 
 def fit(**flags: Any) -> Record:
-    """Train in separate processes, as `python -m app fit` does, and return the run's record (`run.json`).
+    """Train in separate processes, as `python -m app fit` does, and return the run's record.
 
         record = app.fit(model="resnet18", data="Synthetic", max_epochs=2, name="shapes")
 

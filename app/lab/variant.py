@@ -1,4 +1,4 @@
-"""Variant of a training: flags of `fit`, their resolved configuration, and the commands that run it here."""
+"""Variant of a training: flags of `fit`, their resolved configuration, and its commands."""
 
 import os
 import re
@@ -50,7 +50,7 @@ class Variant:
     def of_flags(
         cls, name: str, flags: Mapping[str, Any], configs: Sequence[str] = ()
     ) -> "Variant":
-        """Create a variant from flags, named without leading dashes. Drop flags whose value is None.
+        """Create a variant from flags without leading dashes. Drop flags whose value is None.
 
         Raises:
             UserError: When `fit` rejects the flags.
@@ -81,7 +81,7 @@ class Variant:
         return Resolved(self.settings).replicas
 
     def nodes(self) -> list[dict[str, str]]:
-        """Return the environment variables of each node. Several nodes divide this machine's GPUs or cores."""
+        """Return each node's environment variables. The nodes divide this machine's GPUs or cores."""
         count = self.settings.trainer.num_nodes
         if count == 1:
             return [inherited()]

@@ -1,4 +1,4 @@
-"""Network between devices: measured all-reduces, a link fitted to them, and the choice of interfaces."""
+"""Network between devices: measured all-reduces, a fitted link, and the choice of interfaces."""
 
 import os
 import queue
@@ -50,7 +50,7 @@ class Link:
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Fit a line by least squares of the relative errors of y. Return its offset and slope, both nonnegative."""
+    """Fit a line by least squares of y's relative errors; return offset and slope, nonnegative."""
     weights = 1 / np.asarray(y)
     slope, offset = np.polyfit(x, y, 1, w=weights)
     if slope < 0:  # fit a constant
@@ -146,7 +146,7 @@ def own_addresses() -> list[str]:
 
 
 def outward_address() -> str:
-    """Return the address at which other hosts reach this machine: on gloo's interface, or on the default route."""
+    """Return the address of this machine for other hosts: gloo's, or that of the default route."""
     chosen = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
     addresses = [entry.address for entry in chosen if entry.family == socket.AF_INET]
     with suppress(OSError):  # no route
@@ -155,7 +155,7 @@ def outward_address() -> str:
 
 
 def _own_address_towards(target: Any, family: int = socket.AF_INET) -> str:
-    """Return the source address that this machine uses to reach another, without sending a packet."""
+    """Return the address from which this machine reaches another, without sending a packet."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return probe.getsockname()[0]
@@ -168,7 +168,7 @@ def use_loopback() -> None:
 
 
 def use_interface_to(address: str) -> None:
-    """Make gloo and NCCL use the network interface towards an address, unless the user configured one.
+    """Make gloo and NCCL use the interface towards an address, unless the user configured one.
 
     By default, gloo resolves the host's name, which often leads to the loopback interface.
     """

@@ -103,11 +103,14 @@ def busy() -> str | None:
 
 
 def busy_seconds(cores: Collection[int] = ()) -> float:
-    """Return the CPU seconds of all programs since boot, summed over the given cores; by default over all cores."""
-    times = psutil.cpu_times(percpu=True)
+    """Return the CPU seconds of all programs since boot, over the given cores or all cores."""
+    times = [psutil.cpu_times()]
+    if 0 < len(cores) < (os.cpu_count() or 1):
+        every = psutil.cpu_times(percpu=True)
+        times = [every[core] for core in cores]
     busy = 0.0
-    for core in cores or range(len(times)):
-        row = times[core]._asdict()
+    for figures in times:
+        row = figures._asdict()
         # guests are excluded, because user time includes them
         idle = ("idle", "iowait", "guest", "guest_nice")
         busy += sum(row.values()) - sum(row.get(name, 0.0) for name in idle)
@@ -136,14 +139,14 @@ def own_seconds() -> float:
 
 
 def core_wait_seconds() -> float:
-    """Return the seconds that this process's main thread waited for a core. Linux only; 0 elsewhere."""
+    """Return the seconds that the main thread waited for a core. Linux only; 0 elsewhere."""
     with suppress(OSError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 def _control_groups() -> list[Path]:
-    """Return the folders of this process's control group and its parents that have a `cpu.max` file."""
+    """Return the folders of this process's control groups that have a `cpu.max` file."""
     groups = []
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -192,7 +195,7 @@ def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, An
 
 
 def _peak_rss() -> int:
-    """Return this process's peak memory in bytes. On Linux, getrusage would include the parent's peak."""
+    """Return this process's peak memory in bytes; Linux's getrusage would include the parent's."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""HTML page of a report: one self-contained file without scripts, for light and dark screens and for print.
+"""HTML page of a report: one file without scripts, for light and dark screens and for print.
 
 The title states the result. An introduction follows, then sections of Markdown with figures.
 Secondary sections are folded.
@@ -145,7 +145,7 @@ def draw(
 
 
 def draw_line(paint: Callable[[Axes], None], height: float = 3.2) -> Figure:
-    """Draw a line plot with fixed margins, because computing the margins would double the drawing time.
+    """Draw a line plot with fixed margins, because computing them would double the drawing time.
 
     The margins have room for numbers on the left and for the lines' names on the right.
 

@@ -1,4 +1,4 @@
-"""Command `python -m app export`: writes a trained classifier as one file, for ONNX Runtime or torch.
+"""Command `python -m app export`: writes a trained classifier for ONNX Runtime or torch.
 
 The graph maps uint8 images (B, C, H, W) to class probabilities (B, classes), for any batch size B.
 The graph includes the normalisation. The file also holds the class names.
@@ -24,8 +24,9 @@ from app.use.inference import Classifier, load
 USAGE = """\
 python -m app export --run.name NAME [--ckpt_path best|last|FILE] [--format onnx|torch]
 
-Writes model.onnx or model.pt2 into the run's folder: a graph from uint8 images (B, C, H, W) to class probabilities
-(B, classes), with normalisation, for any batch size. Compares its predictions with the model's on 64 images."""
+Writes model.onnx or model.pt2 into the run's folder: a graph from uint8 images (B, C, H, W) to
+class probabilities (B, classes), with normalisation, for any batch size. Compares its predictions
+with the model's on 64 images."""
 
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 LOADING = {  # code that loads the file and classifies `images`, by format
@@ -80,12 +81,13 @@ def run(arguments: list[str]) -> int:
         raise
     except ImportError as error:
         raise UserError(
-            f'--format {options.format} needs {error.name}: pip install "data-parallel-lab[export]", '
-            "or onnx onnxscript onnxruntime"
+            f'--format {options.format} needs {error.name}: pip install "data-parallel-lab[export]",'
+            " or onnx onnxscript onnxruntime"
         ) from error
     except OSError as error:
         raise UserError(
-            f"{file} cannot be written ({error.strerror}): make room there, or copy the run elsewhere"
+            f"{file} cannot be written ({error.strerror}): make room there, "
+            "or copy the run elsewhere"
         ) from error
     except Exception as error:  # torch.export raises many types
         reason = f"{type(error).__name__}: {error}"[:300]
@@ -114,7 +116,8 @@ def replace(classifier: Classifier, images: Tensor, file: Path) -> float:
         difference = float((probabilities - classifier(images)).abs().max())
         if not difference < 1e-4:
             raise UserError(
-                f"{file}: its probabilities would differ from the model's by {difference:.1g}: give another --format"
+                f"{file}: its probabilities would differ from the model's by {difference:.1g}: "
+                "give another --format"
             )
         # the graph of a large network is the last to be replaced, because it reads its weights from
         # a second file
@@ -125,7 +128,7 @@ def replace(classifier: Classifier, images: Tensor, file: Path) -> float:
 
 
 def write(classifier: Classifier, images: Tensor, file: Path) -> Tensor:
-    """Write a classifier's file, `.onnx` or `.pt2`, and return the probabilities that the file computes for images.
+    """Write a classifier's file, `.onnx` or `.pt2`, and return the file's probabilities of images.
 
     Args:
         classifier: The classifier.

@@ -59,12 +59,12 @@ class Classifier(nn.Module):
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return class probabilities (B, classes) of images in the training's shape, uint8 (B, C, H, W)."""
+        """Return probabilities (B, classes) of images in the training's shape, uint8 (B, C, H, W)."""
         return self.module(self.transform(images)).float().softmax(1)
 
     @torch.inference_mode()
     def predict(self, images: Any, k: int = 1, batch_size: int = 64) -> Any:
-        """Return the most likely classes of images. The images are resized and cropped as for validation.
+        """Return the most likely classes of images, resized and cropped as for validation.
 
         Args:
             images: A file, a folder, a PIL image, a uint8 array (H, W, C), or a uint8 tensor (C, H,

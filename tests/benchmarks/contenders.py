@@ -40,7 +40,7 @@ SGD = partial(torch.optim.SGD, lr=0.001, momentum=0.9)
 
 
 class Clock(Callback):
-    """Callback that times the epochs after the first, without validation, and writes the figures to `$CLOCK`."""
+    """Callback that times the epochs after the first, without validation, and writes `$CLOCK`."""
 
     def __init__(self) -> None:
         self.began = (0.0, 0.0)
@@ -70,7 +70,7 @@ class Clock(Callback):
 
 
 def figures(cpu: float, epochs: list[float], steps: int) -> dict[str, float]:
-    """Return the figures of the measured epochs, from CPU seconds, each epoch's seconds, and the number of steps."""
+    """Return figures from CPU seconds, each epoch's seconds, and the number of steps."""
     return {
         "cpu_us_per_step": 1e6 * cpu / steps,
         "ms_per_step": 1e3 * sum(epochs) / steps,

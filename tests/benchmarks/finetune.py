@@ -1,4 +1,4 @@
-"""Fine-tune a ResNet-18 on half of the classes, after training on the other half; compare it with a fresh network.
+"""Fine-tune a ResNet-18 on half of the classes, after training on the other half.
 
     python tests/benchmarks/finetune.py FOLDER     # with a folder of images for each class
 
@@ -23,7 +23,7 @@ FEW = 200  # images of each class for fine-tuning, and as many again for validat
 
 
 def halves(images: Path, place: Path) -> list[Path]:
-    """Link all images of the first half of the classes into one folder, and a few of the other half into another."""
+    """Link all images of the first half of the classes, and a few of the second half."""
     classes = sorted(path for path in images.iterdir() if path.is_dir())
     middle = len(classes) // 2
     for half, members in (("first", classes[:middle]), ("second", classes[middle:])):

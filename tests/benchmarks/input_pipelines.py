@@ -126,7 +126,7 @@ def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 10) ->
 
 
 def crops_torchvision() -> dict[str, float]:
-    """ImageFolder, v2 transforms and a DataLoader of torchvision's reference training, two workers."""
+    """ImageFolder, transforms and DataLoader of torchvision's reference training, two workers."""
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
@@ -150,7 +150,7 @@ def crops_torchvision() -> dict[str, float]:
 
 
 def crops_ours() -> dict[str, float]:
-    """`--data ImageFolder --data.crop random_resized --data.flip true`: files decoded once, crops of mapped pixels."""
+    """`--data ImageFolder --data.crop random_resized --data.flip true`: crops of mapped pixels."""
     from app.data import ImageFolder
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):

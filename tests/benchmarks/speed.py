@@ -59,7 +59,7 @@ def measure(contender: str, threads: int) -> dict[str, float]:
 
 
 def table(contenders: Sequence[str], turns: list[dict[str, dict[str, float]]]) -> Iterator[str]:
-    """Yield lines of Markdown: median and range of each figure, and of its ratio to the first contender's."""
+    """Yield lines of Markdown: median and range of each figure, and of its ratio to the first."""
     first = contenders[0]
     figures = set(turns[0][first]).intersection(*turns[0].values())
     for figure in sorted(figures):

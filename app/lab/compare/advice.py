@@ -76,15 +76,16 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
     fewer = ""
     if few < most:
         fewer = f", on {few} of the {most} devices that others take"
+    conclusion = f"No winner: {len(tied)} variants are as fast as each other"
     return Verdict(
-        f"No winner: {len(tied)} variants are as fast as each other, within the spread of their runs",
+        f"{conclusion}, within the spread of their runs",
         name,
         f"**Take {plain(name)}**: it is as fast as any{fewer}.",
     )
 
 
 def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
-    """Return a warning if other programs left less than 90 % (`1 - BUSY`) of the usable cores free, else None.
+    """Return a warning if other programs left too few of the usable cores free, else None.
 
     Args:
         table: Table of `app.lab.compare.results.tabulate`.
@@ -117,7 +118,7 @@ def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
 
 
 def excluded(table: pd.DataFrame, baseline: str) -> list[str]:
-    """Return Markdown warnings that name the variants that cannot win, because of their loss or accuracy."""
+    """Return warnings about variants that cannot win because of their loss or accuracy."""
     warnings = []
     names = table.loc[table["not_finite_since"].notna(), "variant"]
     if len(names):
@@ -168,8 +169,8 @@ def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str
     alone = rows["threads"].get(baseline, 0)
     if baseline not in several.index and alone >= cores > 1:
         sentences.append(
-            f"{plain(baseline)} already uses all {cores} cores, with {alone} threads: more devices add "
-            "no cores, so no ideal is shown. `OMP_NUM_THREADS=1` compares one core with several."
+            f"{plain(baseline)} already uses all {cores} cores, with {alone} threads: more devices "
+            "add no cores, so no ideal is shown. `OMP_NUM_THREADS=1` compares one core with several."
         )
     return sentences
 
@@ -189,7 +190,7 @@ def _tied(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def ranks(table: pd.DataFrame) -> dict[str, int]:
-    """Return each ranked variant's place in the order of speed. Variants that tie with the fastest have place 1."""
+    """Return each ranked variant's place; variants that tie with the fastest have place 1."""
     rows = ranked(table)
     if rows.empty:
         return {}
@@ -198,7 +199,7 @@ def ranks(table: pd.DataFrame) -> dict[str, int]:
 
 
 def _limit(row: pd.Series, cores: int) -> list[str]:
-    """Return a sentence with a remedy for each limit of a variant: its memory, and the bottleneck of its steps."""
+    """Return a sentence with a remedy for each limit of a variant: memory, and its steps' bottleneck."""
     fullest = row[["memory_main_percent", "memory_others_percent"]].max()
     name = plain(row.name)
     sentences = []

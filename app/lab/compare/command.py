@@ -1,4 +1,4 @@
-"""Command `python -m app compare`: runs every variant of an experiment, and reports the fastest on this machine.
+"""Command `python -m app compare`: runs every variant of an experiment, and reports the fastest.
 
 Each run is a `python -m app fit …`. Every setting of the experiment file is a flag, too. Flags of
 fit, such as --data.root or --trainer.precision, are added to every variant.
@@ -33,7 +33,7 @@ from app.system.machine import driver, hardware, usable_cores, versions
 from app.system.terminal import make_console
 
 DEFAULT = "configs/compare/this_machine.yaml"
-NOT_MEASURED = ("failed", "starting", "hanging")
+NOT_MEASURED = {"failed", "starting", "hanging"}
 USAGE = "python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]"
 
 
@@ -118,14 +118,18 @@ def run(arguments: list[str]) -> int:
                 uploaded = f"find {shlex.quote(str(folder))} -name 'offline-run-*'"
                 place = f"offline; upload with  {uploaded} -exec wandb sync {{}} +"
             console.print(f"tracked  {place}")
+    statuses = set()
+    reasons = []
+    for outcome in runner.outcomes:
+        statuses.add(outcome.status)
+        reasons.append(str(outcome.reason))
     if not any(outcome.records for outcome in runner.outcomes):
-        reasons = dict.fromkeys(str(outcome.reason) for outcome in runner.outcomes)
-        raise UserError(f"nothing could be measured: {'; '.join(reasons)}")
-    return int(any(outcome.status in NOT_MEASURED for outcome in runner.outcomes))
+        raise UserError(f"nothing could be measured: {'; '.join(dict.fromkeys(reasons))}")
+    return int(not statuses.isdisjoint(NOT_MEASURED))
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
-    """Return three things: the options of `compare`, the experiment, and the command line's flags for `fit`."""
+    """Return the options of `compare`, the experiment, and the command line's flags for `fit`."""
     remaining, flags = split_flags(arguments, ["--experiment"])
     configs, typed = by_name(flags)
     file = shipped(typed.pop("experiment", DEFAULT))
@@ -164,7 +168,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
-    """Return settings, hardware and versions. A new report begins if one of them differs from the newest report's."""
+    """Return settings, hardware and versions. If one differs, a new report begins."""
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},
@@ -176,7 +180,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
 
 
 def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
-    """Return the name of the report's folder: the newest one, if its fingerprint matches; else a new one."""
+    """Return the name of the newest report's folder if its fingerprint matches; else a new name."""
     version = next_version(str(folder.parent), folder.name)
     number = int(version.removeprefix("version_"))
     newest = folder / f"version_{number - 1}"
@@ -200,7 +204,7 @@ def _announce(runner: Runner, console: Console) -> None:
 
 
 def _follow(runner: Runner, console: Console) -> None:
-    """Run the experiment. Print a line per finished run; on a terminal, also show the current run."""
+    """Run the experiment. Print each finished run; on a terminal, also show the current run."""
     began = time.monotonic()
     repeats = runner.experiment.repeats
 

@@ -113,7 +113,8 @@ def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
             raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
         if limit in ("max_epochs", "max_steps") and getattr(experiment, limit) is not None:
             raise UserError(
-                f"trainer.{limit}: the experiment sets {limit} for all variants: give only --{limit}"
+                f"trainer.{limit}: the experiment sets {limit} for all variants: "
+                f"give only --{limit}"
             )
         if flag in flags and flag in varied:
             raise UserError(
@@ -137,7 +138,7 @@ def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
 
 
 def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
-    """Return the flags of each combination of the grid's values, by a name such as `strategy=ddp devices=2`."""
+    """Return each combination of the grid's values, by a name such as `strategy=ddp devices=2`."""
     grid = experiment.grid
     for key in set().union(*experiment.exclude) - grid.keys():
         raise UserError(f"exclude: {key} is not in the grid{nearest(key, grid)}")
@@ -169,7 +170,7 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
 
 
 def _scaled(variant: Variant) -> dict[str, Any]:
-    """Return flags that multiply batch size and learning rate by the number of replicas (linear rule).
+    """Return flags that multiply batch size and learning rate by the replicas (linear rule).
 
     With several replicas, several epochs and no schedule, the flags also add a warm-up of one
     epoch. Source: Goyal et al., https://arxiv.org/abs/1706.02677.

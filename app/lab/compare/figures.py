@@ -1,12 +1,13 @@
 """Plots of a comparison, for the HTML report and as PNG files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from app.lab.compare.advice import ranked
@@ -14,7 +15,7 @@ from app.lab.compare.results import rate
 from app.lab.compare.runner import Outcome
 from app.monitor.report import stacked_bars
 from app.record import PHASES
-from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, label_lines, short
+from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, draw, label_lines, short
 
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a
 # line's width.
@@ -28,17 +29,13 @@ class Picture(NamedTuple):
     """Plot of a report.
 
     Attributes:
-        title: Observation, such as `All 4 loss curves coincide`, or a description. Screen readers
+        title: Observation, such as `4 of 4 loss curves coincide`, or a description. Screen readers
             read it, too.
-        paint: Function that draws on the axes.
-        width: Width in inches.
-        height: Height in inches.
+        figure: The plot, without its title.
     """
 
     title: str
-    paint: Callable[[Axes], None]
-    width: float = 4.6
-    height: float = 3.2
+    figure: Figure
 
 
 def pictures(
@@ -59,18 +56,18 @@ def pictures(
         rates = {outcome.variant.name: outcome.medians for outcome in outcomes}
         paint = partial(_throughput, rows=rows, rates=rates, **names)
         title = "Samples/s of each variant: the median of the runs"
-        drawn["throughput"] = Picture(title, paint, width=6.4, height=1.2 + 0.36 * len(rows))
+        drawn["throughput"] = Picture(title, draw(paint, 6.4, 1.2 + 0.36 * len(rows)))
     losses = _losses(outcomes)
     if not losses.empty:
         alike = _alike(losses, baseline)
         paint = partial(_loss, losses=losses, alike=list(alike.index), **names)
-        drawn["loss_epoch"] = Picture(_coinciding(alike, len(losses.columns)), paint)
+        drawn["loss_epoch"] = Picture(_coinciding(alike, len(losses.columns)), draw(paint))
     timed = rows.dropna(subset=["rest_ms"]).rename(columns=lambda name: name.removesuffix("_ms"))
     if len(timed):
         labels = [short(name, LONGEST) for name in timed.index]
         paint = partial(stacked_bars, labels=labels, phases=PHASES, rows=list(timed.itertuples()))
         title = "Where the time of a step goes, on rank zero"
-        drawn["step"] = Picture(title, paint, height=1.3 + 0.3 * len(timed))
+        drawn["step"] = Picture(title, draw(paint, height=1.3 + 0.3 * len(timed)))
     return drawn
 
 
@@ -102,15 +99,12 @@ def _throughput(
     if ideals.notna().any():
         label = f"ideal: {baseline} times the devices"
         axes.vlines(ideals, places - 0.38, places + 0.38, color=ORANGE, linewidth=2, label=label)
-    room = 0.2 * most.max()  # width of a label
-    # a label starts at the end of its bar; if it would cover the ideal's mark there, it starts at
-    # the mark
-    ends = most.where(~ideals.between(most, most + room), ideals)
+    ends = np.fmax(most, ideals)  # where the labels start
     for place, (name, end) in enumerate(ends.items()):
         text = rate(rates[str(name)])
         offset = {"xytext": (6, 0), "textcoords": "offset points"}
         axes.annotate(text, (end, place), va="center", fontsize=9, **offset)
-    axes.set_xlim(0, max(ends.max() + 1.25 * room, 1.03 * ideals.fillna(0).max()))
+    axes.set_xlim(0, 1.25 * ends.max())
     axes.set_xlabel("samples/s")
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -119,7 +113,7 @@ def _throughput(
 
 
 def _losses(outcomes: Sequence[Outcome]) -> pd.DataFrame:
-    """Return the training loss of each variant's first run: a row for each epoch, a column for each variant.
+    """Return the training loss of each variant's first run: epochs in rows, variants in columns.
 
     Runs with a non-finite loss are left out, because their large losses would flatten other curves.
     """
@@ -133,7 +127,7 @@ def _losses(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 
 
 def _alike(losses: pd.DataFrame, baseline: str) -> pd.Series:
-    """Return each curve's largest difference from the baseline's curve, for curves that coincide with it.
+    """Return the largest difference from the baseline's curve, for each curve that coincides with it.
 
     If the baseline has no curve, compare with the first curve.
     """
@@ -149,12 +143,7 @@ def _coinciding(alike: pd.Series, count: int) -> str:
     difference = "to the last digit"
     if alike.max() > 0:
         difference = f"largest difference {alike.max():.0e}".replace("e-0", "e-")
-    several = f"All {count}"
-    if len(alike) < count:
-        several = f"{len(alike)} of {count}"
-    elif count == 2:
-        several = "Both"
-    return f"{several} loss curves coincide ({difference})"
+    return f"{len(alike)} of {count} loss curves coincide ({difference})"
 
 
 def _loss(

@@ -14,11 +14,11 @@ from app.lab.compare.figures import Picture, pictures
 from app.lab.compare.results import rate, tabulate
 from app.lab.compare.runner import Outcome
 from app.system.files import inert, write_json, write_text
-from app.system.page import Section, code, draw, page, plain, png, table
+from app.system.page import Section, code, page, plain, png, table
 
 LINEAR_RULE = (
-    "The global batch and the learning rate grow with the number of replicas (linear rule), so that "
-    "losses differ."
+    "The global batch and the learning rate grow with the number of replicas (linear rule), "
+    "so that losses differ."
 )
 SAME_BATCH = (
     "The global batch is the same unless a variant sets it, so that losses differ only by rounding."
@@ -70,13 +70,6 @@ def write_report(
     drawn = pictures(shown, outcomes, baseline, result.recommended)
     if not places and "throughput" in drawn:
         drawn["throughput"] = drawn["throughput"]._replace(title=result.conclusion)
-    files = {}
-    figures = {}
-    for name, picture in drawn.items():
-        files[picture.title] = folder / f"{name}.png"
-        size = (picture.paint, picture.width, picture.height)
-        files[picture.title].write_bytes(png(draw(*size, title=picture.title)))
-        figures[f"{name}.png"] = draw(*size)
     results.map(inert).to_csv(folder / "results.csv", index=False)
     content = {
         "baseline": baseline,
@@ -104,7 +97,13 @@ def write_report(
         Section("Commands", _listings(commands), folded=True),
     ]
     above = f"{lead}\n\n{_images(drawn, 'throughput')}"
+    figures = {f"{name}.png": picture.figure for name, picture in drawn.items()}
     write_text(folder / "report.html", page(result.conclusion, above, sections, figures))
+    files = {}
+    for name, (title, figure) in drawn.items():
+        figure.suptitle(title, fontsize=11)  # a page has the title beside the figure
+        files[title] = folder / f"{name}.png"
+        files[title].write_bytes(png(figure))
     write_text(folder / "report.md", _markdown(result, above, sections))
     return _markdown(result, lead, [ranking, recommended, failures]), following, results, files
 
@@ -136,7 +135,7 @@ def _rows(
 
 
 def _command(outcome: Outcome) -> str:
-    """Return the command that repeats a variant's runs. For runs on a CPU, the command sets OMP_NUM_THREADS, too."""
+    """Return the command that repeats a variant's runs; on a CPU, it sets OMP_NUM_THREADS, too."""
     threads = None
     for record in outcome.records.values():
         if record.accelerator == "cpu":
@@ -154,7 +153,7 @@ def _images(drawn: dict[str, Picture], *names: str) -> str:
 
 
 def _lead(experiment: Experiment, outcomes: Sequence[Outcome], cautions: list[str]) -> str:
-    """Return the top of the report as Markdown: description, cautions, and variants whose runs are missing."""
+    """Return the top of the report: description, cautions, and variants whose runs are missing."""
     lead = plain(experiment.name)
     if experiment.description:
         lead += f": {plain(experiment.description)}"
@@ -175,7 +174,7 @@ def _number(value: Any, form: str = ",.6g") -> str:
 def _ranking(
     results: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, places: dict[str, int]
 ) -> str:
-    """Return the table of variants in order of speed; unmeasured variants come last, with the reason."""
+    """Return the table of variants in order of speed; unmeasured ones come last, with the reason."""
     rows = []
     for row, outcome in zip(results.to_dict("records"), outcomes, strict=True):
         name = row["variant"]
@@ -185,8 +184,6 @@ def _ranking(
             row["efficiency"] = math.nan
         if outcome.status not in ("measured", "waiting") or outcome.reason:
             notes.append(f"{outcome.status}: {outcome.reason}")
-        if not pd.isna(row["not_finite_since"]):
-            notes.append(f"loss not finite from epoch {row['not_finite_since'] + 1:.0f} on")
         rates = outcome.medians
         rows.append(
             {
@@ -202,18 +199,11 @@ def _ranking(
             }
         )
     rows.sort(key=lambda row: places.get(row["variant"], math.inf))
-    shown = pd.DataFrame(rows)
-    is_empty = shown.isin(["—", ""]).all()
-    shown = shown.loc[:, ~is_empty | is_empty.index.isin(["", "variant"])]
-    words = [shown.columns.get_loc(name) for name in ("", "variant", "note") if name in shown]
-    text = table(list(shown), shown.to_numpy(), words)
-    if list(places.values()).count(1) > 1 and (results["n"] > 1).any():
-        text += "\n\nVariants in place 1 tie within the spread of their runs."
-    return text
+    return table(list(rows[0]), [row.values() for row in rows], words=(0, 1, len(rows[0]) - 1))
 
 
 def _figures(results: pd.DataFrame) -> str:
-    """Return the table of all measurements, with a row for each measurement and a column for each variant."""
+    """Return the table of all measurements: measurements in rows, variants in columns."""
     measured = results.drop(columns=["variant"]).dropna(axis="columns", how="all")
     rows = [[name, *map(_number, values)] for name, values in measured.items()]
     return table(["", *results["variant"]], rows)
@@ -239,7 +229,7 @@ def _published(experiment: Experiment, results: pd.DataFrame) -> str:
 
 
 def _method(experiment: Experiment, head: dict[str, Any]) -> str:
-    """Return the method, the machine and the versions, with the command to repeat the comparison."""
+    """Return the method, the machine, the versions, and the command of the comparison."""
     batch = SAME_BATCH
     if experiment.scale_batch:
         batch = LINEAR_RULE
@@ -249,12 +239,14 @@ def _method(experiment: Experiment, head: dict[str, Any]) -> str:
         gpus = f"{', '.join(machine['gpus'])} (driver {head['driver']})"
     versions = ", ".join(f"{name} {number}" for name, number in head["versions"].items() if number)
     return (
-        f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each variant). samples/s is the "
-        f"median over a run's logging windows after {experiment.warmup_epochs} epoch(s) of warm-up, then over the "
-        "runs; ± is the largest deviation of a run. Two variants differ when the ranges of their runs do not overlap, "
-        "and their medians differ by more than either range. Training time includes validation; set-up lasts until "
-        "the first step. Peak memory is torch's on an accelerator, the process's on a CPU. Phases are those of 20 "
-        "early steps on rank zero, scaled to samples/s.\n\n"
-        f"Measured on {machine['cpu']}, {machine['cores']} cores, {gpus}, at {head['date'] or '—'}, with {versions}, "
+        f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each variant). "
+        "samples/s is the median over a run's logging windows after "
+        f"{experiment.warmup_epochs} epoch(s) of warm-up, then over the runs; ± is the largest "
+        "deviation of a run. Two variants differ when the ranges of their runs do not overlap, and "
+        "their medians differ by more than either range. Training time includes validation; set-up "
+        "lasts until the first step. Peak memory is torch's on an accelerator, the process's on a "
+        "CPU. Phases are those of 20 early steps on rank zero, scaled to samples/s.\n\n"
+        f"Measured on {machine['cpu']}, {machine['cores']} cores, {gpus}, at {head['date'] or '—'}, "
+        f"with {versions}, "
         f"by\n\n{code(head['command'])}"
     )

@@ -12,49 +12,57 @@ from app.lab.compare.runner import Outcome
 from app.record import Record
 from app.system.machine import usable_cores
 
-# columns of results.csv. For a column with a run's figure: a field of the run record or a key of
-# `_figures`, and the aggregation of pandas that combines several runs. The others are computed.
-COLUMNS: dict[str, tuple[str, str] | None] = {
-    "variant": None,
-    "status": None,
-    "devices": ("devices", "first"),
-    "nodes": ("num_nodes", "first"),
-    "replicas": ("replicas", "first"),
-    "processes": ("world_size", "first"),
-    "threads": ("threads", "first"),
-    "global_batch": ("global_batch_size", "first"),
-    "replica_batch": None,
-    "precision": ("precision", "first"),
-    "placement": ("placement", "first"),
-    "loss_first": ("train_loss.first", "median"),
-    "loss_middle": ("train_loss.middle", "median"),
-    "loss_last": ("train_loss.last", "median"),
-    "val_acc": ("val_acc", "median"),
-    "val_images": ("data.images.val", "first"),
-    "less_accurate": None,
-    "train_s": ("train_s", "median"),
-    "setup_s": ("setup_s", "median"),
-    "samples_per_s": ("throughput.median", "median"),
-    "samples_per_s_min": ("throughput.median", "min"),
-    "samples_per_s_max": ("throughput.median", "max"),
-    "n": ("throughput.median", "count"),
-    "speed_up": None,
-    "efficiency": None,
-    "memory_main_gib": ("main_gib", "max"),
-    "memory_others_gib": ("others_gib", "max"),
-    "memory_main_percent": ("main_percent", "max"),
-    "memory_others_percent": ("others_percent", "max"),
-    "data_ms": ("time_per_step.data", "median"),
-    "forward_backward_ms": ("time_per_step.forward_backward", "median"),
-    "communication_ms": ("time_per_step.communication", "median"),
-    "optimizer_ms": ("time_per_step.optimizer", "median"),
-    "rest_ms": ("time_per_step.rest", "median"),
-    "launch_ms": ("time_per_step.launch", "median"),
-    "accelerator": ("accelerator", "first"),
-    "not_finite_since": ("not_finite_since", "first"),
-    "others_cores": ("others_cores", "median"),
+# columns of results.csv with figures of the runs: a field of the run record, or a key of `_figures`
+FIGURES = {
+    "devices": "devices",
+    "nodes": "num_nodes",
+    "replicas": "replicas",
+    "processes": "world_size",
+    "threads": "threads",
+    "global_batch": "global_batch_size",
+    "precision": "precision",
+    "placement": "placement",
+    "loss_first": "train_loss.first",
+    "loss_middle": "train_loss.middle",
+    "loss_last": "train_loss.last",
+    "val_acc": "val_acc",
+    "val_images": "data.images.val",
+    "train_s": "train_s",
+    "setup_s": "setup_s",
+    "samples_per_s": "throughput.median",
+    "samples_per_s_min": "throughput.median",
+    "samples_per_s_max": "throughput.median",
+    "n": "throughput.median",
+    "memory_main_gib": "main_gib",
+    "memory_others_gib": "others_gib",
+    "memory_main_percent": "main_percent",
+    "memory_others_percent": "others_percent",
+    "data_ms": "time_per_step.data",
+    "forward_backward_ms": "time_per_step.forward_backward",
+    "communication_ms": "time_per_step.communication",
+    "optimizer_ms": "time_per_step.optimizer",
+    "rest_ms": "time_per_step.rest",
+    "launch_ms": "time_per_step.launch",
+    "accelerator": "accelerator",
+    "not_finite_since": "not_finite_since",
+    "others_cores": "others_cores",
 }
-TEXT = ("precision", "placement", "accelerator")
+# how several runs are combined, if not by their median
+AGGREGATIONS = {
+    "precision": "first",
+    "placement": "first",
+    "accelerator": "first",
+    "samples_per_s_min": "min",
+    "samples_per_s_max": "max",
+    "n": "count",
+    "memory_main_gib": "max",
+    "memory_others_gib": "max",
+    "memory_main_percent": "max",
+    "memory_others_percent": "max",
+    "not_finite_since": "min",
+}
+COMPUTED = ("replica_batch", "less_accurate", "speed_up", "efficiency")
+COLUMNS = ["variant", "status", *FIGURES, *COMPUTED]
 WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
 # NaN for a run stopped by the time limit
 OF_THE_WHOLE = ["loss_middle", "loss_last", "val_acc", "train_s"]
@@ -70,7 +78,7 @@ def rate(rates: Sequence[float]) -> str:
 
 
 def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
-    """Return one row for each variant, in order, with the columns of `COLUMNS`; a missing value is NaN.
+    """Return a row for each variant, with the columns of `COLUMNS`; a missing value is NaN.
 
     - samples_per_s: median over the runs. A run's value is the median over its logging windows. The
       columns with `_min` and `_max` are the minimum and the maximum over the runs.
@@ -100,7 +108,7 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     )
     scaled = (grown != 1) & (not all_cores)
     table["efficiency"] = (table["speed_up"] / grown).where(scaled | (table["variant"] == baseline))
-    return table[list(COLUMNS)].astype(dict.fromkeys(WHOLE, "Int64"))
+    return table[COLUMNS].astype(dict.fromkeys(WHOLE, "Int64"))
 
 
 def _combine(outcomes: Sequence[Outcome]) -> pd.DataFrame:
@@ -112,9 +120,12 @@ def _combine(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         names.append(outcome.variant.name)
         for record in outcome.records.values():
             rows.append(asdict(record) | _figures(record) | variant)
-    combined = {name: column for name, column in COLUMNS.items() if column is not None}
-    types = {figure: float for figure, _ in combined.values()}
-    types |= dict.fromkeys(TEXT, object)
+    combined = {}
+    types = {}
+    for name, figure in FIGURES.items():
+        aggregation = AGGREGATIONS.get(name, "median")
+        combined[name] = (figure, aggregation)
+        types[figure] = object if aggregation == "first" else float
     runs = pd.json_normalize(rows).reindex(columns=["variant", *types]).astype(types)
     return runs.groupby("variant").agg(**combined).reindex(names).reset_index()
 

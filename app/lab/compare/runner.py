@@ -1,4 +1,4 @@
-"""Runner of an experiment. It runs the variants in turn, and continues an interrupted experiment."""
+"""Runner of an experiment: runs the variants in turn, and continues an interrupted experiment."""
 
 import datetime
 import shutil
@@ -92,10 +92,11 @@ class Runner:
                     yield repeat, outcome
 
     def remaining_s(self) -> float | None:
-        """Estimate the seconds of all missing runs from the mean of the finished runs; None if no run has finished."""
-        walls = [
-            record.wall_s or 0.0 for outcome in self.outcomes for record in outcome.records.values()
-        ]
+        """Estimate the seconds of all missing runs; None if no run has finished."""
+        walls = []
+        for outcome in self.outcomes:
+            for record in outcome.records.values():
+                walls.append(record.wall_s or 0.0)
         if not walls:
             return None
         return statistics.mean(walls) * len(list(self.todo()))
@@ -136,8 +137,9 @@ class Runner:
                 outcome.status = "measured"
             if record.throughput.median is None:
                 outcome.reason = (
-                    f"no throughput: its {record.steps} steps end before the first logging window (see "
-                    f"--trainer.log_every_n_steps) after a warm-up of {self.experiment.warmup_epochs} epoch(s)"
+                    f"no throughput: its {record.steps} steps end before the first logging window "
+                    "(see --trainer.log_every_n_steps) after a warm-up of "
+                    f"{self.experiment.warmup_epochs} epoch(s)"
                 )
             return
         outcome.status = "slow"
