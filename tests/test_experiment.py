@@ -83,7 +83,7 @@ def test_two_nodes_are_two_commands_with_ranks(app: App, experiment: Write) -> N
     assert second == first.replace("node_rank 0 &", "node_rank 1")
 
 
-ONE = {"variants": {"a": {}}}
+ONE: dict[str, Any] = {"variants": {"a": {}}}
 WRONG = [
     ({}, "neither variants nor a grid"),
     ({"variants": {"a": {"trainer.strategi": "dp"}}}, "'a': --trainer.strategi: there is no such"),

@@ -223,7 +223,7 @@ def fit(**flags: Any) -> Record:
     """
     values = {name: typed(value) for name, value in flags.items()}
     chosen = [f"--{name}={values[name]}" for name in ("config", "model", "data") if name in values]
-    classes = {"trainer": MADE["trainer"], "run": MADE["run"]}
+    classes: dict[str, type | None] = {"trainer": MADE["trainer"], "run": MADE["run"]}
     for section, path in classes_of(read_arguments(["fit", *chosen])).items():
         classes[section] = find_class(section, path)
     words = [f"--{_whole_name(name, classes)}={value}" for name, value in values.items()]

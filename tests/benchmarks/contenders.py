@@ -45,7 +45,7 @@ class Clock(Callback):
     def __init__(self) -> None:
         self.began = (0.0, 0.0)
         self.cpu = 0.0
-        self.steps = 0
+        self.steps = 0.0
         self.epochs: list[float] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -65,7 +65,7 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
         second = rows.iloc[1]
         other = second
         if baseline in rows.index[1:]:
-            other = rows.loc[baseline]
+            other = rows.loc[[baseline]].iloc[0]
         conclusion = f"{name} is the fastest: {rate}, {_times(best, other)}"
         lead = plain(_times(best, second))
         return Verdict(conclusion, name, f"{take}: it is {lead}, more than the spread of its runs.")
@@ -150,7 +150,7 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
             "The global batches of the variants differ, and so does the number of steps per epoch: "
             "compare losses, too."
         )
-    best = rows.loc[result.recommended]
+    best = rows.loc[[result.recommended]].iloc[0]
     return [*sentences, *_of_one_processor(rows, baseline, cores), *_limit(best, cores)]
 
 

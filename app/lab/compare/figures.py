@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -51,7 +51,7 @@ def pictures(
     """
     rows = ranked(table)
     drawn = {}
-    names = {"baseline": baseline, "recommended": recommended}
+    names: dict[str, Any] = {"baseline": baseline, "recommended": recommended}
     if len(rows):
         rates = {outcome.variant.name: outcome.medians for outcome in outcomes}
         paint = partial(_throughput, rows=rows, rates=rates, **names)
@@ -100,10 +100,11 @@ def _throughput(
         label = f"ideal: {baseline} times the devices"
         axes.vlines(ideals, places - 0.38, places + 0.38, color=ORANGE, linewidth=2, label=label)
     ends = np.fmax(most, ideals)  # where the labels start
-    for place, (name, end) in enumerate(ends.items()):
+    for place, (name, end) in enumerate(zip(rows.index, ends, strict=True)):
         text = rate(rates[str(name)])
-        offset = {"xytext": (6, 0), "textcoords": "offset points"}
-        axes.annotate(text, (end, place), va="center", fontsize=9, **offset)
+        axes.annotate(
+            text, (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9
+        )
     axes.set_xlim(0, 1.25 * ends.max())
     axes.set_xlabel("samples/s")
     axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -117,7 +118,7 @@ def _losses(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 
     Runs with a non-finite loss are left out, because their large losses would flatten other curves.
     """
-    losses = {}
+    losses: dict[str, dict[int, float | None]] = {}
     for outcome in outcomes:
         for record in outcome.records.values():
             if record.not_finite_since is None:
@@ -160,7 +161,7 @@ def _loss(
         colour = colours[name]
         line = curve.dropna()
         axes.plot(line, color=colour, marker="o", markersize=3)
-        label = short(name, LONGEST)
+        label = short(str(name), LONGEST)
         if name == alike[0] and len(alike) > 1:
             label = f"{len(alike)} variants"
         if colour != GREY or not is_crowded:

@@ -199,7 +199,9 @@ def _ranking(
             }
         )
     rows.sort(key=lambda row: places.get(row["variant"], math.inf))
-    return table(list(rows[0]), [row.values() for row in rows], words=(0, 1, len(rows[0]) - 1))
+    return table(
+        list(rows[0]), [list(row.values()) for row in rows], words=(0, 1, len(rows[0]) - 1)
+    )
 
 
 def _figures(results: pd.DataFrame) -> str:
@@ -214,7 +216,7 @@ def _published(experiment: Experiment, results: pd.DataFrame) -> str:
     published = experiment.published
     if not published:
         return ""
-    here = results.set_index("variant").astype(object).T
+    here: Any = results.set_index("variant").astype(object).T
     rows = []
     for entry in published.rows:
         for key, value in entry.figures.items():
