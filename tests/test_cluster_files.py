@@ -1,4 +1,4 @@
-"""The shipped files for clusters and sweeps, tested without a cluster; tests/test_slurm.py runs slurm.sbatch."""
+"""The shipped files for clusters and sweeps; tests/test_slurm.py runs slurm.sbatch."""
 
 import itertools
 import json
@@ -62,51 +62,45 @@ def test_slurm_script() -> None:
     assert command
     directives = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, flags=re.MULTILINE))
     assert len(directives) == head.count("\n#SBATCH"), "a line that is spelt otherwise"
-    assert {
-        "nodes",
-        "ntasks-per-node",
-        "cpus-per-task",
-        "gres",
-        "time",
-        "requeue",
-    } <= directives.keys()
+    needed = {"nodes", "ntasks-per-node", "cpus-per-task", "gres", "time", "requeue"}
+    assert directives.keys() >= needed
     assert directives["signal"] == "SIGUSR1@90", "to the ranks, not to the script: no B:"
     assert directives["open-mode"] == "append"
     assert "#SBATCH" not in body, "SLURM reads none below the first command"
 
 
 def test_containers(app: App) -> None:
-    """Both images have the Python version, files and installation that pyproject.toml needs; their commands exist.
+    """Both images have the Python version and files that pyproject.toml needs; their commands exist.
 
     Sources of instructions and sections: docs.docker.com/reference/dockerfile,
     apptainer.org/docs/user/latest.
     """
     text = (CLUSTER / "Dockerfile").read_text()
-    lines = [
-        line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")
-    ]
-    docker = {
-        name: [rest for instruction, rest in lines if instruction == name] for name, _ in lines
-    }
+    docker: dict[str, list[str]] = {}
+    for name, rest in re.findall(r"^([A-Z]+) (.*)", text, flags=re.MULTILINE):
+        docker.setdefault(name, []).append(rest)
     head, *fields = re.split(
         r"^%(\w+)\n", (CLUSTER / "apptainer.def").read_text(), flags=re.MULTILINE
     )
-    sections = {
-        name: textwrap.dedent(body).strip()
-        for name, body in zip(fields[::2], fields[1::2], strict=True)
-    }
+    bodies = [textwrap.dedent(body).strip() for body in fields[1::2]]
+    sections = dict(zip(fields[::2], bodies, strict=True))
     assert sections.keys() == {"files", "post", "environment", "runscript"}
-    header = dict(
-        line.split(": ") for line in head.splitlines() if line and not line.startswith("#")
-    )
+    header = dict(re.findall(r"^(\w+): (.*)", head, flags=re.MULTILINE))
     assert header == {"Bootstrap": "docker", "From": docker["FROM"][0]}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = docker["FROM"][0].removeprefix("python:").removesuffix("-slim")
     assert SpecifierSet(project["requires-python"]).contains(version)
 
     def copied(lines: Sequence[str]) -> dict[str, str]:
-        words = [line.split() for line in lines]
-        return {file: to + file * to.endswith("/") for *files, to in words for file in files}
+        places = {}
+        for line in lines:
+            *files, folder = line.split()
+            for file in files:
+                place = folder
+                if folder.endswith("/"):
+                    place += file
+                places[file] = place
+        return places
 
     files = ["pyproject.toml", project["readme"], *project["license-files"], "app", "configs"]
     assert (
@@ -181,7 +175,7 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_skypilot(tmp_path: Path) -> None:
-    """The task's commands run on two nodes with one device each, and continue the run after a restart."""
+    """The task runs on two nodes with one device each, and continues after a restart."""
     task = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
     known = {"name", "workdir", "num_nodes", "resources", "envs", "file_mounts", "setup", "run"}
     assert task.keys() == known, "source: docs.skypilot.co/en/latest/reference/yaml-spec.html"
@@ -211,7 +205,7 @@ def test_skypilot(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sweep(tmp_path: Path) -> None:
-    """The commands of a Weights & Biases agent start three trials. Each trial is a run with its own id and flags."""
+    """A Weights & Biases agent starts three trials, runs with their own ids and flags."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
     from wandb.sdk.lib.config_util import save_config_file_from_dict
 

@@ -10,23 +10,12 @@ from app.lab import runs
 from app.lab.runs import run_fit
 from app.record import Record
 
-FLAGS = [
-    "--data",
-    "Synthetic",
-    "--data.images",
-    "200",
-    "--data.batch_size",
-    "20",
-    "--run.wandb",
-    "off",
-]
-
-
+FLAGS = ["--data=Synthetic", "--data.images=200", "--data.batch_size=20", "--run.wandb=off"]
 DAMAGED = [
     ('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"),
     ("{", "line 1"),
+    ("null", ""),
 ]
-DAMAGED += [("", "line 1"), ("null", "")]
 
 
 @pytest.mark.parametrize(("text", "place"), DAMAGED)
@@ -47,18 +36,20 @@ def test_missing_and_null_fields_get_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_as_a_function(tmp_path: Path) -> None:
-    record = run_fit([*FLAGS, "--trainer.max_steps", "8"], 120, tmp_path / "x")
+def test_run_fit_returns_the_record(tmp_path: Path) -> None:
+    record = run_fit([*FLAGS, "--trainer.max_steps=8"], 120, tmp_path / "x")
     assert (record.status, record.steps) == ("completed", 8)
     assert Record.load(tmp_path / "x" / "version_0" / "run.json") == record
-    wrong = run_fit([*FLAGS, "--trainer.max_stepz", "8"], 120)
+    wrong = run_fit([*FLAGS, "--trainer.max_stepz=8"], 120)
     assert (wrong.status, wrong.setup_s) == ("failed", None)
     assert "did you mean --trainer.max_steps" in str(wrong.error)
-    late = run_fit([*FLAGS, "--trainer.max_epochs", "-1"], 8, tmp_path / "late")
+    late = run_fit([*FLAGS, "--trainer.max_epochs=-1"], 8, tmp_path / "late")
     assert (late.status, late.time_limit) == ("interrupted", 8)
 
 
-def test_a_run_that_completes_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_completes_at_its_limit_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that completes while it is being stopped at its time limit counts as completed."""
 
     def complete(processes: Sequence[subprocess.Popen[bytes]]) -> None:

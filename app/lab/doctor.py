@@ -1,4 +1,4 @@
-"""Command `python -m app doctor`: checks of this machine, and a training step under the common strategies.
+"""Command `python -m app doctor`: checks this machine, and a step under the common strategies.
 
 Each check is green, yellow (works, with a caution) or red (does not work), with a remedy. The last
 checks train one step on one device, and under dp, ddp, ddp_spawn and, without a GPU, ddp_fork. A
@@ -9,10 +9,10 @@ red.
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
@@ -21,25 +21,27 @@ from typing import Literal, get_args
 import pandas as pd
 import psutil
 import torch
-from packaging.requirements import Requirement
-from rich.table import Column, Table
-from rich.text import Text
-from torch.utils import collect_env
+from rich.markup import escape
 
 from app.command.parser import PlainParser
 from app.command.rules import MPI_SIZES
 from app.lab.runs import run_fit
 from app.launch.process import ADDRESSES, RANKS
 from app.monitor.loggers import tracking_mode
-from app.system.machine import GIB, busy, driver, hardware, nccl, usable_cores
+from app.system.machine import GIB, busy, driver, hardware, usable_cores, versions
 from app.system.terminal import make_console
 
 Level = Literal["green", "yellow", "red"]
 LEVELS = get_args(Level)
 LONGEST = 300.0  # timeout of a one-step run in seconds; a quiet machine with two cores needs 4 s
 ONE_STEP = (
-    *("--data=Synthetic", "--data.images=80", "--data.batch_size=8", "--trainer.max_steps=1"),
-    *("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1", "--run.wandb=false"),
+    "--data=Synthetic",
+    "--data.images=80",
+    "--data.batch_size=8",
+    "--trainer.max_steps=1",
+    "--trainer.limit_val_batches=0",
+    "--trainer.log_every_n_steps=1",
+    "--run.wandb=false",
 )
 
 
@@ -72,150 +74,100 @@ def run(arguments: list[str]) -> int:
     parser = PlainParser(usage="python -m app doctor [--json]", description=__doc__)
     parser.add_argument("--json", type=bool, default=False, help="print JSON, for machines")
     options = parser.parse_args(arguments)
-    console = make_console(stderr=options.json, highlight=False)
+    console = make_console(stderr=options.json, highlight=False, soft_wrap=True)
     checks = []
     began = monotonic()
     with console.status("") as status:
-        for check in examine(lambda what: status.update(f"looking at {what}")):
+        for check in examine(status.update):
             checks.append(check)
             if not options.json:
                 console.print(_line(check))
-    worst = max((check.level for check in checks), key=LEVELS.index)
+    levels = [check.level for check in checks]
+    worst = max(levels, key=LEVELS.index)
     if options.json:
-        print(json.dumps({"level": worst, "checks": [asdict(check) for check in checks]}, indent=2))
-    else:
-        count = sum(check.level == worst for check in checks)
-        summary = {
-            "green": "everything works",
-            "yellow": f"it works; look at the {count} in yellow",
-        }
-        text = summary.get(worst, f"{count} of {len(checks)} do not work")
-        console.print(f"[{worst}]{text}[/{worst}], after {monotonic() - began:.0f} s")
+        print(json.dumps({"level": worst, "checks": list(map(asdict, checks))}, indent=2))
+        return int(worst == "red")
+    count = levels.count(worst)
+    summaries = {
+        "green": "everything works",
+        "yellow": f"it works; look at the {count} in yellow",
+        "red": f"{count} of {len(checks)} do not work",
+    }
+    console.print(f"[{worst}]{summaries[worst]}[/{worst}], after {monotonic() - began:.0f} s")
     return int(worst == "red")
 
 
-def _line(check: Check) -> Table:
-    """Return a table row with level, name and result, and the remedy on the next line."""
-    grid = Table.grid(
-        Column(width=6), Column(width=14), Column(overflow="fold"), padding=(0, 2, 0, 0)
-    )
-    text = Text(check.found)
-    if check.remedy:
-        text.append(f"\n→ {check.remedy}", style="dim" if check.level == "green" else "bold")
-    grid.add_row(Text(check.level, style=check.level), Text(check.name), text)
-    return grid
+def _line(check: Check) -> str:
+    """Return level, name and result, and the remedy on the next line, with rich's markup."""
+    line = f"[{check.level}]{check.level:8}[/]{check.name:16}{escape(check.found)}"
+    if check.remedy and check.level != "green":
+        line += f"\n{'':24}→ [bold]{escape(check.remedy)}[/]"
+    return line
 
 
-def examine(say: Callable[[str], None] = lambda activity: None) -> Iterator[Check]:
+def examine(show: Callable[[str], None] = print) -> Iterator[Check]:
     """Yield all checks in order; the self-test comes last.
 
     Args:
-        say: Function called with the name of each slow check before it runs.
+        show: Function called with the name of each slow check before it runs.
     """
-    say("this machine")
-    load, _, remedy = (
-        busy() or f"{psutil.getloadavg()[0]:.1f} on {usable_cores()} cores"
-    ).partition("; ")
-    yield Check("load", "yellow" if remedy else "green", load, remedy)
-    yield from _packages()
+    cores = usable_cores()
+    load = busy()
+    if load is None:
+        yield Check("load", "green", f"{psutil.getloadavg()[0]:.1f} on {cores} cores")
+    else:
+        yield Check("load", "yellow", *load.split("; "))
+    packages = {name: importlib.metadata.version(name) for name in ("torchvision", "wandb")}
+    installed = {**versions(), **packages}
+    names = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
+    yield Check("versions", "green", f"{names}; {platform.platform()}")
     yield _accelerators()
-    yield _cores()
+    memory = psutil.virtual_memory()
+    processor = f"{hardware()['cpu']}, {cores} of {os.cpu_count()} cores"
+    free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
+    yield Check("processor", "green", f"{processor}, {free}")
     yield from _room()
     yield environment(os.environ)
-    source = (
-        "by WANDB_MODE"
-        if os.environ.get("WANDB_MODE")
-        else "by default; --run.wandb online uploads"
-    )
-    yield Check("tracker", "green", f"Weights & Biases {tracking_mode(None)}, {source}")
-    yield from _self_test(say)
-
-
-def _packages() -> Iterator[Check]:
-    installed = {
-        name: importlib.metadata.version(name)
-        for name in ("torch", "torchvision", "lightning", "wandb")
-    }
-    # not get_env_info: it is slow
-    system = f"{collect_env.get_os(collect_env.run)}, {collect_env.get_libc_version()}"
-    libraries = ", ".join(
-        f"{name} {version}" for name, version in {**installed, "NCCL": nccl()}.items() if version
-    )
-    yield Check("versions", "green", f"Python {sys.version.split()[0]}, {libraries}; {system}")
-    try:
-        for requirement in map(Requirement, importlib.metadata.requires("data-parallel-lab") or []):
-            version = "" if requirement.marker else importlib.metadata.version(requirement.name)
-            if version and not requirement.specifier.contains(version, prereleases=True):
-                yield Check(
-                    "versions",
-                    "red",
-                    f"{requirement.name} {version}, but {requirement} is needed",
-                    f"pip install '{requirement}'",
-                )
-    except importlib.metadata.PackageNotFoundError as error:
-        yield Check("versions", "red", f"{error.name} is not installed", "pip install -e .")
+    yield Check("tracker", "green", f"Weights & Biases {tracking_mode(None)}")
+    yield from _self_test(show)
 
 
 def _accelerators() -> Check:
-    if torch.cuda.is_available():
-        devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        text = ", ".join(
-            f"{device.name} with {device.total_memory / GIB:.0f} GiB" for device in devices
-        )
-        return Check("accelerators", "green", f"{text}; driver {driver()}")
-    return Check(
-        "accelerators",
-        "yellow",
-        f"no GPU (torch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'})",
-        "training runs on the CPU; nvidia-smi shows whether there is a GPU",
-    )
-
-
-def _cores() -> Check:
-    """Report the processor and the free memory."""
-    usable = usable_cores()
-    cores = os.cpu_count() or 1
-    memory = psutil.virtual_memory()
-    return Check(
-        "processor",
-        "green",
-        f"{hardware()['cpu']}, {usable} of {cores} cores, "
-        f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free",
-    )
+    names = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        names.append(f"{device.name} with {device.total_memory / GIB:.0f} GiB")
+    if names:
+        return Check("accelerators", "green", f"{', '.join(names)}; driver {driver()}")
+    build = f"torch is built for CUDA {torch.version.cuda}"
+    if torch.version.cuda is None:
+        build = "torch is built for CPUs"
+    remedy = "training runs on the CPU; nvidia-smi shows whether there is a GPU"
+    return Check("accelerators", "yellow", f"no GPU ({build})", remedy)
 
 
 def _room() -> Iterator[Check]:
-    """Check the free space of /dev/shm (for loader workers) and of the disk, and whether this folder is writable."""
-    shared = (
-        "loader workers pass batches through it: docker run --shm-size=8g, or --data.num_workers 0"
-    )
-    for name, place, least, enough, remedy in (
-        ("/dev/shm", Path("/dev/shm"), 0.06, 1, shared),
-        ("disk", Path.cwd(), 0.5, 5, "runs and data sets need room"),
-    ):
-        if place.exists():
-            free = shutil.disk_usage(place).free / GIB
-            level: Level = "red" if free < least else "yellow" if free < enough else "green"
-            yield Check(
-                name, level, f"{free:.1f} GiB free in {place}", "" if level == "green" else remedy
-            )
+    """Check the free space of /dev/shm and the disk, and whether this folder is writable."""
+    shared = "loader workers need it: docker run --shm-size=8g, or --data.num_workers 0"
+    places = (("/dev/shm", 0.06, 1, shared), (os.getcwd(), 0.5, 5, "runs and data sets need room"))
+    for folder, least, enough, remedy in places:
+        if os.path.exists(folder):
+            free = shutil.disk_usage(folder).free / GIB
+            level: Level = "green"
+            if free < least:
+                level = "red"
+            elif free < enough:
+                level = "yellow"
+            yield Check("room", level, f"{free:.1f} GiB free in {folder}", remedy)
     if not os.access(".", os.W_OK):
-        yield Check(
-            "disk",
-            "red",
-            f"{Path.cwd()} is not writable",
-            "change to another folder, or give --run.root",
-        )
+        remedy = "change to another folder, or give --run.root"
+        yield Check("room", "red", f"{os.getcwd()} is not writable", remedy)
 
 
 def environment(variables: Mapping[str, str]) -> Check:
-    """Check whether launchers' environment variables come from a running launcher, or are left over."""
-
-    def values(names: Iterable[str]) -> str:
-        return ", ".join(f"{name}={variables[name]}" for name in names)
-
-    left = [name for name in RANKS if name in variables]
-    addresses = [name for name in ADDRESSES if name in variables]
+    """Check whether launchers' variables come from a running launcher, or are left over."""
+    left = {name: variables[name] for name in RANKS if name in variables}
+    addresses = {name: variables[name] for name in ADDRESSES if name in variables}
     if any(variables.get(name, "1") != "1" for name in MPI_SIZES):
         return Check("launcher", "yellow", "MPI", "mpirun cannot start runs: use torchrun or srun")
     if "SLURM_JOB_ID" in variables:
@@ -223,33 +175,33 @@ def environment(variables: Mapping[str, str]) -> Check:
     if variables.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}:
         return Check("launcher", "green", "torchrun")
     if left:
-        return Check(
-            "launcher",
-            "red",
-            f"none, but {values(left)} left over",
-            f"a run would wait for other ranks: unset {' '.join(left + addresses)}",
-        )
+        remedy = f"a run would wait for other ranks: unset {' '.join(left | addresses)}"
+        return Check("launcher", "red", f"none, but {_values(left)} left over", remedy)
     if addresses:
-        return Check(
-            "launcher",
-            "yellow",
-            f"none, but {values(addresses)} set",
-            f"ddp would connect to this address: right on several nodes, else unset {' '.join(addresses)}",
-        )
+        right = "ddp would connect to this address: right on several nodes, else unset"
+        remedy = f"{right} {' '.join(addresses)}"
+        return Check("launcher", "yellow", f"none, but {_values(addresses)} set", remedy)
     return Check("launcher", "green", "none: runs start their own processes")
 
 
-def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
-    """Train one step under auto, dp, ddp, ddp_spawn and, without a GPU, ddp_fork. If auto fails, skip the others."""
+def _values(variables: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in variables.items())
+
+
+def _self_test(show: Callable[[str], None]) -> Iterator[Check]:
+    """Train one step under each strategy. If one device fails, skip the others."""
     gpus = torch.cuda.device_count()
-    several = "2" if gpus != 1 else "1"
-    forks = () if gpus else ("ddp_fork",)  # CUDA does not work in a forked process
-    runs = {"auto": "1", **dict.fromkeys(("dp", "ddp", "ddp_spawn", *forks), several)}
+    strategies = ["auto", "dp", "ddp", "ddp_spawn"]
+    if not gpus:  # CUDA does not work in a forked process
+        strategies.append("ddp_fork")
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for strategy, devices in runs.items():
-            name = "one step" if strategy == "auto" else f"{strategy} x{devices}"
-            say(name)
+        for strategy in strategies:
+            devices = 2
+            if strategy == "auto" or gpus == 1:
+                devices = 1
+            name = f"{strategy} x{devices}"
+            show(f"one step: {name}")
             check = Check(name, *_one_step(strategy, devices, Path(folder, strategy), losses))
             yield check
             if check.level != "green" and strategy == "auto":
@@ -257,7 +209,7 @@ def _self_test(say: Callable[[str], None]) -> Iterator[Check]:
 
 
 def _one_step(
-    strategy: str, devices: str, folder: Path, losses: dict[str, float]
+    strategy: str, devices: int, folder: Path, losses: dict[str, float]
 ) -> tuple[Level, str, str]:
     """Train one step under a strategy, and compare its loss with the loss on one device.
 
@@ -274,7 +226,8 @@ def _one_step(
     if record.status != "completed":
         return "red", str(record.error), "APP_DEBUG=1 python -m app fit … shows more"
     written = pd.read_csv(folder / "version_0" / "metrics.csv")["train_loss_step"].dropna()
-    loss = losses[strategy] = float(written.iloc[0])
+    loss = float(written.iloc[0])
+    losses[strategy] = loss
     if abs(loss - losses["auto"]) > 1e-4:
         return "red", f"its loss is {loss:.6f}, not {losses['auto']:.6f} as on one device", ""
     return "green", f"trains; loss {loss:.6f}", ""

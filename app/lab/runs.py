@@ -39,12 +39,9 @@ from app.system.machine import busy_seconds, own_seconds
 GRACE = 15.0  # seconds that a run has to stop cleanly, before it is killed
 POLL = 0.5  # seconds between two checks of a run
 QUIET = [
-    "--trainer.enable_progress_bar",
-    "false",
-    "--trainer.enable_model_summary",
-    "false",
-    "--run.test",
-    "false",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--run.test=false",
 ]
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -62,10 +59,8 @@ class CommandLine(NamedTuple):
 
     def __str__(self) -> str:
         """Format the command for a shell."""
-        variables = "".join(
-            f"{name}={shlex.quote(value)} " for name, value in self.environment.items()
-        )
-        return variables + shlex.join(["python", "-m", "app", *self.arguments])
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*words, "python -m app", shlex.join(self.arguments)])
 
 
 def on_nodes(
@@ -114,12 +109,11 @@ def run_fit(
             return run_fit(flags, limit, Path(temporary, "run"), nodes)
     folder.mkdir(parents=True, exist_ok=True)
     outputs = [folder / f"output_node{node}.txt" for node in range(len(nodes))]
-    earlier = _records(folder)
     arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
     commands = on_nodes(arguments, nodes, f"file://{(folder / 'rendezvous').resolve()}")
+    started = time.time()
     began = time.monotonic()
     busy = busy_seconds() - own_seconds()
-    late = False
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_stop, processes)
@@ -134,57 +128,59 @@ def run_fit(
                     start_new_session=True,  # so that only the parent receives Ctrl-C
                 )
             )
-        codes = [process.poll() for process in processes]
-        # stop if a node fails, because the other nodes would wait for it
-        while None in codes and not any(codes) and not late:
-            with suppress(subprocess.TimeoutExpired):
-                processes[codes.index(None)].wait(POLL)
+        while True:
             codes = [process.poll() for process in processes]
             late = time.monotonic() > began + limit
-    path = next((path for path, _ in _records(folder) - earlier), folder / "run.json")
-    try:
-        record = Record.load(path)
-    except ValueError as error:
-        record = Record(error=str(error) if path.exists() else None)
+            # stop if a node fails, because the other nodes would wait for it
+            if None not in codes or any(codes) or late:
+                break
+            with suppress(subprocess.TimeoutExpired):
+                processes[codes.index(None)].wait(POLL)
+    record = Record()
+    for path in folder.glob("version_*/run.json"):
+        if path.stat().st_mtime >= started:
+            try:
+                record = Record.load(path)
+            except ValueError as error:
+                record.error = str(error)
     record.wall_s = round(time.monotonic() - began, 3)
-    record.others_cores = round(
-        max((busy_seconds() - own_seconds() - busy) / record.wall_s, 0.0), 2
-    )
+    others = busy_seconds() - own_seconds() - busy
+    record.others_cores = round(max(others / record.wall_s, 0.0), 2)
     if late and not any(codes) and record.status != "completed":
         record.time_limit = limit
-        if record.status != "interrupted" or record.setup_s is None:
-            state = "no progress" if record.setup_s is not None else "still setting up"
+        if record.setup_s is None:
             record.status = "failed"
-            record.error = f"{state} after {limit:g} s"
+            record.error = f"still setting up after {limit:g} s"
+        elif record.status != "interrupted":
+            record.status = "failed"
+            record.error = f"no progress after {limit:g} s"
     elif record.status != "completed" or any(codes):
         record.status = "failed"
         record.error = _reason(record, codes, outputs)
     if record.run_dir is not None:
-        record.save(path)
+        record.save(Path(record.run_dir, "run.json"))
     return record
 
 
 def last_lines(folder: Path) -> list[str]:
-    """Return the last 12 lines of a failed run's output, preferably of a node with an error message."""
-    nodes = [_lines(path) for path in sorted(folder.glob("output_node*.txt"))]
-    nodes.sort(key=lambda lines: "error: " not in "\n".join(lines))
-    return [line[:300] for line in nodes[0][-12:]] if nodes else []
-
-
-def _records(folder: Path) -> set[tuple[Path, int]]:
-    """Return the paths of the records in a folder, with the times of their last change."""
-    return {(path, path.stat().st_mtime_ns) for path in folder.glob("version_*/run.json")}
+    """Return the last 12 output lines of a failed run, preferably of a node with an error message."""
+    nodes = map(_lines, sorted(folder.glob("output_node*.txt")))
+    lines = max(nodes, key=lambda lines: "error: " in "\n".join(lines))
+    return [line[:300] for line in lines[-12:]]
 
 
 def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:
-    """Return why a run failed, in one line. Prefer the error of a crashed node to a user error (exit code 2)."""
-    node = min(
-        range(len(codes)), key=lambda node: (codes[node] in (None, 0), codes[node] == 2, node)
-    )
+    """Return why a run failed, in one line; prefer a crashed node to a user error (exit code 2)."""
+    failed = [node for node, code in enumerate(codes) if code] or [0]
+    node = max(failed, key=lambda node: codes[node] != 2)
     lines = _lines(outputs[node])
-    errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
-    reason = errors[-1] if errors else record.error or (lines[-1] if lines else "no output")
-    return reason if codes[node] == 2 else f"exit code {codes[node]}: {reason}"
+    reason = record.error or "\n".join(lines[-1:]) or "no output"
+    for line in lines:
+        if "error: " in line:
+            reason = line.partition("error: ")[2]
+    if codes[node] == 2:
+        return reason
+    return f"exit code {codes[node]}: {reason}"
 
 
 def _lines(output: Path) -> list[str]:
@@ -194,21 +190,23 @@ def _lines(output: Path) -> list[str]:
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Terminate a run's processes, and kill those that do not stop in time."""
-    running = [psutil.Process(process.pid) for process in processes if process.poll() is None]
-    children = [child for process in running for child in process.children(recursive=True)]
-    for process in running:
-        process.terminate()
-    for process in psutil.wait_procs([*running, *children], timeout=GRACE)[1]:
+    tree = []
+    for started in processes:
+        if started.poll() is None:
+            process = psutil.Process(started.pid)
+            tree += [process, *process.children(recursive=True)]
+            started.terminate()
+    for process in psutil.wait_procs(tree, timeout=GRACE)[1]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    for started in processes:  # kill processes that were started after `children` was read
+    for started in processes:  # kill processes that were started after `tree` was read
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(started.pid, signal.SIGKILL)
         started.wait()
 
 
 def fit(**flags: Any) -> Record:
-    """Train in separate processes, as `python -m app fit` does, and return the run's record (`run.json`).
+    """Train in separate processes, as `python -m app fit` does, and return the run's record.
 
         record = app.fit(model="resnet18", data="Synthetic", max_epochs=2, name="shapes")
 
@@ -223,27 +221,42 @@ def fit(**flags: Any) -> Record:
     Raises:
         UserError: When a flag is invalid or ambiguous, or when the run fails.
     """
-    values = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in flags.items()}
-    chosen = [f"--{flag}={values[flag]}" for flag in ("config", "model", "data") if flag in values]
-    sections = {name: parameters(MADE[name]) for name in ("trainer", "run")}
-    for name, path in classes_of(read_arguments(["fit", *chosen])).items():
-        sections[name] = parameters(find_class(name, path))
-    words = []
-    for flag, value in values.items():
-        is_whole = "." in flag or f"--{flag}" in (*FIT_FLAGS, "--ckpt_path")
-        names = (
-            [flag]
-            if is_whole
-            else [f"{name}.{flag}" for name in sections if flag in sections[name]]
-        )
-        if len(names) > 1:
-            raise UserError(
-                f"app.fit({flag}={value}): give **{{'{names[0]}': {value}}}, or {names[1]}"
-            )
-        words.append(f"--{names[0] if names else f'model.{flag}'}={value}")
+    values = {name: typed(value) for name, value in flags.items()}
+    chosen = [f"--{name}={values[name]}" for name in ("config", "model", "data") if name in values]
+    classes: dict[str, type | None] = {"trainer": MADE["trainer"], "run": MADE["run"]}
+    for section, path in classes_of(read_arguments(["fit", *chosen])).items():
+        classes[section] = find_class(section, path)
+    words = [f"--{_whole_name(name, classes)}={value}" for name, value in values.items()]
     config = resolve(["fit", *words])
     folder = Path(config.run.root, config.run.name or default_name(config))
-    record = run_fit([f"--run.test={config.run.test}".lower(), *words], math.inf, folder)
+    record = run_fit([f"--run.test={typed(config.run.test)}", *words], math.inf, folder)
     if record.status == "failed":
         raise UserError(f"{record.error} (see {folder / 'output_node0.txt'})")
     return record
+
+
+def typed(value: Any) -> str:
+    """Format a value for a command line."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=str)
+
+
+def _whole_name(name: str, classes: Mapping[str, type | None]) -> str:
+    """Return the whole name of a flag, such as `trainer.max_epochs` for `max_epochs`.
+
+    Args:
+        name: Name without its section, or the whole name.
+        classes: Class whose parameters are the flags of each section.
+
+    Raises:
+        UserError: When several sections have the flag.
+    """
+    if "." in name or f"--{name}" in (*FIT_FLAGS, "--ckpt_path"):
+        return name
+    sections = [section for section, cls in classes.items() if name in parameters(cls)]
+    if len(sections) > 1:
+        whole = f"**{{'{sections[0]}.{name}': …}}"
+        raise UserError(f"app.fit({name}=…): give {whole}, or {sections[1]}.{name}")
+    section = (sections or ["model"])[0]
+    return f"{section}.{name}"

@@ -1,7 +1,5 @@
-"""Variant of a training: flags of `fit`, their resolved configuration, and the commands that run it here."""
+"""Variant of a training: flags of `fit`, their resolved configuration, and its commands."""
 
-import itertools
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,27 +13,21 @@ from jsonargparse import Namespace
 from app.command.configuration import resolve
 from app.command.resolved import Resolved
 from app.errors import UserError
-from app.lab.runs import on_nodes
+from app.lab.runs import on_nodes, typed
 from app.system.machine import usable_cores
 
 # flags that `compare` and `verify` set themselves
 RESERVED = (
-    *(
-        "run.root",
-        "run.name",
-        "run.warmup_epochs",
-        "run.test",
-        "run.wandb",
-        "run.group",
-        "run.on_nonfinite",
-    ),
-    *("cluster.init_method", "cluster.node_rank"),
+    "run.root",
+    "run.name",
+    "run.warmup_epochs",
+    "run.test",
+    "run.wandb",
+    "run.group",
+    "run.on_nonfinite",
+    "cluster.init_method",
+    "cluster.node_rank",
 )
-INHERITED = (
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-)  # environment variables that affect a run
 
 
 @dataclass
@@ -58,23 +50,19 @@ class Variant:
     def of_flags(
         cls, name: str, flags: Mapping[str, Any], configs: Sequence[str] = ()
     ) -> "Variant":
-        """Create a variant from flags, named without leading dashes. Drop flags whose value is None.
+        """Create a variant from flags without leading dashes. Drop flags whose value is None.
 
         Raises:
             UserError: When `fit` rejects the flags.
         """
-        classes = (
-            "model",
-            "data",
-            "trainer.strategy",
-        )  # printed commands show a class before its settings
-        items = [(flag, value) for flag, value in flags.items() if value is not None]
-        items.sort(key=lambda item: item[0] not in classes)
-        pairs = [
-            *(("--config", config) for config in configs),
-            *((f"--{flag}", typed(value)) for flag, value in items),
-        ]
-        arguments = ["fit", *itertools.chain.from_iterable(pairs)]
+        # printed commands show a class before its settings
+        classes = ("model", "data", "trainer.strategy")
+        arguments = ["fit"]
+        for config in configs:
+            arguments += ["--config", config]
+        for flag in sorted(flags, key=lambda flag: flag not in classes):
+            if flags[flag] is not None:
+                arguments += [f"--{flag}", typed(flags[flag])]
         try:
             variant = cls(name, arguments, resolve(arguments))
         except UserError as error:
@@ -93,26 +81,24 @@ class Variant:
         return Resolved(self.settings).replicas
 
     def nodes(self) -> list[dict[str, str]]:
-        """Return the environment variables of each node. Several nodes divide this machine's GPUs or cores."""
-        inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        trainer = self.settings.trainer
-        if trainer.num_nodes == 1:
-            return [inherited]
-        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in psutil.net_if_addrs() else {}
+        """Return each node's environment variables. The nodes divide this machine's GPUs or cores."""
+        count = self.settings.trainer.num_nodes
+        if count == 1:
+            return [inherited()]
+        common = inherited()
+        if "lo" in psutil.net_if_addrs():
+            common["GLOO_SOCKET_IFNAME"] = "lo"
         if Resolved(self.settings).accelerator != "cuda":
-            threads = os.environ.get(
-                "OMP_NUM_THREADS", str(max(usable_cores() // self.replicas, 1))
-            )
-            return [inherited | loopback | {"OMP_NUM_THREADS": threads}] * trainer.num_nodes
-        visible = os.environ.get(
-            "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.replicas)))
-        ).split(",")
-        count = Resolved(self.settings).devices
-        starts = range(0, count * trainer.num_nodes, count)
-        return [
-            inherited | loopback | {"CUDA_VISIBLE_DEVICES": ",".join(visible[i : i + count])}
-            for i in starts
-        ]
+            share = max(usable_cores() // self.replicas, 1)
+            return [{"OMP_NUM_THREADS": str(share)} | common] * count
+        visible = common.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.replicas))))
+        gpus = visible.split(",")
+        devices = Resolved(self.settings).devices
+        nodes = []
+        for node in range(count):
+            own = gpus[node * devices : (node + 1) * devices]
+            nodes.append(common | {"CUDA_VISIBLE_DEVICES": ",".join(own)})
+        return nodes
 
     def commands(self, threads: int | None = None) -> str:
         """Return the commands that run the variant, one line per node.
@@ -121,15 +107,16 @@ class Variant:
             threads: Value of OMP_NUM_THREADS for nodes without this variable; None adds no
                 variable.
         """
-        nodes = [
-            {"OMP_NUM_THREADS": str(threads)} | node if threads else node for node in self.nodes()
-        ]
+        nodes = self.nodes()
+        if threads is not None:
+            nodes = [{"OMP_NUM_THREADS": str(threads)} | node for node in nodes]
         return " &\n".join(map(str, on_nodes(self.arguments, nodes, "tcp://127.0.0.1:29500")))
 
 
-def typed(value: Any) -> str:
-    """Format a value for a command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+def inherited() -> dict[str, str]:
+    """Return the environment variables of this process that affect a run."""
+    names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _lacking(variant: Variant) -> str | None:
@@ -138,8 +125,11 @@ def _lacking(variant: Variant) -> str | None:
     needed = variant.replicas
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         return "there is no GPU"
-    gpus = Resolved(variant.settings).accelerator == "cuda"
-    kind, count = ("GPUs", torch.cuda.device_count()) if gpus else ("CPU cores", usable_cores())
+    count = usable_cores()
+    kind = "CPU cores"
+    if Resolved(variant.settings).accelerator == "cuda":
+        count = torch.cuda.device_count()
+        kind = "GPUs"
     if trainer.accelerator in ("auto", "cpu", "gpu", "cuda") and needed > count:
         return f"needs {needed} {kind}; this machine has {count}"
     return None

@@ -1,4 +1,4 @@
-"""Network between devices: measured all-reduces, a link fitted to them, and the choice of interfaces."""
+"""Network between devices: measured all-reduces, a fitted link, and the choice of interfaces."""
 
 import os
 import queue
@@ -18,11 +18,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from app.system.machine import time_when_done
 
-NOBODY = (
-    "192.0.2.1",
-    9,
-)  # an address for documentation, which no machine has: https://www.rfc-editor.org/rfc/rfc5737
-SIZES = tuple(4**exponent for exponent in range(5, 13))  # 1 KiB to 16 MiB
+# an address for documentation, which no machine has: https://www.rfc-editor.org/rfc/rfc5737
+NOBODY = ("192.0.2.1", 9)
+SIZES = [4**exponent for exponent in range(5, 13)]  # 1 KiB to 16 MiB
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Link:
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Fit a line by least squares of the relative errors of y. Return its offset and slope, both nonnegative."""
+    """Fit a line by least squares of y's relative errors; return offset and slope, nonnegative."""
     weights = 1 / np.asarray(y)
     slope, offset = np.polyfit(x, y, 1, w=weights)
     if slope < 0:  # fit a constant
@@ -71,7 +69,7 @@ def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
         ranks: Number of ranks of the measurement.
     """
     steps = 2 * (ranks - 1)
-    offset, slope = fit_line([size for size, _ in measured], [seconds for _, seconds in measured])
+    offset, slope = fit_line(*zip(*measured, strict=True))
     return Link(bandwidth=steps / ranks / max(slope, 1e-15), latency=offset / steps)
 
 
@@ -110,13 +108,15 @@ def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
 
 
 def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
+    backend = "gloo"
     torch.set_num_threads(1)
     use_loopback()
     if cuda:
+        device = torch.device("cuda", rank)
+        backend = "nccl"
         torch.cuda.set_device(device)
-    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    distributed.init_process_group(backend, url, rank=rank, world_size=2, device_id=device_id)
+    distributed.init_process_group(backend, url, rank=rank, world_size=2)
     measured = []
     for size in SIZES:
         buffer = torch.zeros(size // 4, device=device)
@@ -134,13 +134,11 @@ def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
 
 def own_addresses() -> list[str]:
     """Return this machine's IP addresses, loopback addresses last."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    addresses = {
-        a.address
-        for entries in psutil.net_if_addrs().values()
-        for a in entries
-        if a.family in families
-    }
+    addresses = set()
+    for entries in psutil.net_if_addrs().values():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                addresses.add(entry.address)
     return sorted(
         addresses,
         key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address),
@@ -148,7 +146,7 @@ def own_addresses() -> list[str]:
 
 
 def outward_address() -> str:
-    """Return the address at which other hosts reach this machine: on gloo's interface, or on the default route."""
+    """Return the address of this machine for other hosts: gloo's, or that of the default route."""
     chosen = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", ""), [])
     addresses = [entry.address for entry in chosen if entry.family == socket.AF_INET]
     with suppress(OSError):  # no route
@@ -157,7 +155,7 @@ def outward_address() -> str:
 
 
 def _own_address_towards(target: Any, family: int = socket.AF_INET) -> str:
-    """Return the source address that this machine uses to reach another, without sending a packet."""
+    """Return the address from which this machine reaches another, without sending a packet."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return probe.getsockname()[0]
@@ -170,7 +168,7 @@ def use_loopback() -> None:
 
 
 def use_interface_to(address: str) -> None:
-    """Make gloo and NCCL use the network interface towards an address, unless the user configured one.
+    """Make gloo and NCCL use the interface towards an address, unless the user configured one.
 
     By default, gloo resolves the host's name, which often leads to the loopback interface.
     """
@@ -178,14 +176,13 @@ def use_interface_to(address: str) -> None:
         family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         source = _own_address_towards(target, family)
         if source == "127.0.0.1" and not address.startswith(("127.", "localhost")):
-            source = _own_address_towards(
-                NOBODY
-            )  # the host's own name often resolves to the loopback
+            # the host's own name often resolves to the loopback
+            source = _own_address_towards(NOBODY)
     except OSError:
         return
     if source in ("127.0.0.1", "::1"):
         use_loopback()
     for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == source for entry in entries) and name != "lo":
+        if name != "lo" and source in [entry.address for entry in entries]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # `=`: exact name, not a prefix

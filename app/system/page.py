@@ -1,4 +1,4 @@
-"""HTML page of a report: one self-contained file without scripts, for light and dark screens and for print.
+"""HTML page of a report: one file without scripts, for light and dark screens and for print.
 
 The title states the result. An introduction follows, then sections of Markdown with figures.
 Secondary sections are folded.
@@ -8,11 +8,13 @@ import base64
 import html
 import io
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
 from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, because notebooks share pyplot's state
@@ -27,16 +29,16 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = COLOURS
 INK = LOOK["text.color"]
 PAPER = "#fffffe"
 PALE = "#a9c1f0"
-NAMES = {
-    PAPER: "paper",
-    BLUE: "blue",
-    ORANGE: "orange",
-    GREEN: "green",
-    PURPLE: "purple",
-    GREY: "grey",
-    PALE: "pale",
+VARIABLES = {  # values of page.css
+    INK: "currentColor",
+    PAPER: "var(--paper)",
+    BLUE: "var(--blue)",
+    ORANGE: "var(--orange)",
+    GREEN: "var(--green)",
+    PURPLE: "var(--purple)",
+    GREY: "var(--grey)",
+    PALE: "var(--pale)",
 }
-VARIABLES = {INK: "currentColor"} | {colour: f"var(--{name})" for colour, name in NAMES.items()}
 
 
 class Section(NamedTuple):
@@ -99,7 +101,7 @@ def plain(text: object) -> str:
 
 
 def table(
-    headers: Sequence[str], rows: Iterable[Sequence[object]], words: Container[int] = (0,)
+    headers: Sequence[str], rows: Iterable[Sequence[object]], words: Iterable[int] = (0,)
 ) -> str:
     """Format a table in Markdown from cells of plain text.
 
@@ -109,14 +111,18 @@ def table(
         words: Indices of columns with text; the other columns hold numbers, and are aligned on the
             right.
     """
-    rule = [":--" if column in words else "--:" for column in range(len(headers))]
-    lines = [map(plain, headers), rule, *(map(plain, row) for row in rows)]
+    rule = ["--:"] * len(headers)
+    for column in words:
+        rule[column] = ":--"
+    lines = [map(plain, headers), rule]
+    for row in rows:
+        lines.append(map(plain, row))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def code(text: str) -> str:
     """Format text as a Markdown code block."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    return textwrap.indent(text, "    ")
 
 
 def draw(
@@ -139,7 +145,7 @@ def draw(
 
 
 def draw_line(paint: Callable[[Axes], None], height: float = 3.2) -> Figure:
-    """Draw a line plot with fixed margins, because computing the margins would double the drawing time.
+    """Draw a line plot with fixed margins, because computing them would double the drawing time.
 
     The margins have room for numbers on the left and for the lines' names on the right.
 
@@ -170,27 +176,27 @@ def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
         axes: Axes with all lines drawn.
         ends: Last value, name and colour of each line.
     """
+    if not ends:
+        return
     low, high = axes.get_ylim()
     missing = max(0.02 * max(abs(low), abs(high)) - (high - low), 0.0)
-    low = low - missing / 2
-    high = high + missing / 2
-    axes.set_ylim(low, high)
-    gap = (high - low) * 15 / 72 / (0.75 * axes.figure.get_figheight())  # type: ignore[union-attr]
+    axes.set_ylim(low - missing / 2, high + missing / 2)
+    gap = (high - low + missing) * 15 / 72 / (0.75 * axes.figure.get_figheight())  # type: ignore[union-attr]
     ends = sorted(ends)
-    places = [value for value, _, _ in ends]
-    for index in range(1, len(places)):
-        places[index] = max(places[index], places[index - 1] + gap)
-    moved = sum(place - value for place, (value, _, _) in zip(places, ends, strict=True)) / max(
-        len(ends), 1
-    )
-    for place, (_, name, colour) in zip(places, ends, strict=True):
-        right = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in data units
-        axes.text(1.02, place - moved, name, transform=right, va="center", color=colour, fontsize=9)
+    values = np.array([value for value, _, _ in ends])
+    # a name is at least a gap above the one below; then all move, so that their mean is as before
+    steps = gap * np.arange(len(ends))
+    places = np.maximum.accumulate(values - steps) + steps
+    right = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in data units
+    for place, (_, name, colour) in zip(places - (places - values).mean(), ends, strict=True):
+        axes.text(1.02, place, name, transform=right, va="center", color=colour, fontsize=9)
 
 
 def short(name: str, most: int) -> str:
     """Shorten a name to at most `most` characters, for a figure."""
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+    if len(name) <= most:
+        return name
+    return f"{name[: most - 1]}…"
 
 
 def _shown(figure: Figure | bytes, name: str, alt: str) -> str:

@@ -7,5 +7,7 @@ from rich.console import Console
 
 
 def make_console(**options: Any) -> Console:
-    """Return a console as wide as the terminal, or 110 columns wide if stdout is a file or a pipe."""
-    return Console(width=None if sys.stdout.isatty() else 110, **options)
+    """Return a console as wide as the terminal, or 110 columns wide for a file or a pipe."""
+    if not sys.stdout.isatty():
+        options["width"] = 110
+    return Console(**options)

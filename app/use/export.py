@@ -1,4 +1,4 @@
-"""Command `python -m app export`: writes a trained classifier as one file, for ONNX Runtime or torch.
+"""Command `python -m app export`: writes a trained classifier for ONNX Runtime or torch.
 
 The graph maps uint8 images (B, C, H, W) to class probabilities (B, classes), for any batch size B.
 The graph includes the normalisation. The file also holds the class names.
@@ -6,7 +6,6 @@ The graph includes the normalisation. The file also holds the class names.
 
 import io
 import json
-import os
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,9 +24,11 @@ from app.use.inference import Classifier, load
 USAGE = """\
 python -m app export --run.name NAME [--ckpt_path best|last|FILE] [--format onnx|torch]
 
-Writes model.onnx or model.pt2 into the run's folder: a graph from uint8 images (B, C, H, W) to class probabilities
-(B, classes), with normalisation, for any batch size. Compares its predictions with the model's on 64 images."""
+Writes model.onnx or model.pt2 into the run's folder: a graph from uint8 images (B, C, H, W) to
+class probabilities (B, classes), with normalisation, for any batch size. Compares its predictions
+with the model's on 64 images."""
 
+FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
 LOADING = {  # code that loads the file and classifies `images`, by format
     "onnx": """\
 import json, onnxruntime
@@ -47,11 +48,9 @@ print([json.loads(names["class_names"])[label] for label in probabilities.argmax
 def read(arguments: list[str]) -> Namespace:
     """Return the options of `export`."""
     parser = PlainParser(prog="python -m app export", usage=USAGE)
-    parser.add_argument(
-        "--ckpt_path", type=str, default="best", help="best or last of --run.name; or a file"
-    )
-    parser.add_argument("--run.name", type=str, default="", help="name of the run")
-    parser.add_argument("--run.root", type=str, default=Run.root, help="directory of all runs")
+    parser.add_argument("--ckpt_path", default="best", help="best or last of --run.name; or a file")
+    parser.add_argument("--run.name", default="", help="name of the run")
+    parser.add_argument("--run.root", default=Run.root, help="directory of all runs")
     parser.add_argument(
         "--format", type=Literal["onnx", "torch"], default="onnx", help="model.onnx or model.pt2"
     )
@@ -69,42 +68,36 @@ def run(arguments: list[str]) -> int:
             exported.
     """
     options = read(arguments)
-    classifier = load(
-        find_checkpoint(options.ckpt_path, [], options.run.root, options.run.name), "cpu"
-    )
+    checkpoint = find_checkpoint(options.ckpt_path, [], options.run.root, options.run.name)
+    classifier = load(checkpoint, "cpu")
     shape = classifier.image_shape
-    file = classifier.folder / {"onnx": "model.onnx", "torch": "model.pt2"}[options.format]
-    images = torch.randint(
-        256, (64, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    file = classifier.folder / FILES[options.format]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (64, *shape), dtype=torch.uint8, generator=generator)
     try:
         with warnings.catch_warnings(action="ignore"), torch.no_grad():
             difference = replace(classifier, images, file)
-    except ImportError as error:
-        raise UserError(
-            f'--format {options.format} needs {error.name}: pip install "data-parallel-lab[export]", '
-            "or onnx onnxscript onnxruntime"
-        ) from error
-    except OSError as error:
-        kept = ", and the previous one is kept" * file.exists()
-        raise UserError(
-            f"{file} cannot be written ({error.strerror}){kept}: make room there, or copy the run elsewhere"
-        ) from error
     except UserError:
         raise
+    except ImportError as error:
+        raise UserError(
+            f'--format {options.format} needs {error.name}: pip install "data-parallel-lab[export]",'
+            " or onnx onnxscript onnxruntime"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be written ({error.strerror}): make room there, "
+            "or copy the run elsewhere"
+        ) from error
     except Exception as error:  # torch.export raises many types
         reason = f"{type(error).__name__}: {error}"[:300]
         raise UserError(f"{file} cannot be written ({reason}): --verbose shows where") from error
     sides = ", ".join(map(str, shape))
-    print(
-        f"exported  {file}: uint8 images (B, {sides}) to probabilities (B, {len(classifier.class_names)})"
-    )
-    print(
-        f"checked   on {len(images)} random images: probabilities differ by at most {difference:.1g}"
-    )
-    print(
-        f"load it   in Python, without this application:\n\n{LOADING[options.format].format(file=file, shape=sides)}"
-    )
+    code = LOADING[options.format].format(file=file, shape=sides)
+    classes = len(classifier.class_names)
+    print(f"exported  {file}: uint8 images (B, {sides}) to probabilities (B, {classes})")
+    print(f"checked   on 64 random images: probabilities differ by at most {difference:.1g}")
+    print(f"load it   in Python, without this application:\n\n{code}")
     return 0
 
 
@@ -118,26 +111,24 @@ def replace(classifier: Classifier, images: Tensor, file: Path) -> float:
         UserError: When the difference is too large. An earlier file is kept.
     """
     with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
-        difference = float(
-            (write(classifier, images, Path(folder, file.name)) - classifier(images)).abs().max()
-        )
+        new = Path(folder, file.name)
+        probabilities = write(classifier, images, new)
+        difference = float((probabilities - classifier(images)).abs().max())
         if not difference < 1e-4:
             raise UserError(
-                f"{file}: its probabilities would differ from the model's by {difference:.1g}: give another --format"
+                f"{file}: its probabilities would differ from the model's by {difference:.1g}: "
+                "give another --format"
             )
         # the graph of a large network is the last to be replaced, because it reads its weights from
         # a second file
-        for written in sorted(
-            Path(folder).iterdir(), key=lambda written: written.name == file.name
-        ):
-            with written.open("rb") as stream:
-                os.fsync(stream.fileno())
-            written.replace(file.with_name(written.name))
+        for weights in Path(folder).glob("*.data"):
+            weights.replace(file.with_name(weights.name))
+        new.replace(file)
     return difference
 
 
 def write(classifier: Classifier, images: Tensor, file: Path) -> Tensor:
-    """Write a classifier's file, `.onnx` or `.pt2`, and return the probabilities that the file computes for images.
+    """Write a classifier's file, `.onnx` or `.pt2`, and return the file's probabilities of images.
 
     Args:
         classifier: The classifier.

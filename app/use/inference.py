@@ -59,12 +59,12 @@ class Classifier(nn.Module):
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return class probabilities (B, classes) of images in the training's shape, uint8 (B, C, H, W)."""
+        """Return probabilities (B, classes) of images in the training's shape, uint8 (B, C, H, W)."""
         return self.module(self.transform(images)).float().softmax(1)
 
     @torch.inference_mode()
     def predict(self, images: Any, k: int = 1, batch_size: int = 64) -> Any:
-        """Return the most likely classes of images. The images are resized and cropped as for validation.
+        """Return the most likely classes of images, resized and cropped as for validation.
 
         Args:
             images: A file, a folder, a PIL image, a uint8 array (H, W, C), or a uint8 tensor (C, H,
@@ -82,30 +82,34 @@ class Classifier(nn.Module):
         """
         if not 1 <= k <= len(self.class_names):
             raise UserError(f"k={k}: the model has {len(self.class_names)} classes")
-        is_path = isinstance(images, str | os.PathLike)
-        is_single = os.path.isfile(images) if is_path else getattr(images, "ndim", 4) == 3
-        is_single |= isinstance(images, Image.Image)
         items: list[Any] = []
-        for item in [images] if is_path or is_single else images:
-            items += (
-                files_in([os.fspath(item)], Counter())
-                if isinstance(item, str | os.PathLike)
-                else [item]
-            )
+        is_single = isinstance(images, Image.Image) or getattr(images, "ndim", 0) == 3
+        if isinstance(images, str | os.PathLike):
+            is_single = os.path.isfile(images)
+            images = [images]
+        elif is_single:
+            images = [images]
+        for item in images:
+            if isinstance(item, str | os.PathLike):
+                items += files_in([os.fspath(item)], Counter())
+            else:
+                items.append(item)
         predictions = []
         for start in range(0, len(items), batch_size):
             chunk = items[start : start + batch_size]
-            batch = torch.stack(
-                [self._pixels(item).to(self.module.device) for item in chunk]
-            )  # (B, C, H, W)
-            for item, *best in zip(
-                chunk, *(tensor.tolist() for tensor in self(batch).topk(k)), strict=True
+            batch = torch.stack([self._pixels(item).to(self.module.device) for item in chunk])
+            best = self(batch).topk(k)  # (B, k)
+            for item, probabilities, labels in zip(
+                chunk, best.values.tolist(), best.indices.tolist(), strict=True
             ):
-                names = tuple(self.class_names[label] for label in best[1])
-                predictions.append(
-                    Prediction(names, tuple(best[0]), item if isinstance(item, str) else None)
-                )
-        return predictions[0] if is_single else predictions
+                file = None
+                if isinstance(item, str):
+                    file = item
+                names = tuple(self.class_names[label] for label in labels)
+                predictions.append(Prediction(names, tuple(probabilities), file))
+        if is_single:
+            return predictions[0]
+        return predictions
 
     def _pixels(self, item: Any) -> Tensor:
         """Return an image in the training's shape, uint8 (C, H, W)."""
@@ -118,18 +122,15 @@ class Classifier(nn.Module):
                 return item
             item = item.movedim(0, -1).cpu()
         array = np.asarray(item)
-        if (
-            array.dtype != np.uint8
-            or array.ndim != 3
-            or array.shape[2] not in (1, 3, 4)
-            or not array.size
-        ):
+        is_image = array.ndim == 3 and array.shape[2] in (1, 3, 4) and array.size > 0
+        if array.dtype != np.uint8 or not is_image:
             raise UserError(
                 f"an image of {array.dtype} and shape {array.shape}: "
                 "give pixels of uint8, 0 to 255: arrays (H, W, C), tensors (C, H, W)"
             )
-        picture = Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
-        return self.geometry.evaluated(pixels(picture, self.image_shape[0]))
+        if array.shape[2] == 1:
+            array = array[:, :, 0]
+        return self.geometry.evaluated(pixels(Image.fromarray(array), self.image_shape[0]))
 
 
 def load(run: str | Path, device: torch.device | str | None = None) -> Classifier:
@@ -150,32 +151,28 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
     if not (folder / "config.yaml").is_file():
         folder = Path(os.path.normpath(file / "../.."))
     images = checkpoint.get("images")
-    if not isinstance(images, dict) or not images.keys() >= {
-        "class_names",
-        "image_shape",
-        "mean",
-        "std",
-    }:
+    if images is None:
         raise UserError(
             f"{file} has no class names: it is not of an ImageClassifier trained on an ImageData"
         )
     config = read_yaml(str(folder / "config.yaml"))
+    device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
         module = _model(config.get("model") or {}, len(images["class_names"]))
         load_weights(module, checkpoint["state_dict"], str(file), may_start_anew=False)
         sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
-        device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        return Classifier(
-            module.to(device), images, Geometry(tuple(images["image_shape"][1:]), **sizes), folder
-        )
-    except (
-        Exception
-    ) as error:  # a damaged config or checkpoint raises anything; jsonargparse wraps our errors
+        geometry = Geometry(tuple(images["image_shape"][1:]), **sizes)
+        return Classifier(module.to(device), images, geometry, folder)
+    except Exception as error:  # a damaged config or checkpoint raises anything
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, UserError):
+        while cause is not None and not isinstance(cause, UserError):  # jsonargparse wraps it
             cause = cause.__cause__ or cause.__context__
-        problem = f"{folder}/config.yaml and {file} make no classifier ({type(error).__name__}: {one_line(str(error))})"
-        raise cause or UserError(f"{problem[:400]}: give another run") from error
+        if cause is not None:
+            raise cause from error
+        reason = f"{type(error).__name__}: {one_line(str(error))}"[:300]
+        raise UserError(
+            f"{folder}/config.yaml and {file} make no classifier ({reason}): give another run"
+        ) from error
 
 
 def _model(settings: dict[str, Any], num_classes: int) -> ImageClassifier:

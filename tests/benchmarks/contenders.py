@@ -3,6 +3,7 @@
 `python contenders.py NAME` measures the contender NAME, and prints its figures as one line of JSON.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +33,19 @@ __all__ = ["crops_ours", "crops_torchvision", "feed_ours", "feed_torchvision"]
 
 ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0))
-FIT = ["fit", "--trainer.accelerator", "cpu", "--run.test", "false", "--run.wandb", "false"]
-QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
-UNTOUCHED = ["--trainer.limit_val_batches", "0", "--trainer.enable_checkpointing", "false"]
+FIT = "fit --trainer.accelerator cpu --run.test false --run.wandb false"
+QUIET = "--trainer.enable_progress_bar false --trainer.enable_model_summary false"
+UNTOUCHED = "--trainer.limit_val_batches 0 --trainer.enable_checkpointing false"
+SGD = partial(torch.optim.SGD, lr=0.001, momentum=0.9)
 
 
 class Clock(Callback):
-    """Callback that times the epochs after the first, without validation, and writes the figures to `$CLOCK`."""
+    """Callback that times the epochs after the first, without validation, and writes `$CLOCK`."""
 
     def __init__(self) -> None:
-        self.began, self.cpu, self.steps = (0.0, 0.0), 0.0, 0
+        self.began = (0.0, 0.0)
+        self.cpu = 0.0
+        self.steps = 0.0
         self.epochs: list[float] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,7 +70,7 @@ class Clock(Callback):
 
 
 def figures(cpu: float, epochs: list[float], steps: int) -> dict[str, float]:
-    """Return the figures of the measured epochs, from CPU seconds, each epoch's seconds, and the number of steps."""
+    """Return figures from CPU seconds, each epoch's seconds, and the number of steps."""
     return {
         "cpu_us_per_step": 1e6 * cpu / steps,
         "ms_per_step": 1e3 * sum(epochs) / steps,
@@ -76,34 +81,30 @@ def figures(cpu: float, epochs: list[float], steps: int) -> dict[str, float]:
 
 def cost_of(command: list[str], **settings: Any) -> dict[str, float]:
     """Run a command, and return its CPU seconds and its duration."""
-    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
     subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, **settings)
-    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {
-        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        "seconds": seconds,
-    }
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cpu_s": cpu, "seconds": seconds}
 
 
-def ours(*flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
+def ours(flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
     """Return a contender that measures `python -m app fit` with these flags."""
 
     def contender() -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
             environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-            command = [
-                sys.executable,
-                "-m",
-                "app",
-                *FIT,
-                *flags,
-                *["--trainer.callbacks+=contenders.Clock"] * clock,
-            ]
-            cost = cost_of([*command, "--run.root", folder], env=environment)
-            return cost | (json.loads(Path(environment["CLOCK"]).read_text()) if clock else {})
+            words = f"{FIT} {flags} --run.root {folder}".split()
+            command = [sys.executable, "-m", "app", *words]
+            if not clock:
+                return cost_of(command, env=environment)
+            cost = cost_of([*command, "--trainer.callbacks+=contenders.Clock"], env=environment)
+            return cost | json.loads(Path(environment["CLOCK"]).read_text())
 
-    contender.__doc__ = f"`fit {' '.join(flags)}`"
+    contender.__doc__ = f"`fit {' '.join(flags.split())}`"
     return contender
 
 
@@ -115,9 +116,12 @@ def loop(
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
 ) -> dict[str, float]:
     """Measure a hand-written training loop."""
-    walls, cpus, steps = [], [], 0
+    walls = []
+    cpus = []
     for _ in range(epochs):
-        wall, cpu, steps = time.perf_counter(), time.process_time(), 0
+        wall = time.perf_counter()
+        cpu = time.process_time()
+        steps = 0
         for images, labels in batches():
             optimizer.zero_grad()
             loss(network(images), labels).backward()
@@ -128,36 +132,16 @@ def loop(
     return figures(sum(cpus[1:]), walls[1:], (epochs - 1) * steps)
 
 
-TINY = [
-    "--model",
-    "FashionMLP",
-    "--model.repeats",
-    "1",
-    "--model.hidden",
-    "[4]",
-    "--data",
-    "Synthetic",
-]
-TINY += [
-    "--data.like",
-    "FashionMNIST",
-    "--data.images",
-    "8100",
-    "--data.val_size",
-    "100",
-    "--data.batch_size",
-    "16",
-]
-TINY += ["--trainer.max_epochs", "4"]
+TINY = """
+--model FashionMLP --model.repeats 1 --model.hidden [4] --data Synthetic --data.like FashionMNIST
+--data.images 8100 --data.val_size 100 --data.batch_size 16 --trainer.max_epochs 4
+"""
 
 
 def _tiny() -> tuple[nn.Module, Tensor, Tensor]:
     images, labels = synthetic("FashionMNIST", 8000)
-    return (
-        nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.ReLU(), nn.Linear(4, 10)),
-        images.float() / 255,
-        labels,
-    )
+    network = nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.ReLU(), nn.Linear(4, 10))
+    return network, images.float() / 255, labels
 
 
 def overhead_raw() -> dict[str, float]:
@@ -192,12 +176,15 @@ def _stock(**settings: Any) -> dict[str, float]:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CLOCK"] = f"{folder}/clock.json"
-        stdout, sys.stdout = sys.stdout, sys.stderr
-        trainer = Trainer(
-            max_epochs=4, accelerator="cpu", callbacks=[clock], default_root_dir=folder, **settings
-        )
-        trainer.fit(Module(), Batches())
-        sys.stdout = stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            trainer = Trainer(
+                max_epochs=4,
+                accelerator="cpu",
+                callbacks=[clock],
+                default_root_dir=folder,
+                **settings,
+            )
+            trainer.fit(Module(), Batches())
     return clock.figures()
 
 
@@ -218,21 +205,14 @@ def overhead_stock_quiet() -> dict[str, float]:
     )
 
 
-overhead_ours = ours(*TINY)
-overhead_ours_fast = ours("--config", "configs/fast.yaml", *TINY)
+overhead_ours = ours(TINY)
+overhead_ours_fast = ours(f"--config configs/fast.yaml {TINY}")
 
 
-LENET = [
-    "--model",
-    "CIFARCNN",
-    "--data",
-    "Synthetic",
-    "--data.images",
-    "50000",
-    "--data.val_size",
-    "0",
-]
-LENET += ["--data.batch_size", "64", "--trainer.max_epochs", "3", *UNTOUCHED]
+LENET = f"""
+--model CIFARCNN --data Synthetic --data.images 50000 --data.val_size 0 --data.batch_size 64
+--trainer.max_epochs 3 {UNTOUCHED}
+"""
 
 
 def lenet_raw() -> dict[str, float]:
@@ -243,8 +223,7 @@ def lenet_raw() -> dict[str, float]:
         nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
     ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # fmt: skip
     resident = (images.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9, fused=True)
-    return loop(network, optimizer, shuffled(resident, labels, 64), 3)
+    return loop(network, SGD(network.parameters(), fused=True), shuffled(resident, labels, 64), 3)
 
 
 class _Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -252,7 +231,8 @@ class _Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
         from torchvision import transforms
 
         images, labels = synthetic("CIFAR10", 50_000)
-        self.images, self.labels = images.permute(0, 2, 3, 1).numpy(), labels.tolist()
+        self.images = images.permute(0, 2, 3, 1).numpy()
+        self.labels = labels.tolist()
         self.transform = transforms.Compose(
             [transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.5,) * 3)]
         )
@@ -272,15 +252,10 @@ def lenet_loader() -> dict[str, float]:
 
     network = LeNet()
     loader = torch.utils.data.DataLoader(_Pictures(), batch_size=64, shuffle=True, num_workers=2)
-    return loop(
-        network,
-        torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9),
-        lambda: iter(loader),
-        2,
-    )
+    return loop(network, SGD(network.parameters()), loader.__iter__, 2)
 
 
-lenet_ours = ours(*LENET)
+lenet_ours = ours(LENET)
 
 
 def start_import() -> dict[str, float]:
@@ -288,33 +263,23 @@ def start_import() -> dict[str, float]:
     return cost_of([sys.executable, "-c", "import lightning"])
 
 
-start_ours = ours(
-    "--data", "Synthetic", "--data.images", "640", "--trainer.max_steps", "1", clock=False
-)
-start_quickstart = ours("--config", "configs/quickstart.yaml", "--run.test", "true", clock=False)
+start_ours = ours("--data Synthetic --data.images 640 --trainer.max_steps 1", clock=False)
+start_quickstart = ours("--config configs/quickstart.yaml --run.test true", clock=False)
 
 
 def start_verify() -> dict[str, float]:
     """`verify --data Synthetic`: one device and all variants."""
     with tempfile.TemporaryDirectory() as folder:
         verify = [sys.executable, "-m", "app", "verify", "--data", "Synthetic", "--root", folder]
-        return cost_of(
-            verify,
-            env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
-        )
+        environment = dict(os.environ)
+        environment.pop("OMP_NUM_THREADS", None)
+        return cost_of(verify, env=environment)
 
 
-DDP = [
-    "--model",
-    "CIFARCNN",
-    "--data",
-    "Synthetic",
-    "--data.images",
-    "12800",
-    "--data.val_size",
-    "0",
-]
-DDP += ["--data.batch_size", "64", "--trainer.max_epochs", "3", *UNTOUCHED]
+DDP = f"""
+--model CIFARCNN --data Synthetic --data.images 12800 --data.val_size 0 --data.batch_size 64
+--trainer.max_epochs 3 {UNTOUCHED} {QUIET}
+"""
 
 
 def _ddp_rank(rank: int, store: str, figures: str) -> None:
@@ -326,14 +291,10 @@ def _ddp_rank(rank: int, store: str, figures: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     images, labels = synthetic("CIFAR10", 12_800)
-    shares = (images.float() / 127.5 - 1)[rank::2], labels[rank::2]
+    share = (images.float() / 127.5 - 1)[rank::2]
     network = DistributedDataParallel(LeNet())
-    measured = loop(
-        network,
-        torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9),
-        shuffled(*shares, 32),
-        3,
-    )
+    batches = shuffled(share, labels[rank::2], 32)
+    measured = loop(network, SGD(network.parameters()), batches, 3)
     if rank == 0:
         Path(figures).write_text(json.dumps(measured))
     distributed.destroy_process_group()
@@ -342,42 +303,23 @@ def _ddp_rank(rank: int, store: str, figures: str) -> None:
 def ddp_raw() -> dict[str, float]:
     """A hand-written loop with DistributedDataParallel, two processes, gloo."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            _ddp_rank, (f"{folder}/store", f"{folder}/figures.json"), nprocs=2
-        )
-        return json.loads(Path(folder, "figures.json").read_text())
+        place = f"{folder}/figures.json"
+        torch.multiprocessing.spawn(_ddp_rank, (f"{folder}/store", place), nprocs=2)
+        return json.loads(Path(place).read_text())
 
 
-ddp_ours = ours(*DDP, *QUIET, "--trainer.strategy", "ddp", "--trainer.devices", "2")
+TWO = "--trainer.strategy ddp --trainer.devices 2"
+ddp_ours = ours(f"{DDP} {TWO}")
 
 
-SHARDED = [
-    "--model",
-    "CIFARCNN",
-    "--model.network",
-    "resnet18_cifar",
-    "--data",
-    "Synthetic",
-    "--data.images",
-    "512",
-]
-SHARDED += [
-    "--data.val_size",
-    "0",
-    "--data.batch_size",
-    "128",
-    "--trainer.max_epochs",
-    "2",
-    *UNTOUCHED,
-    *QUIET,
-]
-TWO = ["--trainer.strategy", "ddp", "--trainer.devices", "2"]
-
-
-shards_plain = ours(*SHARDED, *TWO)
-shards_ours = ours(*SHARDED, *TWO, "--run.virtual_devices", "8")
-one_plain = ours(*SHARDED)
-one_ours = ours(*SHARDED, "--run.virtual_devices", "1")
+SHARDED = f"""
+--model CIFARCNN --model.network resnet18_cifar --data Synthetic --data.images 512
+--data.val_size 0 --data.batch_size 128 --trainer.max_epochs 2 {UNTOUCHED} {QUIET}
+"""
+shards_plain = ours(f"{SHARDED} {TWO}")
+shards_ours = ours(f"{SHARDED} {TWO} --run.virtual_devices 8")
+one_plain = ours(SHARDED)
+one_ours = ours(f"{SHARDED} --run.virtual_devices 1")
 
 
 class Halved(Callback):
@@ -400,33 +342,20 @@ while True:
 
 
 # `Halved` leaves the second rank half of its core
-UNEQUAL = [*SHARDED, *TWO, "--run.virtual_devices", "16", "--trainer.max_epochs", "4"]
-UNEQUAL += ["--trainer.callbacks+=contenders.Halved"]
-balance_equal = ours(*UNEQUAL)
-balance_ours = ours(*UNEQUAL, "--run.balance", "true")
+UNEQUAL = f"""
+{SHARDED} {TWO} --run.virtual_devices 16 --trainer.max_epochs 4
+--trainer.callbacks+=contenders.Halved
+"""
+balance_equal = ours(UNEQUAL)
+balance_ours = ours(f"{UNEQUAL} --run.balance true")
 
-WIDE = [
-    "--model",
-    "FashionMLP",
-    "--model.hidden",
-    "[256]",
-    "--data",
-    "Synthetic",
-    "--data.like",
-    "FashionMNIST",
-]
-WIDE += [
-    "--data.images",
-    "60000",
-    "--data.val_size",
-    "0",
-    "--data.batch_size=0.25",
-    "--trainer.max_epochs",
-    "3",
-]
-WIDE += [*UNTOUCHED, *QUIET, "--model.repeats"]
-mlp24_ours = ours(*WIDE, "24")
-mlp64_ours = ours(*WIDE, "64")
+WIDE = f"""
+--model FashionMLP --model.hidden [256] --data Synthetic --data.like FashionMNIST
+--data.images 60000 --data.val_size 0 --data.batch_size=0.25 --trainer.max_epochs 3 {UNTOUCHED}
+{QUIET} --model.repeats
+"""
+mlp24_ours = ours(f"{WIDE} 24")
+mlp64_ours = ours(f"{WIDE} 64")
 
 
 def mlp24_raw() -> dict[str, float]:

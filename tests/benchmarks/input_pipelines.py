@@ -66,14 +66,13 @@ def feed_ours() -> dict[str, float]:
 
     images, _ = synthetic("CIFAR10", 512)
     transform = Transform((0.5,) * 3, (0.5,) * 3, crop_padding=4, flip=True, cutout=8)
-    return _fed(
-        lambda: transform(
-            images, torch.randint(DRAW_RANGE, (512, transform.draws), dtype=torch.int32)
-        )
-    )
+    shape = (512, transform.draws)
+    return _fed(lambda: transform(images, torch.randint(DRAW_RANGE, shape, dtype=torch.int32)))
 
 
-PHOTOS, WORKERS, CROPPED = int(os.environ.get("PHOTOS", 2000)), 2, 64
+PHOTOS = int(os.environ.get("PHOTOS", 2000))
+WORKERS = 2
+CROPPED = 64  # images of a batch
 
 
 def _photos(folder: str) -> None:
@@ -104,13 +103,14 @@ def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 10) ->
 
     def memory() -> float:
         ctypes.CDLL(None).malloc_trim(0)
-        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        return (
-            sum(mapping.private_dirty for process in processes for mapping in process.memory_maps())
-            / 2**20
-        )
+        total = 0
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+            total += sum(mapping.private_dirty for mapping in process.memory_maps())
+        return total / 2**20
 
-    walls, used, began = [], [], time.perf_counter()
+    walls = []
+    used = []
+    began = time.perf_counter()
     batches = begin()
     for _ in range(epochs):
         seen = sum(len(images) for images, *_ in batches())
@@ -118,15 +118,15 @@ def _read(begin: Callable[[], Callable[[], Iterator[Any]]], epochs: int = 10) ->
         used.append(memory())
         assert seen == PHOTOS
         began = time.perf_counter()
-    rates = {
+    return {
         "first_epoch_images_per_s": PHOTOS / walls[0],
         "images_per_s": PHOTOS / statistics.median(walls[1:]),
+        "mib_more": used[-1] - used[1],
     }
-    return {**rates, "mib_more": used[-1] - used[1]}
 
 
 def crops_torchvision() -> dict[str, float]:
-    """ImageFolder, v2 transforms and a DataLoader of torchvision's reference training, two workers."""
+    """ImageFolder, transforms and DataLoader of torchvision's reference training, two workers."""
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
@@ -138,23 +138,19 @@ def crops_torchvision() -> dict[str, float]:
                 v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,) * 3, (0.5,) * 3),
             ]
         )  # fmt: skip
-        settings: dict[str, Any] = {
-            "num_workers": WORKERS,
-            "shuffle": True,
-            "persistent_workers": True,
-        }
 
         def begin() -> Callable[[], Iterator[Any]]:
+            images = ImageFolder(f"{folder}/train", transform)
             loader = torch.utils.data.DataLoader(
-                ImageFolder(f"{folder}/train", transform), CROPPED, **settings
+                images, CROPPED, num_workers=WORKERS, shuffle=True, persistent_workers=True
             )
-            return lambda: iter(loader)
+            return loader.__iter__
 
         return _read(begin)
 
 
 def crops_ours() -> dict[str, float]:
-    """`--data ImageFolder --data.crop random_resized --data.flip true`: files decoded once, crops of mapped pixels."""
+    """`--data ImageFolder --data.crop random_resized --data.flip true`: crops of mapped pixels."""
     from app.data import ImageFolder
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
@@ -164,15 +160,16 @@ def crops_ours() -> dict[str, float]:
         )
 
         def begin() -> Callable[[], Iterator[Any]]:
-            flags: dict[str, Any] = {
-                "size": 224,
-                "resize": 256,
-                "crop": "random_resized",
-                "flip": True,
-                "val_size": 0,
-            }
             data = ImageFolder(
-                folder, batch_size=CROPPED, num_workers=WORKERS, cache=f"{folder}/cache", **flags
+                folder,
+                size=224,
+                resize=256,
+                crop="random_resized",
+                flip=True,
+                val_size=0,
+                batch_size=CROPPED,
+                num_workers=WORKERS,
+                cache=f"{folder}/cache",
             )
             data.trainer = trainer
             data.prepare_data("fit")

@@ -23,27 +23,21 @@ CORES = len(os.sched_getaffinity(0))
 # -- items: threads and contenders; the first contender is the reference
 # -------------------------------------------
 
-ITEMS: dict[str, tuple[int, tuple[str, ...]]] = {
+ITEMS = {
     "overhead": (
         1,
-        (
-            "overhead_raw",
-            "overhead_stock_quiet",
-            "overhead_stock",
-            "overhead_ours",
-            "overhead_ours_fast",
-        ),
+        "overhead_raw overhead_stock_quiet overhead_stock overhead_ours overhead_ours_fast",
     ),
-    "lenet": (CORES, ("lenet_raw", "lenet_loader", "lenet_ours")),
-    "start": (1, ("start_import", "start_ours")),
-    "commands": (CORES, ("start_import", "start_quickstart", "start_verify")),
-    "ddp": (1, ("ddp_raw", "ddp_ours")),
-    "shards": (1, ("shards_plain", "shards_ours")),
-    "balance": (1, ("balance_equal", "balance_ours")),
-    "one": (CORES, ("one_plain", "one_ours")),
-    "mlp": (CORES, ("mlp24_raw", "mlp24_ours", "mlp64_ours")),
-    "feed": (CORES, ("feed_torchvision", "feed_ours")),
-    "crops": (1, ("crops_torchvision", "crops_ours")),
+    "lenet": (CORES, "lenet_raw lenet_loader lenet_ours"),
+    "start": (1, "start_import start_ours"),
+    "commands": (CORES, "start_import start_quickstart start_verify"),
+    "ddp": (1, "ddp_raw ddp_ours"),
+    "shards": (1, "shards_plain shards_ours"),
+    "balance": (1, "balance_equal balance_ours"),
+    "one": (CORES, "one_plain one_ours"),
+    "mlp": (CORES, "mlp24_raw mlp24_ours mlp64_ours"),
+    "feed": (CORES, "feed_torchvision feed_ours"),
+    "crops": (1, "crops_torchvision crops_ours"),
 }
 
 
@@ -65,22 +59,20 @@ def measure(contender: str, threads: int) -> dict[str, float]:
 
 
 def table(contenders: Sequence[str], turns: list[dict[str, dict[str, float]]]) -> Iterator[str]:
-    """Yield lines of Markdown: median and range of each figure, and of its ratio to the first contender's."""
-    figures = [
-        name
-        for name in turns[0][contenders[0]]
-        if all(name in turns[0][other] for other in contenders)
-    ]
-    for figure in figures:
-        yield f"\n| {figure}, n = {len(turns)} | median | range | × {contenders[0]} | range |"
+    """Yield lines of Markdown: median and range of each figure, and of its ratio to the first."""
+    first = contenders[0]
+    figures = set(turns[0][first]).intersection(*turns[0].values())
+    for figure in sorted(figures):
+        yield f"\n| {figure}, n = {len(turns)} | median | range | × {first} | range |"
         yield "|---|---|---|---|---|"
         for name in contenders:
-            values = sorted(turn[name][figure] for turn in turns)
-            ratios = sorted(turn[name][figure] / turn[contenders[0]][figure] for turn in turns)
-            cells = [
-                f"{statistics.median(v):.4g} | {v[0]:.4g}-{v[-1]:.4g}" for v in (values, ratios)
-            ]
-            yield f"| {name} | {' | '.join(cells)} |"
+            values = [turn[name][figure] for turn in turns]
+            ratios = [turn[name][figure] / turn[first][figure] for turn in turns]
+            yield f"| {name} | {_spread(values)} | {_spread(ratios)} |"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.4g} | {min(values):.4g}-{max(values):.4g}"
 
 
 def read(arguments: list[str]) -> argparse.Namespace:
@@ -99,7 +91,8 @@ def main() -> None:
 
     arguments = read(sys.argv[1:])
     for item in arguments.items or ITEMS:
-        threads, names = ITEMS[item]
+        threads, contender_names = ITEMS[item]
+        names = contender_names.split()
         turns = [{name: measure(name, threads) for name in names} for _ in range(arguments.turns)]
         described = [f"\n* {name}: {getattr(contenders, name).__doc__}" for name in names]
         print(f"\n## {item}, {threads} thread(s)", *described, sep="")

@@ -8,9 +8,7 @@ from app.record import PHASES, Hardware
 from app.record.words import BUSY, bottleneck, taken_cores
 from app.system.page import plain
 
-NEARLY_FULL = (
-    80.0  # from this percentage of a device's memory on, a variant counts as limited by memory
-)
+NEARLY_FULL = 80.0  # percent of a device's memory; a variant that uses more is limited by memory
 
 
 class Verdict(NamedTuple):
@@ -59,32 +57,35 @@ def verdict(table: pd.DataFrame, baseline: str) -> Verdict:
     if len(rows) == 1:
         return Verdict(f"{name}: {rate}", name, f"{take}: no other was measured.")
     if (rows["n"] < 2).all():
+        conclusion = f"{name} was the fastest, in a single run of each: {rate}"
         chance = "a single run of each does not tell a difference from chance. Give `--repeats 3`."
-        return Verdict(
-            f"{name} was the fastest, in a single run of each: {rate}",
-            name,
-            f"{take} for now: {chance}",
-        )
-    tied = [best, *_as_good(rows, best)]
+        return Verdict(conclusion, name, f"{take} for now: {chance}")
+    tied = _tied(rows)
     if len(tied) == 1:
-        other = rows.loc[[baseline]].iloc[0] if baseline in rows.index[1:] else rows.iloc[1]
-        reason = (
-            f"{take}: it is {plain(_times(best, rows.iloc[1]))}, more than the spread of its runs."
-        )
-        return Verdict(f"{name} is the fastest: {rate}, {_times(best, other)}", name, reason)
-    fewest = min(tied, key=lambda row: (row["replicas"], row.name != baseline))
-    few = fewest["replicas"]
-    most = max(row["replicas"] for row in tied)
-    fewer = f", on {few} device{'s' * (few > 1)} where others take {most}" if few < most else ""
+        second = rows.iloc[1]
+        other = second
+        if baseline in rows.index[1:]:
+            other = rows.loc[[baseline]].iloc[0]
+        conclusion = f"{name} is the fastest: {rate}, {_times(best, other)}"
+        lead = plain(_times(best, second))
+        return Verdict(conclusion, name, f"{take}: it is {lead}, more than the spread of its runs.")
+    tied = tied.assign(is_other=tied.index != baseline).sort_values(["replicas", "is_other"])
+    name = str(tied.index[0])
+    few = tied["replicas"].min()
+    most = tied["replicas"].max()
+    fewer = ""
+    if few < most:
+        fewer = f", on {few} of the {most} devices that others take"
+    conclusion = f"No winner: {len(tied)} variants are as fast as each other"
     return Verdict(
-        f"No winner: {len(tied)} variants are as fast as each other, within the spread of their runs",
-        str(fewest.name),
-        f"**Take {plain(fewest.name)}**: it is as fast as any{fewer}.",
+        f"{conclusion}, within the spread of their runs",
+        name,
+        f"**Take {plain(name)}**: it is as fast as any{fewer}.",
     )
 
 
 def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
-    """Return a warning if other programs left less than 90 % (`1 - BUSY`) of the usable cores free, else None.
+    """Return a warning if other programs left too few of the usable cores free, else None.
 
     Args:
         table: Table of `app.lab.compare.results.tabulate`.
@@ -92,8 +93,9 @@ def busy(table: pd.DataFrame, cores: int, usable: int) -> str | None:
         usable: Number of cores that a process may use.
     """
     others = table["others_cores"].max()
-    took = f"The machine was busy: other programs took up to {others:.1f} of its {cores} cores"
-    return took if others > cores - (1 - BUSY) * usable else None
+    if others > cores - (1 - BUSY) * usable:
+        return f"The machine was busy: other programs took up to {others:.1f} of its {cores} cores"
+    return None
 
 
 def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
@@ -116,16 +118,16 @@ def load_explains(table: pd.DataFrame, cores: int, usable: int) -> bool:
 
 
 def excluded(table: pd.DataFrame, baseline: str) -> list[str]:
-    """Return Markdown warnings that name variants with a non-finite loss, or a lower accuracy than the baseline's."""
+    """Return warnings about variants that cannot win because of their loss or accuracy."""
     warnings = []
-    names = [str(name) for name in table.loc[table["not_finite_since"].notna(), "variant"]]
-    if names:
+    names = table.loc[table["not_finite_since"].notna(), "variant"]
+    if len(names):
         warnings.append(f"**The loss of {plain(', '.join(names))} is not finite**: excluded below.")
-    accuracies = table.set_index("variant")["val_acc"]
+    percent = 100 * table.set_index("variant")["val_acc"]
     for name in table.loc[table["less_accurate"].eq(1), "variant"]:
         warnings.append(
-            f"**{plain(name)} is less accurate than {plain(baseline)}**: {100 * accuracies[name]:.1f} %"
-            f", not {100 * accuracies[baseline]:.1f} %. No winner."
+            f"**{plain(name)} is less accurate than {plain(baseline)}**: {percent[name]:.1f} %, "
+            f"not {percent[baseline]:.1f} %. No winner."
         )
     return warnings
 
@@ -145,12 +147,9 @@ def advice(table: pd.DataFrame, baseline: str, cores: int) -> list[str]:
         return sentences
     if rows["global_batch"].nunique() > 1:
         sentences.append(
-            "The global batches of the variants differ, and so does the number of steps per epoch: compare losses, too."
+            "The global batches of the variants differ, and so does the number of steps per epoch: "
+            "compare losses, too."
         )
-    sentences += [
-        f"**{plain(variant)}: {plain(slow)}**, in each of its runs: the others wait for it in every step."
-        for variant, slow in rows["slow_rank"].dropna().items()
-    ]
     best = rows.loc[[result.recommended]].iloc[0]
     return [*sentences, *_of_one_processor(rows, baseline, cores), *_limit(best, cores)]
 
@@ -167,41 +166,40 @@ def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str
     sentences = [
         "The devices here are processes or threads of one CPU: their gain says little about GPUs."
     ]
-    alone = rows["threads"].get(baseline)
-    if baseline not in several.index and alone is not None and alone >= cores > 1:
+    alone = rows["threads"].get(baseline, 0)
+    if baseline not in several.index and alone >= cores > 1:
         sentences.append(
-            f"{plain(baseline)} already uses all {cores} cores, with {alone} threads: more devices add no cores, so no "
-            "ideal is shown. `OMP_NUM_THREADS=1` compares one core with several."
+            f"{plain(baseline)} already uses all {cores} cores, with {alone} threads: more devices "
+            "add no cores, so no ideal is shown. `OMP_NUM_THREADS=1` compares one core with several."
         )
     return sentences
 
 
-def _apart(one: pd.Series, other: pd.Series) -> bool:
-    """Return whether `one` is faster than `other` beyond chance, by the rule of `verdict`."""
-    spread = max(row["samples_per_s_max"] - row["samples_per_s_min"] for row in (one, other))
-    faster = one["samples_per_s_min"] > other["samples_per_s_max"]
-    return bool(faster and one["samples_per_s"] - other["samples_per_s"] > spread)
+def _tied(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the fastest variant, and those that tie with it by the rule of `verdict`.
 
-
-def _as_good(rows: pd.DataFrame, best: pd.Series) -> list[pd.Series]:
-    """Return the other variants that tie with the fastest. Two variants with a single run each never tie."""
-    others = [
-        row for _, row in rows.iterrows() if row.name != best.name and max(row["n"], best["n"]) > 1
-    ]
-    return [row for row in others if not _apart(best, row)]
+    Two variants with a single run each never tie.
+    """
+    best = rows.iloc[0]
+    lead = best["samples_per_s"] - rows["samples_per_s"]
+    spread = rows["samples_per_s_max"] - rows["samples_per_s_min"]
+    overlap = rows["samples_per_s_max"] >= best["samples_per_s_min"]
+    close = overlap | (lead <= spread.clip(lower=spread.iloc[0]))
+    repeated = (rows["n"] > 1) | (best["n"] > 1)
+    return rows[(rows.index == best.name) | (close & repeated)]
 
 
 def ranks(table: pd.DataFrame) -> dict[str, int]:
-    """Return each ranked variant's place in the order of speed. Variants that tie with the fastest have place 1."""
+    """Return each ranked variant's place; variants that tie with the fastest have place 1."""
     rows = ranked(table)
     if rows.empty:
         return {}
-    tied = {row.name for row in _as_good(rows, rows.iloc[0])}
-    return {str(name): 1 if name in tied else place for place, name in enumerate(rows.index, 1)}
+    places = {str(name): place for place, name in enumerate(rows.index, 1)}
+    return places | dict.fromkeys(_tied(rows).index, 1)
 
 
 def _limit(row: pd.Series, cores: int) -> list[str]:
-    """Return a sentence with a remedy for each limit of a variant: its memory, and the bottleneck of its steps."""
+    """Return a sentence with a remedy for each limit of a variant: memory, and its steps' bottleneck."""
     fullest = row[["memory_main_percent", "memory_others_percent"]].max()
     name = plain(row.name)
     sentences = []

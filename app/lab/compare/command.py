@@ -1,13 +1,12 @@
-"""Command `python -m app compare`: runs every variant of an experiment, and reports the fastest on this machine.
+"""Command `python -m app compare`: runs every variant of an experiment, and reports the fastest.
 
 Each run is a `python -m app fit …`. Every setting of the experiment file is a flag, too. Flags of
 fit, such as --data.root or --trainer.precision, are added to every variant.
 """
 
-import os
 import shlex
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,33 @@ from app.lab.compare.report import write_report
 from app.lab.compare.results import rate
 from app.lab.compare.runner import Outcome, Runner
 from app.lab.runs import CommandLine
-from app.lab.variant import INHERITED, Variant
+from app.lab.variant import Variant, inherited
 from app.monitor.loggers import make_loggers, next_version, trackers, tracking_mode
 from app.record.words import duration
 from app.system.files import read_json, write_json
-from app.system.machine import busy, driver, hardware, usable_cores, versions
+from app.system.machine import driver, hardware, usable_cores, versions
 from app.system.terminal import make_console
 
 DEFAULT = "configs/compare/this_machine.yaml"
+NOT_MEASURED = {"failed", "starting", "hanging"}
 USAGE = "python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]"
+
+
+@dataclass
+class Options:
+    """Options of `compare` beside the experiment.
+
+    Args:
+        dry_run: Only print the commands and the estimated time.
+        fresh: Start a new report; do not continue the last one.
+        wandb: Track the runs and the report in Weights & Biases.
+        root: Reports go to ROOT/compare.
+    """
+
+    dry_run: bool = False
+    fresh: bool = False
+    wandb: bool = False
+    root: str = "runs"
 
 
 def run(arguments: list[str]) -> int:
@@ -55,36 +72,32 @@ def run(arguments: list[str]) -> int:
     console = make_console(soft_wrap=True, markup=False, highlight=False)
     folder = Path(options.root, "compare", str(experiment.name))
     fingerprint = _fingerprint(experiment, variants, options.wandb)
+    tracking = ["--run.wandb", "off"]
     try:
-        name = _version(folder, fingerprint, options.fresh)
-        folder /= name
-        group = f"{experiment.name}/{name}"
-        tracking = ["--run.group", group] if options.wandb else ["--run.wandb", "off"]
+        folder /= _version(folder, fingerprint, options.fresh)
+        group = f"{experiment.name}/{folder.name}"
+        if options.wandb:
+            tracking = ["--run.group", group]
         runner = Runner(experiment, variants, folder, tracking)
     except ValueError as error:
         raise UserError(f"{error}: give --fresh true to begin a new report") from error
     if options.dry_run:
         _announce(runner, console)
         return 0
-    if not (folder / "experiment.json").exists():
-        write_json(folder / "experiment.json", asdict(experiment) | fingerprint)
+    write_json(folder / "experiment.json", asdict(experiment) | fingerprint)
     head = {
         "command": str(CommandLine(["compare", *arguments])),
-        "load": os.getloadavg()[0],
         "usable_cores": usable_cores(),
         "hardware": hardware(),
         "driver": driver(),
         "versions": versions(),
     }
-    done = sum(len(outcome.records) for outcome in runner.outcomes)
     console.print(
         f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn"
     )
+    done = sum(len(outcome.records) for outcome in runner.outcomes)
     if done:
         console.print(f"{done} runs are done already; --fresh starts over")
-    warning = busy()
-    if warning:
-        console.print(f"warning: {warning}")
     try:
         _follow(runner, console)
     finally:
@@ -96,27 +109,27 @@ def run(arguments: list[str]) -> int:
         console.print(f"\nreport  {folder}/report.html, report.md, results.csv, results.json")
     if options.wandb:
         project = variants[0].settings.run.project
-        for tracker in trackers(
-            make_loggers(folder, tracking_mode(None), project, group, ["summary"])
-        ):
+        loggers = make_loggers(folder, tracking_mode(None), project, group, ["summary"])
+        for tracker in trackers(loggers):
             tracker.log_comparison(table, pictures)
             tracker.finish()
-            where = tracker.where()
-            runs = shlex.quote(str(folder))
-            upload = (
-                f"offline; upload with  find {runs} -name 'offline-run-*' -exec wandb sync {{}} +"
-            )
-            console.print(f"tracked  {upload if where.startswith('offline') else where}")
+            place = tracker.where()
+            if place.startswith("offline"):  # the runs are there, too
+                uploaded = f"find {shlex.quote(str(folder))} -name 'offline-run-*'"
+                place = f"offline; upload with  {uploaded} -exec wandb sync {{}} +"
+            console.print(f"tracked  {place}")
+    statuses = set()
+    reasons = []
+    for outcome in runner.outcomes:
+        statuses.add(outcome.status)
+        reasons.append(str(outcome.reason))
     if not any(outcome.records for outcome in runner.outcomes):
-        reasons = dict.fromkeys(str(outcome.reason) for outcome in runner.outcomes)
-        raise UserError(f"nothing could be measured: {'; '.join(reasons)}")
-    return int(
-        any(outcome.status in ("failed", "starting", "hanging") for outcome in runner.outcomes)
-    )
+        raise UserError(f"nothing could be measured: {'; '.join(dict.fromkeys(reasons))}")
+    return int(not statuses.isdisjoint(NOT_MEASURED))
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
-    """Return three things: the options of `compare`, the experiment, and the command line's flags for `fit`."""
+    """Return the options of `compare`, the experiment, and the command line's flags for `fit`."""
     remaining, flags = split_flags(arguments, ["--experiment"])
     configs, typed = by_name(flags)
     file = shipped(typed.pop("experiment", DEFAULT))
@@ -124,55 +137,42 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     parser.add_argument(
         "--experiment", action="config", help=f"the experiment file (default: {DEFAULT})"
     )
-    parser.add_argument(
-        "--dry_run", type=bool, default=False, help="only print the commands and the estimated time"
-    )
-    parser.add_argument(
-        "--fresh", type=bool, default=False, help="start a new report; do not continue the last one"
-    )
-    parser.add_argument(
-        "--wandb",
-        type=bool,
-        default=False,
-        help="track the runs and the report in Weights & Biases",
-    )
-    parser.add_argument("--root", default="runs", help="reports go to ROOT/compare")
-    parser.add_class_arguments(Experiment)
-    settings = [field.name for field in fields(Experiment)]
+    parser.add_class_arguments(Options)
+    settings = parser.add_class_arguments(Experiment)
     for key in read_yaml(file, "--experiment").keys() - settings:
-        raise UserError(
-            f"--experiment {file}: {key}: there is no such setting{nearest(key, settings)}"
-        )
+        near = nearest(key, settings)
+        raise UserError(f"--experiment {file}: {key}: there is no such setting{near}")
     options = parser.parse_args(["--experiment", file, *remaining])
     if options.quick:
         form = options.quick_form
         if not form:
             raise UserError(f"--experiment {file} has no quick_form: remove --quick")
-        form["flags"] = {**options.flags, **(form.get("flags") or {})}
-        options = parser.parse_args(
-            ["--experiment", file, "--experiment", yaml.safe_dump(form), *remaining]
-        )
+        form["flags"] = options.flags | form.get("flags", {})
+        small = yaml.safe_dump(form)
+        options = parser.parse_args(["--experiment", file, "--experiment", small, *remaining])
     options = parser.instantiate_classes(options)
     experiment = Experiment(**{name: options[name] for name in settings})
     experiment.name = experiment.name or Path(file).stem
     experiment.configs += configs
-    replaced = {name for file in configs for name in read_yaml(file)}
-    replaced |= {name for name in typed if typed[name] != experiment.flags.get(name)}
-    replaced &= {"model", "data"}
     # if the command line replaces the model or data class, drop the experiment's flags for the old
     # class
-    experiment.flags = {
-        name: v for name, v in experiment.flags.items() if name.partition(".")[0] not in replaced
-    }
+    chosen = dict(typed)
+    for config in configs:
+        chosen |= read_yaml(config)
+    for section in ("model", "data"):
+        if section in chosen and chosen[section] != experiment.flags.get(section):
+            for name in list(experiment.flags):
+                if name.partition(".")[0] == section:
+                    del experiment.flags[name]
     return options, experiment, typed
 
 
 def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool) -> dict[str, Any]:
-    """Return settings, hardware and versions. A new report begins if one of them differs from the newest report's."""
+    """Return settings, hardware and versions. If one differs, a new report begins."""
     return {
         "tracked": tracked,
         "commands": {variant.name: variant.arguments for variant in variants},
-        "environment": {name: os.environ[name] for name in INHERITED if name in os.environ},
+        "environment": inherited(),
         "warmup_epochs": experiment.warmup_epochs,
         "hardware": hardware(),
         "versions": versions(),
@@ -180,23 +180,22 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
 
 
 def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
-    """Return the name of the report's folder: the newest one, if its fingerprint matches; else a new one."""
+    """Return the name of the newest report's folder if its fingerprint matches; else a new name."""
     version = next_version(str(folder.parent), folder.name)
-    newest = folder / f"version_{int(version.removeprefix('version_')) - 1}"
-    if fresh or not (newest / "experiment.json").exists():
-        return version
-    earlier = read_json(newest / "experiment.json")
-    return newest.name if earlier.items() >= fingerprint.items() else version
+    number = int(version.removeprefix("version_"))
+    newest = folder / f"version_{number - 1}"
+    settings = newest / "experiment.json"
+    if not fresh and settings.exists() and read_json(settings).items() >= fingerprint.items():
+        return newest.name
+    return version
 
 
 def _announce(runner: Runner, console: Console) -> None:
     """Print the commands, and an upper bound of their time."""
     for outcome in runner.outcomes:
-        state = (
-            f"{outcome.status}: {outcome.reason}"
-            if outcome.reason
-            else f"{runner.experiment.repeats} runs"
-        )
+        state = f"{runner.experiment.repeats} runs"
+        if outcome.reason:
+            state = f"{outcome.status}: {outcome.reason}"
         console.print(f"{outcome.variant.name}  ({state})", style="bold")
         if outcome.status != "measured":
             console.print(outcome.variant.commands() + "\n")
@@ -205,20 +204,20 @@ def _announce(runner: Runner, console: Console) -> None:
 
 
 def _follow(runner: Runner, console: Console) -> None:
-    """Run the experiment. Print a line per finished run; on a terminal, also show the current run."""
+    """Run the experiment. Print each finished run; on a terminal, also show the current run."""
     began = time.monotonic()
     repeats = runner.experiment.repeats
 
     def report(outcome: Outcome) -> None:
-        state = (
-            f"{outcome.status}: {outcome.reason}"
-            if outcome.reason
-            else f"run {len(outcome.records)} of {repeats}"
-        )
-        state += f", {rate(outcome.medians)} samples/s" if outcome.medians else ""
-        left = runner.remaining_s()
+        state = f"run {len(outcome.records)} of {repeats}"
+        if outcome.reason:
+            state = f"{outcome.status}: {outcome.reason}"
+        if outcome.medians:
+            state += f", {rate(outcome.medians)} samples/s"
         times = f"{duration(time.monotonic() - began)} elapsed"
-        times += "" if left is None else f", about {duration(left)} left"
+        left = runner.remaining_s()
+        if left is not None:
+            times += f", about {duration(left)} left"
         console.print(f"{outcome.variant.name}: {state}  ({times})")
 
     for outcome in runner.outcomes:

@@ -2,16 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
 from app.errors import UserError, nearest
-from app.lab.variant import RESERVED, Variant, typed
+from app.lab.runs import typed
+from app.lab.variant import RESERVED, Variant
 
-MOST_VARIANTS = 1000  # upper limit of variants, and of repeats, because each run takes minutes
 Seconds = restricted_number_type("Seconds", float, [(">=", 1), ("<", math.inf)])
 
 
@@ -93,7 +92,7 @@ class Experiment:
     published: Published | None = None
 
 
-def expand(experiment: Experiment, flags: Mapping[str, Any]) -> list[Variant]:
+def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
     """Return the variants of an experiment, and check every flag.
 
     Args:
@@ -104,108 +103,74 @@ def expand(experiment: Experiment, flags: Mapping[str, Any]) -> list[Variant]:
         UserError: When a setting is invalid, the experiment has no variants, or `fit` rejects a
             variant.
     """
-    for name in (
-        "configs",
-        "flags",
-        "variants",
-        "grid",
-        "exclude",
-        "repeats",
-        "warmup_epochs",
-        "time_limit",
-    ):
-        if getattr(experiment, name) is None:
-            raise UserError(f"{name}: null: give its settings, or leave it out")
-    for name in itertools.chain(
-        experiment.variants, experiment.flags, experiment.grid, *experiment.variants.values()
-    ):
-        if not isinstance(name, str) or not name.strip():
-            raise UserError(
-                f"{name!r} is not a name of a variant or flag: quote a name that YAML reads as a number or a boolean"
-            )
-    combinations = math.prod(len(values) for values in experiment.grid.values())
-    if max(combinations + len(experiment.variants), experiment.repeats) > MOST_VARIANTS:
-        raise UserError(
-            f"{len(experiment.variants):,} variants, a grid of {combinations:,} combinations, "
-            f"{experiment.repeats:,} repeats: give {MOST_VARIANTS:,} of each at most"
-        )
-    varied = {
-        key for settings in (*experiment.variants.values(), experiment.grid) for key in settings
-    }
+    for setting in fields(Experiment):
+        if getattr(experiment, setting.name) is None and setting.default is not None:
+            raise UserError(f"{setting.name}: null: give its settings, or leave it out")
+    varied = set(experiment.grid).union(*experiment.variants.values())
     for flag in (*varied, *experiment.flags, *flags):
         limit = flag.removeprefix("trainer.")
         if flag in RESERVED:
             raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
         if limit in ("max_epochs", "max_steps") and getattr(experiment, limit) is not None:
             raise UserError(
-                f"trainer.{limit}: the experiment sets {limit} for all variants: give only --{limit}"
+                f"trainer.{limit}: the experiment sets {limit} for all variants: "
+                f"give only --{limit}"
             )
         if flag in flags and flag in varied:
             raise UserError(
                 f"--{flag} is a flag of the variants: leave it out, or change the experiment"
             )
-    by_name = {**experiment.variants, **_product(experiment)}
+    by_name = experiment.variants | _product(experiment)
     if not by_name:
         raise UserError("the experiment has neither variants nor a grid: give one of them")
-    if experiment.baseline is not None and experiment.baseline not in by_name:
-        raise UserError(
-            f"--baseline {experiment.baseline}: no such variant{nearest(experiment.baseline, by_name)}"
-        )
-    variants = [
-        _variant(experiment, name, {**experiment.flags, **more, **flags})
-        for name, more in by_name.items()
-    ]
-    slugs = [variant.slug for variant in variants]
-    for variant in variants:
-        if slugs.count(variant.slug) > 1:
+    baseline = experiment.baseline
+    if baseline is not None and baseline not in by_name:
+        raise UserError(f"--baseline {baseline}: no such variant{nearest(baseline, by_name)}")
+    folders: dict[str, Variant] = {}
+    for name, more in by_name.items():
+        variant = _variant(experiment, str(name), experiment.flags | more | flags)
+        if variant.slug in folders:
             raise UserError(
-                f"two variants have the folder {variant.slug}: name {variant.name!r} differently"
+                f"two variants have the folder {variant.slug}: name {name!r} differently"
             )
-    return variants
+        folders[variant.slug] = variant
+    return list(folders.values())
 
 
 def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
-    """Return the flags of each combination of the grid's values, by a name such as `strategy=ddp devices=2`."""
+    """Return each combination of the grid's values, by a name such as `strategy=ddp devices=2`."""
     grid = experiment.grid
-    exclude = experiment.exclude
-    for key, values in grid.items():
-        if not values:
-            raise UserError(f"grid: {key} has no values")
-    for key in {key for excluded in exclude for key in excluded} - grid.keys():
+    for key in set().union(*experiment.exclude) - grid.keys():
         raise UserError(f"exclude: {key} is not in the grid{nearest(key, grid)}")
-    combinations = [
-        dict(zip(grid, values, strict=True))
-        for values in itertools.product(*grid.values())
-        if values
-    ]
-    return {
-        " ".join(f"{key.rsplit('.', 1)[-1]}={typed(value)}" for key, value in flags.items()): flags
-        for flags in combinations
-        if not any(excluded.items() <= flags.items() for excluded in exclude)
-    }
+    by_name = {}
+    for values in itertools.product(*grid.values()):
+        flags = dict(zip(grid, values, strict=True))
+        is_excluded = any(excluded.items() <= flags.items() for excluded in experiment.exclude)
+        if flags and not is_excluded:
+            name = " ".join(f"{key.rpartition('.')[2]}={typed(flags[key])}" for key in flags)
+            by_name[name] = flags
+    return by_name
 
 
 def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Variant:
-    limits = {
-        "trainer.max_epochs": experiment.max_epochs,
-        "trainer.max_steps": experiment.max_steps,
-    }
-    flags |= {name: value for name, value in limits.items() if value is not None}
+    for limit in ("max_epochs", "max_steps"):
+        if getattr(experiment, limit) is not None:
+            flags[f"trainer.{limit}"] = getattr(experiment, limit)
     variant = Variant.of_flags(name, flags, experiment.configs)
     if experiment.scale_batch:
         variant = Variant.of_flags(name, flags | _scaled(variant), experiment.configs)
-    limit = variant.settings.trainer.max_epochs
+    epochs = variant.settings.trainer.max_epochs
     warmup = experiment.warmup_epochs
-    if limit is not None and 0 <= limit <= warmup:
+    if epochs is not None and 0 <= epochs <= warmup:
         raise UserError(
-            f"variant {name!r}: --trainer.max_epochs {limit} leaves nothing to measure after "
+            f"variant {name!r}: --trainer.max_epochs {epochs} leaves nothing to measure after "
             f"--warmup_epochs {warmup}: give more epochs or less warm-up"
         )
     return variant
 
 
 def _scaled(variant: Variant) -> dict[str, Any]:
-    """Return flags that multiply batch size and learning rate by the number of replicas (linear rule).
+    """Return flags that multiply batch size and learning rate by the replicas (linear rule).
 
     With several replicas, several epochs and no schedule, the flags also add a warm-up of one
     epoch. Source: Goyal et al., https://arxiv.org/abs/1706.02677.
@@ -219,13 +184,10 @@ def _scaled(variant: Variant) -> dict[str, Any]:
             f"variant {variant.name!r}: --scale_batch needs a --data.batch_size in images and a "
             f"--model.optimizer.lr: they are {batch} and {rate}"
         )
+    flags = {"data.batch_size": batch * count, "model.optimizer.lr": rate * count}
     model = settings.model.init_args
-    is_scheduled = any(model.get(name) for name in ("schedule", "scheduler", "warmup"))
-    warms_up = (
-        count > 1
-        and "warmup" in model
-        and not is_scheduled
-        and (settings.trainer.max_epochs or 0) > 1
-    )
-    warmup = {"model.warmup": "1ep"} if warms_up else {}
-    return {"data.batch_size": batch * count, "model.optimizer.lr": rate * count, **warmup}
+    has_schedule = model.get("schedule") or model.get("scheduler") or model.get("warmup")
+    epochs = settings.trainer.max_epochs or 0
+    if count > 1 and epochs > 1 and "warmup" in model and not has_schedule:
+        flags["model.warmup"] = "1ep"
+    return flags

@@ -1,95 +1,84 @@
 """Table of results: one row per variant, from its runs' records."""
 
 import math
-from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import itemgetter
+from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
 from app.lab.compare.runner import Outcome
-from app.monitor.rank_times import slow_ranks
-from app.record import PHASES, Record
+from app.record import Record
 from app.system.machine import usable_cores
 
-FIRST = itemgetter(0)
-
-
-class Column(NamedTuple):
-    """Column of results.csv.
-
-    Attributes:
-        heading: Heading in the report, with the unit.
-        field: Field of the run record; None for a computed column.
-        combine: Function that combines the values of several runs.
-    """
-
-    heading: str
-    field: str | None = None
-    combine: Callable[[list[Any]], Any] = FIRST
-
-
-COLUMNS = {
-    "variant": Column("variant"),
-    "status": Column("status"),
-    "devices": Column("devices", "devices"),
-    "nodes": Column("nodes", "num_nodes"),
-    "replicas": Column("devices in all", "replicas"),
-    "processes": Column("processes", "world_size"),
-    "threads": Column("threads per process", "threads"),
-    "global_batch": Column("global batch", "global_batch_size"),
-    "replica_batch": Column("batch per replica"),
-    "precision": Column("precision", "precision"),
-    "placement": Column("placement", "placement"),
-    "loss_first": Column("loss, first epoch", "train_loss.first", median),
-    "loss_middle": Column("loss, middle epoch", "train_loss.middle", median),
-    "loss_last": Column("loss, last epoch", "train_loss.last", median),
-    "val_acc": Column("validation accuracy"),
-    "val_images": Column("validation images"),
-    "less_accurate": Column("less accurate than the baseline"),
-    "train_s": Column("training (s)", "train_s", median),
-    "setup_s": Column("set-up (s)", "setup_s", median),
-    "samples_per_s": Column("samples/s", "throughput.median", median),
-    "samples_per_s_min": Column("samples/s, min", "throughput.median", min),
-    "samples_per_s_max": Column("samples/s, max", "throughput.median", max),
-    "n": Column("n", "throughput.median", len),
-    "speed_up": Column("speed-up"),
-    "efficiency": Column("scaling efficiency"),
-    "memory_main_gib": Column("peak memory, main device (GiB)"),
-    "memory_others_gib": Column("peak memory, largest other (GiB)"),
-    "memory_main_percent": Column("peak memory, main device (%)"),
-    "memory_others_percent": Column("peak memory, largest other (%)"),
-    **{
-        f"{p}_ms": Column(f"{p.replace('_', ' + ')} (ms)", f"time_per_step.{p}", median)
-        for p in PHASES
-    },
-    "launch_ms": Column("of which launching (ms)", "time_per_step.launch", median),
-    "accelerator": Column("accelerator", "accelerator"),
-    "not_finite_since": Column("loss not finite since epoch", "not_finite_since"),
-    "slow_rank": Column("slow rank"),
-    "others_cores": Column("cores taken by other programs", "others_cores", median),
+# columns of results.csv with figures of the runs: a field of the run record, or a key of `_figures`
+FIGURES = {
+    "devices": "devices",
+    "nodes": "num_nodes",
+    "replicas": "replicas",
+    "processes": "world_size",
+    "threads": "threads",
+    "global_batch": "global_batch_size",
+    "precision": "precision",
+    "placement": "placement",
+    "loss_first": "train_loss.first",
+    "loss_middle": "train_loss.middle",
+    "loss_last": "train_loss.last",
+    "val_acc": "val_acc",
+    "val_images": "data.images.val",
+    "train_s": "train_s",
+    "setup_s": "setup_s",
+    "samples_per_s": "throughput.median",
+    "samples_per_s_min": "throughput.median",
+    "samples_per_s_max": "throughput.median",
+    "n": "throughput.median",
+    "memory_main_gib": "main_gib",
+    "memory_others_gib": "others_gib",
+    "memory_main_percent": "main_percent",
+    "memory_others_percent": "others_percent",
+    "data_ms": "time_per_step.data",
+    "forward_backward_ms": "time_per_step.forward_backward",
+    "communication_ms": "time_per_step.communication",
+    "optimizer_ms": "time_per_step.optimizer",
+    "rest_ms": "time_per_step.rest",
+    "launch_ms": "time_per_step.launch",
+    "accelerator": "accelerator",
+    "not_finite_since": "not_finite_since",
+    "others_cores": "others_cores",
 }
-TEXT = ("variant", "status", "precision", "placement", "accelerator", "slow_rank")
+# how several runs are combined, if not by their median
+AGGREGATIONS = {
+    "precision": "first",
+    "placement": "first",
+    "accelerator": "first",
+    "samples_per_s_min": "min",
+    "samples_per_s_max": "max",
+    "n": "count",
+    "memory_main_gib": "max",
+    "memory_others_gib": "max",
+    "memory_main_percent": "max",
+    "memory_others_percent": "max",
+    "not_finite_since": "min",
+}
+COMPUTED = ("replica_batch", "less_accurate", "speed_up", "efficiency")
+COLUMNS = ["variant", "status", *FIGURES, *COMPUTED]
 WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
-OF_THE_WHOLE = (
-    "loss_middle",
-    "loss_last",
-    "val_acc",
-    "train_s",
-)  # NaN for a run stopped by the time limit
+# NaN for a run stopped by the time limit
+OF_THE_WHOLE = ["loss_middle", "loss_last", "val_acc", "train_s"]
 
 
 def rate(rates: Sequence[float]) -> str:
     """Format samples/s of several runs: their median ± the largest deviation from it."""
     middle = median(rates)
+    if len(rates) == 1:
+        return f"{middle:,.0f}"
     spread = max(max(rates) - middle, middle - min(rates))
-    return f"{middle:,.0f} ± {spread:,.0f}" if len(rates) > 1 else f"{middle:,.0f}"
+    return f"{middle:,.0f} ± {spread:,.0f}"
 
 
 def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
-    """Return one row for each variant, in order, with the columns of `COLUMNS`; a missing value is NaN.
+    """Return a row for each variant, with the columns of `COLUMNS`; a missing value is NaN.
 
     - samples_per_s: median over the runs. A run's value is the median over its logging windows. The
       columns with `_min` and `_max` are the minimum and the maximum over the runs.
@@ -103,9 +92,9 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     - Phases of a step: milliseconds, measured in a few steps, and scaled to add up to the step time
       of samples_per_s.
     """
-    table = pd.DataFrame([_row(outcome) for outcome in outcomes]).reindex(columns=list(COLUMNS))
-    table = table.astype({name: float for name in table if name not in TEXT})
-    table.loc[table["status"] == "slow", list(OF_THE_WHOLE)] = math.nan
+    table = _combine(outcomes)
+    table["status"] = [outcome.status for outcome in outcomes]
+    table.loc[table["status"] == "slow", OF_THE_WHOLE] = math.nan
     base = table[table["variant"] == baseline].iloc[0]
     table["replica_batch"] = table["global_batch"] / table["replicas"]
     table["speed_up"] = table["samples_per_s"] / base["samples_per_s"]
@@ -119,57 +108,44 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     )
     scaled = (grown != 1) & (not all_cores)
     table["efficiency"] = (table["speed_up"] / grown).where(scaled | (table["variant"] == baseline))
-    return table.astype(dict.fromkeys(WHOLE, "Int64"))
+    return table[COLUMNS].astype(dict.fromkeys(WHOLE, "Int64"))
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
-    """Return a variant's row, combined from its runs' records."""
-    records = list(outcome.records.values())
-    row: dict[str, Any] = {"variant": outcome.variant.name, "status": outcome.status}
-    for name, column in COLUMNS.items():
-        if column.field is not None:
-            values = [
-                value for record in records if (value := _field(record, column.field)) is not None
-            ]
-            row[name] = column.combine(values) if values else None
-    accuracies = [
-        [epoch.val_acc for epoch in record.epochs if epoch.val_acc is not None]
-        for record in records
-    ]
-    if any(accuracies):
-        row["val_acc"] = median(accuracy[-1] for accuracy in accuracies if accuracy)
-        row["val_images"] = next(
-            (record.data.images.get("val") for record in records if record.data), None
-        )
-    for name, first in (("main", True), ("others", False)):
-        peaks = [peak for record in records for peak in _peaks(record, first)]
-        if peaks:
-            row[f"memory_{name}_gib"], row[f"memory_{name}_percent"] = map(
-                max, zip(*peaks, strict=True)
-            )
-    slow = [slow_ranks(record.ranks) for record in records]
-    always = [
-        line
-        for rank, line in (slow[-1] if slow else {}).items()
-        if all(rank in run for run in slow)
-    ]
-    row["slow_rank"] = "; ".join(always) or None
-    return row
+def _combine(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """Return a row for each variant: its runs' figures, combined."""
+    rows = []
+    names = []
+    for outcome in outcomes:
+        variant = {"variant": outcome.variant.name}
+        names.append(outcome.variant.name)
+        for record in outcome.records.values():
+            rows.append(asdict(record) | _figures(record) | variant)
+    combined = {}
+    types = {}
+    for name, figure in FIGURES.items():
+        aggregation = AGGREGATIONS.get(name, "median")
+        combined[name] = (figure, aggregation)
+        types[figure] = object if aggregation == "first" else float
+    runs = pd.json_normalize(rows).reindex(columns=["variant", *types]).astype(types)
+    return runs.groupby("variant").agg(**combined).reindex(names).reset_index()
 
 
-def _field(record: Any, path: str) -> Any:
-    """Return a field by its dotted path; None if a parent is missing."""
-    return reduce(lambda value, name: getattr(value, name, None), path.split("."), record)
+def _figures(record: Record) -> dict[str, Any]:
+    """Return figures of a run that its record lacks: accelerator, last accuracy, and peak memory.
 
-
-def _peaks(record: Record, first: bool) -> list[tuple[float, float]]:
-    """Return the first device's peak memory in GiB and percent; if `first` is false, all other devices'.
-
-    On a CPU, this is the peak memory of each process.
+    On a CPU, the peak memory is that of each process.
     """
-    peaks = list({(peak.rank, peak.device): peak for peak in record.peak_memory}.values())
-    gib = [(peak.allocated_gib or peak.host_rss_gib or 0.0, peak.total_gib) for peak in peaks]
-    return [
-        (used, 100 * used / total if total else math.nan)
-        for used, total in (gib[:1] if first else gib[1:])
-    ]
+    figures: dict[str, Any] = {"accelerator": record.accelerator}
+    for epoch in record.epochs:
+        if epoch.val_acc is not None:
+            figures["val_acc"] = epoch.val_acc
+    used: dict[Any, tuple[float, float]] = {}
+    for peak in record.peak_memory:
+        gib = peak.allocated_gib or peak.host_rss_gib or 0.0
+        used[peak.rank, peak.device] = (gib, 100 * gib / (peak.total_gib or math.nan))
+    if used:
+        main, *others = used.values()
+        figures["main_gib"], figures["main_percent"] = main
+        if others:
+            figures["others_gib"], figures["others_percent"] = map(max, zip(*others, strict=True))
+    return figures

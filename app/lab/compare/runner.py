@@ -1,4 +1,4 @@
-"""Runner of an experiment. It runs the variants in turn, and continues an interrupted experiment."""
+"""Runner of an experiment: runs the variants in turn, and continues an interrupted experiment."""
 
 import datetime
 import shutil
@@ -36,11 +36,8 @@ class Outcome:
     @property
     def medians(self) -> list[float]:
         """Median samples/s of each run; runs without a logging window are omitted."""
-        return [
-            record.throughput.median
-            for record in self.records.values()
-            if record.throughput.median is not None
-        ]
+        medians = (record.throughput.median for record in self.records.values())
+        return [median for median in medians if median is not None]
 
 
 class Runner:
@@ -59,13 +56,8 @@ class Runner:
         self.experiment = experiment
         self.directory = directory
         # after a NaN loss, a run continues, and the report names the variant
-        self.more = [
-            "--run.warmup_epochs",
-            str(experiment.warmup_epochs),
-            *more,
-            "--run.on_nonfinite",
-            "warn",
-        ]
+        warmup = str(experiment.warmup_epochs)
+        self.more = [*more, "--run.warmup_epochs", warmup, "--run.on_nonfinite", "warn"]
         self.outcomes = [Outcome(variant) for variant in variants]
         for outcome in self.outcomes:
             if outcome.variant.lacking:
@@ -73,13 +65,12 @@ class Runner:
                 outcome.reason = outcome.variant.lacking
             for repeat in range(1, experiment.repeats + 1):
                 path = self.folder(outcome.variant, repeat) / "version_0" / "run.json"
-                record = Record.load(path) if path.exists() else Record()
-                completed = record.status == "completed" and record.wall_s is not None
-                slow = (
-                    record.status == "interrupted"
-                    and (record.time_limit or 0.0) >= experiment.time_limit
-                )
-                if completed or slow:
+                record = Record()
+                if path.exists():
+                    record = Record.load(path)
+                limit = record.time_limit or 0.0
+                slow = record.status == "interrupted" and limit >= experiment.time_limit
+                if slow or (record.status == "completed" and record.wall_s is not None):
                     self._keep(outcome, repeat, record)
 
     def folder(self, variant: Variant, repeat: int) -> Path:
@@ -89,11 +80,9 @@ class Runner:
     def measured_at(self) -> str | None:
         """Return the time at which the last run ended, or None without a run."""
         ends = [path.stat().st_mtime for path in self.directory.glob("runs/*/*/version_0/run.json")]
-        return (
-            datetime.datetime.fromtimestamp(max(ends)).astimezone().isoformat(timespec="seconds")
-            if ends
-            else None
-        )
+        if not ends:
+            return None
+        return datetime.datetime.fromtimestamp(max(ends)).astimezone().isoformat(timespec="seconds")
 
     def todo(self) -> Iterator[tuple[int, Outcome]]:
         """Yield the missing runs in turn: A B C, A B C. A failed variant is not retried."""
@@ -103,11 +92,14 @@ class Runner:
                     yield repeat, outcome
 
     def remaining_s(self) -> float | None:
-        """Estimate the seconds of all missing runs from the mean of the finished runs; None if no run has finished."""
-        walls = [
-            record.wall_s or 0.0 for outcome in self.outcomes for record in outcome.records.values()
-        ]
-        return statistics.mean(walls) * len(list(self.todo())) if walls else None
+        """Estimate the seconds of all missing runs; None if no run has finished."""
+        walls = []
+        for outcome in self.outcomes:
+            for record in outcome.records.values():
+                walls.append(record.wall_s or 0.0)
+        if not walls:
+            return None
+        return statistics.mean(walls) * len(list(self.todo()))
 
     def run(self, repeat: int, outcome: Outcome) -> None:
         """Run a variant once.
@@ -128,7 +120,9 @@ class Runner:
             outcome.reason = str(record.error)
             outcome.status = "failed"
             if record.time_limit is not None:
-                outcome.status = "hanging" if record.setup_s is not None else "starting"
+                outcome.status = "starting"
+                if record.setup_s is not None:
+                    outcome.status = "hanging"
                 outcome.reason += ": see --time_limit"
 
     def _keep(self, outcome: Outcome, repeat: int, record: Record) -> None:
@@ -143,11 +137,15 @@ class Runner:
                 outcome.status = "measured"
             if record.throughput.median is None:
                 outcome.reason = (
-                    f"no throughput: its {record.steps} steps end before the first logging window (see "
-                    f"--trainer.log_every_n_steps) after a warm-up of {self.experiment.warmup_epochs} epoch(s)"
+                    f"no throughput: its {record.steps} steps end before the first logging window "
+                    "(see --trainer.log_every_n_steps) after a warm-up of "
+                    f"{self.experiment.warmup_epochs} epoch(s)"
                 )
             return
         outcome.status = "slow"
+        place = "not one step"
+        if record.steps:
+            place = f"step {record.steps:,}"
         after = f"after {record.time_limit:g} s"
         rates = [rate for _, rate in record.course.samples_per_s][1:]
         if rates and record.throughput.median is None:
@@ -155,11 +153,4 @@ class Runner:
                 statistics.median(rates), min(rates), max(rates), len(rates)
             )
             after += ", warm-up included"
-        epoch = sum(row.whole for row in record.epochs) + 1
-        epochs = record.max_epochs
-        place = (
-            f"epoch {epoch} of {epochs}"
-            if epochs is not None and epochs > 0
-            else f"step {record.steps:,}"
-        )
-        outcome.reason = f"{place if record.steps else 'not one step'} {after}"
+        outcome.reason = f"{place} {after}"
