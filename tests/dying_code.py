@@ -33,14 +33,12 @@ class Ends(Callback):
 
     Args:
         stage: The stage, such as `setup`, `step`, `test` or `teardown test`.
-        way: A signal, `_exit3`, `exit0` or the text of an error.
+        way: A signal, `_exit0`, `exit0` or the text of an error.
         rank: The rank; of a single process, 0.
     """
 
     def __init__(self, stage: str, way: str, rank: int = 1) -> None:
-        self.stage = stage
-        self.way = way
-        self.rank = rank
+        self.stage, self.way, self.rank = stage, way, rank
 
     def _reach(self, stage: str, trainer: Trainer) -> None:
         if stage == self.stage and trainer.global_rank == min(self.rank, trainer.world_size - 1):

@@ -10,6 +10,7 @@ from harness import fork_app, on_cpu, options, record, tiny
 SLOW = pytest.mark.slow
 ENDS = {  # exit code, and pattern of the record's error
     "SIGKILL": (1, r"rank 1 \(process \d+\) was ended by SIGKILL"),
+    "_exit0": (1, r"rank 1 \(process \d+\) ended with exit code 0 before the end of the run"),
     "_exit3": (1, r"rank 1 \(process \d+\) failed with exit code 3"),
     "exit0": (1, r"rank 1: sys\.exit\(\) in dying_code\.py:\d+ end ended the run early: .*"),
     "mine": (1, r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: mine"),
@@ -29,7 +30,7 @@ STAGES = (
 )
 TELLING = [
     ("ddp_fork", "setup", "SIGKILL"),
-    ("ddp_fork", "fit start", "_exit3"),
+    ("ddp_fork", "fit start", "_exit0"),
     ("ddp_fork", "setup", "SIGTERM"),
     ("ddp_fork", "test end", "exit0"),
     ("ddp", "test end", "SIGKILL"),

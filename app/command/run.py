@@ -24,7 +24,7 @@ from app.data import ImageData
 from app.data.global_order import put_in_order
 from app.errors import ExitStatus, UserError
 from app.launch.agree import agree, connect, gather_objects
-from app.launch.elastic import RUN_DIR, launch, note
+from app.launch.elastic import ENDED, PROCESS, RUN_DIR, launch, note
 from app.launch.failures import explaining_errors
 from app.launch.process import end_in_order, end_undisturbed
 from app.launch.rendezvous import NodeRendezvous
@@ -60,6 +60,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     lightning_patches.hide_lines()
+    note(f"{PROCESS}{os.getpid()}")
     try:
         cli = Flags(argv)
         prepare_process(cli)

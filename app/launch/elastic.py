@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 from torch import distributed
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from app.errors import CAUSES, ExitStatus, RankError, RankLostError, UserError
@@ -27,14 +28,14 @@ from app.launch.rendezvous import NodeRendezvous
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of lines to print from the end of a failed rank's output
-# files that a rank writes beside torch's error file: the run's directory, and the exit code after a
-# signal
+# files that a rank writes beside torch's error file: the run's directory, the exit code after a
+# signal, the rank's process, whose id is part of the name, and a mark at the end of the run
 RUN_DIR = "run_dir"
 STOPPED = "stopped"
+PROCESS = "process_"
+ENDED = "ended"
 
-
-def _handler(parameters: RendezvousParameters) -> NodeRendezvous:
-    return parameters.config["handler"]
+rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
 
 
 def launch(
@@ -70,39 +71,56 @@ def launch(
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
-            message = f"--cluster.log_dir {folder}: no folder can be made there ({cause.strerror})"
-            raise UserError(message) from cause
+            raise UserError(
+                f"--cluster.log_dir {folder}: no folder can be made there ({cause.strerror})"
+            ) from cause
 
         def files(pattern: str) -> list[Path]:
             """Return matching files of the latest attempt's ranks."""
-            attempts = list(folder.glob(f"{rendezvous.run_id}_*/attempt_*"))
-            if not attempts:
-                return []
-            return sorted(max(attempts, key=os.path.getmtime).glob(pattern))
+            attempts = sorted(folder.glob(f"{rendezvous.run_id}_*/attempt_*"), key=os.path.getmtime)
+            return sorted(attempts[-1].glob(pattern)) if attempts else []
 
         def mark(end: ExitStatus) -> None:
-            for file in files(f"*/{RUN_DIR}"):
-                on_end(file.read_text(), end)
+            for note in files(f"*/{RUN_DIR}"):
+                on_end(note.read_text(), end)
 
         def end_by(signal_name: str) -> int:
-            """Return the exit code after a signal."""
+            """Return the exit code after a signal. If ranks did not end in order, they have not marked the record."""
             end = ExitStatus.stopped_by(signal_name)
-            if not files(f"*/{STOPPED}"):  # ranks that end in order mark the record
+            if not files(f"*/{STOPPED}") and len(files(f"*/{ENDED}")) < processes:
                 mark(end)
             return end.code
 
+        def early_ends() -> dict[int, ProcessFailure]:
+            """Return the ranks that ended with exit code 0 before the end of the run, as by `os._exit(0)`."""
+            failures = {}
+            for file in files(f"*/{PROCESS}*"):
+                process = int(file.name.removeprefix(PROCESS))
+                local_rank = int(file.parent.name)
+                # look for the process first, because it writes the mark before it ends
+                if not psutil.pid_exists(process) and not file.with_name(ENDED).exists():
+                    failure = ProcessFailure(
+                        local_rank, process, 0, str(file.with_name("error.json"))
+                    )
+                    failures[rendezvous.rank * processes + local_rank] = failure
+            return failures
+
+        def check_ranks() -> None:
+            """Raise if a rank has ended early, because the other ranks would wait for it."""
+            for rank, failure in early_ends().items():
+                raise explain(rank, failure)
+
         def refuse_restart() -> None:
-            """Raise after a signal or a UserError, to prevent a restart; else print its reason."""
+            """Raise after a signal or a UserError, to prevent a restart; else print the reason for the restart."""
             reason = "a rank has failed"
             for file in files("*/error.json"):
-                cause = message_of(json.loads(file.read_text()))
-                kind, _, text = cause.partition(": ")
+                kind, _, text = (cause := message_of(json.loads(file.read_text()))).partition(": ")
                 if kind == UserError.__name__:
                     raise UserError(text)
-                # the failure is not a consequence of another rank's
-                if not kind.startswith("Rank") and lost(text) is None:
-                    rank = rendezvous.rank * processes + int(file.parent.name)
-                    reason = f"rank {rank} has failed: {cause}"
+                if (
+                    not kind.startswith("Rank") and lost(text) is None
+                ):  # not a consequence of another rank's failure
+                    reason = f"rank {rendezvous.rank * processes + int(file.parent.name)} has failed: {cause}"
             for file in files(f"*/{STOPPED}"):
                 raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))
             print(f"{reason}: restarting all ranks", file=sys.stderr, flush=True)
@@ -113,40 +131,49 @@ def launch(
             raise SignalException("stopped", signal.Signals(number))
 
         rendezvous.before_restart = refuse_restart
-        rendezvous_handler_registry.register(rendezvous.get_backend(), _handler)
+        rendezvous.while_running = check_ranks
         for number in heard((signal.SIGTERM, signal.SIGHUP)):
             signal.signal(number, stop)
-        # without a folder for logs, local rank 0 prints to the terminal, the others to files
-        logs = DefaultLogsSpecs(
-            str(folder), redirects=dict.fromkeys(range(1, processes), Std.ALL), tee=Std.NONE
-        )
-        if cluster.log_dir:
-            logs = DefaultLogsSpecs(str(folder), redirects=Std.ALL, tee={0: Std.ALL})
         config = LaunchConfig(
             min_nodes=rendezvous.world_size,
             max_nodes=rendezvous.world_size,
             nproc_per_node=processes,
             run_id=rendezvous.run_id,
             role="rank",
-            rdzv_backend=rendezvous.get_backend(),
+            rdzv_backend="nodes",
             rdzv_configs={"handler": rendezvous},
             max_restarts=cluster.max_restarts,
-            logs_specs=logs,
+            logs_specs=DefaultLogsSpecs(
+                str(folder),
+                redirects=dict.fromkeys(range(0 if cluster.log_dir else 1, processes), Std.ALL),
+                tee={0: Std.ALL} if cluster.log_dir else Std.NONE,
+            ),
             log_line_prefix_template="[${role_name} ${rank}] ",
-            signals_to_handle="SIGINT" if heard([signal.SIGINT]) else "",
+            signals_to_handle=",".join(
+                signal.Signals(number).name for number in heard([signal.SIGINT])
+            ),
         )
-        # escape `$`, because torch replaces `${local_rank}`
-        arguments = [argument.replace("$", "$$") for argument in argv]
         try:
-            elastic_launch(config, sys.executable)("-m", "app", *arguments)
+            # escape `$`, because torch replaces `${local_rank}`
+            elastic_launch(config, sys.executable)(
+                "-m", "app", *(argument.replace("$", "$$") for argument in argv)
+            )
+            check_ranks()
             return 0
         except SignalException as ended:
             return end_by(CAUSES[ended.sigval])
+        except RankError as early_end:
+            error = early_end
         except distributed.DistError as lost_node:
-            reason = str(lost_node).splitlines()[0]
-            error = RankLostError(f"lost the connection to another node: {reason}")
+            error = RankLostError(
+                f"lost the connection to another node: {str(lost_node).splitlines()[0]}"
+            )
         except ChildFailedError as failed:
-            rank, failure = root_cause(failed.failures, rendezvous.world_size)
+            failures = failed.failures
+            early = {
+                rank: failure for rank, failure in early_ends().items() if rank not in failures
+            }
+            rank, failure = root_cause(early | failures, rendezvous.world_size)
             signal_name = stopped(failure)
             if signal_name:
                 return end_by(signal_name)
@@ -165,7 +192,7 @@ def launch(
 
 @contextmanager
 def _agent(processes: int, timeout: float) -> Iterator[None]:
-    """Set the agent's environment and logging; restore environment and signals afterwards."""
+    """Set the agent's environment and logging; afterwards, restore the environment and the signal handlers."""
     before = os.environ.copy()
     os.environ[AGENT] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))

@@ -1,4 +1,4 @@
-"""Rendezvous of nodes without a launcher: at an address, through a file, or by the environment.
+"""Rendezvous of nodes without a launcher: at a TCP address, through a shared file, or by environment variables.
 
 Extends torch elastic's static rendezvous: reports missing nodes, rejects nodes with other flags,
 and raises an error if another program uses the port.
@@ -87,7 +87,7 @@ class Deadline:
             self.due = min(2 * self.due, self.due + 30)
 
     def within(self, call: Callable[[], T], missing: str, quiet: bool = False) -> T:
-        """Call a blocking function in a thread, and return its result; raise at the deadline."""
+        """Call a blocking function in a thread, and return its result. Abandon the thread and raise at the deadline."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -103,11 +103,11 @@ class Deadline:
 
 
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
-    """Host a store that listens on `address` only.
+    """Host a store that listens on `address` only, or on all addresses if no interface of this machine has `address`.
 
-    It listens on all addresses if no interface of this machine has `address`, as behind NAT; or if
-    `address` resolves to 127.0.1.1, as a host's own name may on Debian, because other nodes cannot
-    reach 127.0.1.1.
+    Behind NAT, no interface has this machine's public address. The store also listens on all
+    addresses if `address` resolves to 127.0.1.1, as a host's own name may on Debian, because other
+    nodes cannot reach 127.0.1.1.
 
     Args:
         address: Name or address of this machine for the other processes.
@@ -123,13 +123,13 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         if not str(place[0]).startswith("127.") or place[0] == "127.0.0.1":
             listener = socket.create_server(place[:2], family=family, backlog=1024)
     if listener is None:
-        address = "localhost"
         try:
+            address = "localhost"
             listener = socket.create_server(("", port), backlog=1024)
         except (OSError, OverflowError) as error:
             raise UserError(
-                f"this machine cannot listen on port {port} ({error}): end the program that uses "
-                "it, or give another --cluster.init_method or MASTER_PORT"
+                f"this machine cannot listen on port {port} ({error}): end the program that uses it, or "
+                "give another --cluster.init_method or MASTER_PORT"
             ) from error
     return TCPStore(
         address,
@@ -144,13 +144,13 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
 
 
 def reach_store(address: str, port: int) -> TCPStore:
-    """Connect to another process's store, or raise at once; torch would retry and log."""
+    """Connect to another process's store. Raise at once if no program listens, because torch would retry and log."""
     socket.create_connection((address, port), timeout=5).close()
     return TCPStore(address, port, timeout=timedelta(seconds=5))
 
 
 class NodeRendezvous(StaticTCPRendezvous):
-    """Rendezvous of nodes at one address, or of a single node; `rules` has checked the flags.
+    """Rendezvous of nodes at one address, or of a single node. `app.command.rules` has checked the flags.
 
     Args:
         cluster: The flags of rendezvous and launch.
@@ -159,33 +159,34 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     Attributes:
         before_restart: Function called before ranks are restarted; raises to prevent the restart.
+        while_running: Function called several times a second while ranks run; raises to end them.
     """
 
     def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
         self.cluster = cluster
         self.method = cluster.init_method or "env://"
         url = urlsplit(self.method)
-        self.file: Path | None = None
+        env = os.environ
+        self.file = Path(url.path) if url.scheme == "file" and num_nodes > 1 else None
         address = url.hostname or ""
         port = url.port or 0
-        rank = cluster.node_rank
-        if rank is None:
-            rank = int(os.environ.get("NODE_RANK", 0))
         if num_nodes == 1:
-            rank = 0
             address = "127.0.0.1"
-            port = int(os.environ.get("MASTER_PORT", 0))
+            port = int(env.get("MASTER_PORT", 0))
         elif url.scheme == "env":
-            address = os.environ["MASTER_ADDR"]
-            port = int(os.environ["MASTER_PORT"])
+            address = env["MASTER_ADDR"]
+            port = int(env["MASTER_PORT"])
         elif url.scheme == "file":
-            self.file = Path(url.path)
             address = outward_address()
+        rank = int(env.get("NODE_RANK", 0)) if cluster.node_rank is None else cluster.node_rank
         name = f"app_{uuid.uuid4().hex[:8]}"
-        super().__init__(address, port, rank, num_nodes, name, int(cluster.timeout))
+        super().__init__(
+            address, port, rank if num_nodes > 1 else 0, num_nodes, name, int(cluster.timeout)
+        )
         self.where = str(self.file or f"{address}:{port}")
         self.flags = {"--trainer.num_nodes": num_nodes, "--trainer.devices": devices}
         self.before_restart = lambda: None
+        self.while_running = lambda: None
         self._rounds = 0
 
     def get_backend(self) -> str:
@@ -218,39 +219,37 @@ class NodeRendezvous(StaticTCPRendezvous):
         ranks run.
         """
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
+        self.while_running()
         return 0
 
     def store(self) -> Store:
         """Return the nodes' shared store; at the first call, wait for all nodes."""
         if self._store is None:
             deadline = Deadline(self.timeout.total_seconds())
-            if self.rank == 0:
-                self._store = self._host(deadline)
-            else:
-                self._store = self._join(deadline)
+            self._store = self._host(deadline) if self.rank == 0 else self._join(deadline)
             if self.world_size > 1:
                 use_interface_to(self.master_addr)
         return self._store
 
     def _host(self, deadline: Deadline) -> TCPStore:
-        """Host the store, write its address to the shared file, and wait for all nodes."""
+        """Host the store on node 0, write its address to the shared file, and wait for the other nodes."""
         store = host_store(self.master_addr, self.master_port, deadline.seconds)
         self.master_port = store.port
         store.set("flags", json.dumps(self.flags))
         store.set("node0", self.run_id)
         if self.file:
-            place = {"id": self.run_id, "address": self.master_addr, "port": self.master_port}
             try:
-                write_json(self.file, place)
+                write_json(
+                    self.file,
+                    {"id": self.run_id, "address": self.master_addr, "port": self.master_port},
+                )
             except OSError as error:
-                raise UserError(
-                    f"--cluster.init_method {self.method}: {error.strerror}: name a file that can "
-                    "be created"
-                ) from error
+                message = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be created"
+                raise UserError(message) from error
         try:
             self._wait_for_all(store, deadline)
         finally:
-            if self.file and self._place() == (self.master_addr, self.master_port, self.run_id):
+            if self.file and (place := self._place()) and place[-1] == self.run_id:
                 self.file.unlink(missing_ok=True)
         return store
 
@@ -262,11 +261,9 @@ class NodeRendezvous(StaticTCPRendezvous):
             try:
                 place = self._place()
                 if place:
-                    address, port, name = place
-                    store = deadline.within(partial(reach_store, address, port), node0)
-                    self._introduce(store, name)
-                    self.master_addr = address
-                    self.master_port = port
+                    store = deadline.within(partial(reach_store, *place[:2]), node0)
+                    self._introduce(store, place[-1])
+                    self.master_addr, self.master_port = place[:2]
                     self._wait_for_all(store, deadline)
                     store.set_timeout(self.timeout)
                     return store
@@ -283,24 +280,24 @@ class NodeRendezvous(StaticTCPRendezvous):
             raise ValueError("another run listens there")
         for flag, value in json.loads(store.get("flags")).items():
             if value != self.flags[flag]:
-                other = f"{self.flags[flag]} on node {self.rank}"
-                raise UserError(f"{flag} is {value} on node 0 and {other}: give the same")
+                raise UserError(
+                    f"{flag} is {value} on node 0 and {self.flags[flag]} on node {self.rank}: give the same"
+                )
         store.set(f"node{self.rank}", self.run_id)
 
     def _wait_for_all(self, store: Store, deadline: Deadline) -> None:
         """Wait for all nodes; node 0 reports missing nodes to the others."""
         while True:
             if self.rank == 0:
-                nodes = range(self.world_size)
-                absent = [str(node) for node in nodes if not store.check([f"node{node}"])]
+                absent = [
+                    str(node) for node in range(self.world_size) if not store.check([f"node{node}"])
+                ]
                 store.set("missing", ", ".join(absent))
-            missing = "0"
-            if store.check(["missing"]):
-                missing = store.get("missing").decode()
+            missing = store.get("missing").decode() if store.check(["missing"]) else "0"
             if not missing:
                 return
-            noun = "nodes" if "," in missing else "node"
-            deadline.check(f"{noun} {missing} of {self.world_size} at {self.where}")
+            nodes = f"node{'s' * (',' in missing)} {missing} of {self.world_size} at {self.where}"
+            deadline.check(nodes)
             time.sleep(PAUSE)
 
     def _place(self) -> tuple[str, int, str | None] | None:

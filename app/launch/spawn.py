@@ -1,4 +1,4 @@
-"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`: if one process fails, all end."""
+"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`: if one process fails, all processes end."""
 
 import multiprocessing
 import os
@@ -120,7 +120,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         if "pickle" in str(error).lower():
             return UserError(
                 f"ddp_spawn cannot pickle model and data for its processes ({error}): use "
-                "--trainer.strategy ddp, or define classes and functions at the top of a module"
+                "--trainer.strategy ddp, or define its class or function at the top level of a module"
             )
         return error
 
@@ -139,7 +139,9 @@ class SpawnLauncher(_MultiProcessingLauncher):
             self._wait()
 
     def _wait(self) -> None:
-        """Wait until all processes have ended. If one fails, end the others.
+        """Wait until all processes have ended. If one fails, or ends before its run, end the others.
+
+        Lightning would not notice an early end with exit code 0, as by `os._exit(0)`.
 
         Raises:
             ChildProcessError: When a process has failed.
@@ -152,13 +154,17 @@ class SpawnLauncher(_MultiProcessingLauncher):
             for sentinel in ended:
                 index = running.pop(sentinel)
                 self._processes[index].join()
-                if self._processes[index].exitcode:
+                if self._processes[index].exitcode or not self._mark(index).exists():
                     self._failures.append(index)
                     timeout = SHUTDOWN
             if self._failures:
                 self.kill(signal.SIGTERM if ended else signal.SIGKILL)
         if self._failures:
             raise ChildProcessError
+
+    def _mark(self, index: int) -> Path:
+        """Return the file that a process creates at the end of the run."""
+        return Path(self._error_file.format(index)).with_suffix(".ended")
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         # while the processes start, `procs` is empty, and `kill` has no effect; the setter of
@@ -180,9 +186,11 @@ class SpawnLauncher(_MultiProcessingLauncher):
         hide_lines()
         MADE_BY.update(self.made_by)
         try:
-            return record(self._run)(index, function, *args, **kwargs)
+            result = record(self._run)(index, function, *args, **kwargs)
         finally:
             end_process_group()
+        self._mark(index).touch()
+        return result
 
     def _run(self, index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with (
