@@ -1,6 +1,7 @@
 """Code that flags and configs may run: classes of a flag's type, and the user's own modules."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,6 +43,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.delenv("APP_TRUST", raising=False)
+
+
+def test_no_flag_accepts_functions_or_foreign_classes_of_the_libraries() -> None:
+    script = Path(__file__).with_name("library_code.py")
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=200, check=True
+    )
+    *accepted, count = [
+        line for line in done.stdout.splitlines() if line[0].isdigit() or " accepts " in line
+    ]
+    assert int(count) > 5_000
+    assert not accepted
 
 
 FUNCTIONS = {
