@@ -30,7 +30,7 @@ from app.data.module import ImageData
 from app.modules.sums import log_window
 from app.monitor.step_clock import StepClock
 from app.training import virtual_devices
-from app.training.step import Step
+from app.training.step import StraightLoop
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -443,24 +443,23 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
         patch(module, "Future", partial(Future, fake.streams))
     patch(distributed, "batch_isend_irecv", fake.streams.exchange)
 
-    train, take_step = call._call_and_handle_interrupt, Step.__call__
+    train, take_step = call._call_and_handle_interrupt, StraightLoop.advance
 
     def on_fakes(*args: Any, **kwargs: Any) -> Any:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return train(*args, **kwargs)
 
-    def noting(step: Step, fetcher: Any) -> None:
-        clock = next(
-            callback for callback in step.trainer.callbacks if isinstance(callback, StepClock)
-        )
-        ends = (step.trainer.global_step + 1) % log_window(step.trainer) == 0
+    def noting(loop: StraightLoop, fetcher: Any) -> None:
+        trainer: Any = loop.trainer
+        clock = next(callback for callback in trainer.callbacks if isinstance(callback, StepClock))
+        ends = (trainer.global_step + 1) % log_window(trainer) == 0
         fake.place = "profiled" if clock.timing else "window" if ends else "step"
         fake.counts[fake.place] += 1
-        take_step(step, fetcher)
+        take_step(loop, fetcher)
         fake.place = "between"
 
     patch(call, "_call_and_handle_interrupt", on_fakes)
-    patch(Step, "__call__", noting)
+    patch(StraightLoop, "advance", noting)
     patch(StepClock, "skipped", 1)
     patch(StepClock, "window", 2)
     patch(ImageData, "_load", outside(ImageData._load))

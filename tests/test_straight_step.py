@@ -320,10 +320,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stopped": {"callbacks": [Stops], "max_epochs": 5},
     "a stream": {"data": StreamedData},
     "no window": {"log_every_n_steps": 0},
-    "an epoch without gradients": {
-        "callbacks": [lambda: StochasticWeightAveraging(0.01, 1)],
-        "max_epochs": 3,
-    },
 }
 
 
@@ -536,6 +532,7 @@ class TakesIterator(Plain):
 
 
 LEFT = [
+    ("StochasticWeightAveraging", {"callbacks": [lambda: StochasticWeightAveraging(0.01, 1)]}),
     ("a profiler", {"profiler": "simple"}),
     ("manual optimization", {"model": TwoOptimizers}),
     ("a training_step that takes the data iterator", {"model": TakesIterator}),

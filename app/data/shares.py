@@ -130,33 +130,40 @@ class GlobalOrder:
         """Return the number of samples of all ranks at a step."""
         return min(self.batch_size, self._samples - step * self.batch_size)
 
-    def window_count(self, step: int, length: int, steps: int) -> int:
-        """Return the number of samples, over all ranks, in the accumulated batches of an optimizer step.
+    def loss_weight(self, trainer: Any, step: int, samples: int = 1) -> float:
+        """Return the weight of a batch's loss, because ranks and batches may have different numbers of samples.
+
+        With these weights, an optimizer step's gradients are those of the mean loss over all
+        samples of its batches. DDP averages the gradients over the ranks, and Lightning divides
+        the loss by the number of accumulated batches. The weight undoes both divisions, and
+        divides by the optimizer step's number of samples instead. Gradients of virtual devices
+        are summed, so that their weights only divide.
+
+        Example: 10 samples in global batches of 4, 3 ranks, accumulation over 2 batches. The
+        weight of a single sample's loss, and those of the ranks' mean losses:
+
+        ==== ============= ============= ============= ================== ===========================
+        step rank 0        rank 1        rank 2        sample             ranks
+        ==== ============= ============= ============= ================== ===========================
+        0    samples 0, 1  sample 2      sample 3      3 · 2 / 8 = 0.75   1.5, 0.75, 0.75
+        1    samples 4, 5  sample 6      sample 7      3 · 2 / 8 = 0.75   1.5, 0.75, 0.75
+        2    sample 8      sample 9      no sample     3 · 2 / 2 = 3      3, 3, 0
+        ==== ============= ============= ============= ================== ===========================
+
+        With 3 virtual devices, the weights of the shards are 2/8, 1/8, 1/8 at steps 0 and 1, and
+        1/2, 1/2, 0 at step 2.
 
         Args:
-            step: Index in the epoch of any of these batches.
-            length: Number of batches to accumulate; an epoch's last optimizer step may have fewer.
-            steps: Number of batches of the epoch.
-        """
-        first = step - step % length
-        return (
-            min(min(first + length, steps) * self.batch_size, self._samples)
-            - first * self.batch_size
-        )
-
-    def weight(self, step: int, window: tuple[int, int]) -> float:
-        """Return the factor by which to multiply this rank's mean loss.
-
-        With this factor, the mean loss over ranks and accumulated batches equals the mean loss over
-        all samples of the optimizer step, although the ranks' shares may differ in size.
-
-        Args:
+            trainer: The Trainer, which knows the number of accumulated batches.
             step: Index of the batch in the epoch.
-            window: A pair: number of batches to accumulate, and number of batches in the epoch.
+            samples: Number of samples whose mean loss is weighted; 1 for a sum of losses.
         """
-        return (
-            self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)
-        )
+        batches = trainer.accumulate_grad_batches
+        first = step - step % batches
+        end = min(first + batches, trainer.fit_loop.max_batches)
+        window = min(end * self.batch_size, self._samples) - first * self.batch_size
+        divisor = 1 if self.virtual_devices else self.world_size * batches
+        return samples * divisor / window
 
     def bounds(self, step: int) -> list[int]:
         """Return the boundaries of this rank's parts of a step, as positions in the epoch's order."""
