@@ -78,25 +78,12 @@ class GlobalSampler(GlobalOrder):
 
     Args:
         sampler: The loader's sampler; it draws from the epoch's random stream.
-        train: Whether the loader is for training. If a part is empty, it gets a stand-in in
-            training: the global batch's first sample. In evaluation, the rank skips the batch.
-        **order: As for `GlobalOrder`.
+        **order: As for `GlobalOrder`. If a shard is empty, it gets a stand-in, too.
     """
 
-    def __init__(self, sampler: Any, train: bool, **order: Any) -> None:
+    def __init__(self, sampler: Any, **order: Any) -> None:
         super().__init__(len(sampler), **order)
         self._sampler = sampler
-        self._train = train
-        self.epoch = 0
-        self.sampler = self  # Lightning calls `set_epoch` of a batch sampler's `sampler`
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which seeds the order."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        steps = super().__len__()
-        return steps - (steps > 0 and not self._train and not self.share_size(steps - 1))
 
     def samples(self, step: int) -> list[int]:
         """Return the indices of this rank's samples at a step of the epoch."""
@@ -115,9 +102,10 @@ class GlobalSampler(GlobalOrder):
         items = list(zip(order, seeds, strict=True))
         for step in range(self.position(), len(self)):
             stand_in = [items[step * self.batch_size]]
-            yield self.shards(
-                (items[start:end] or stand_in for start, end in pairwise(self.bounds(step))), step
-            )
+            shards = []
+            for start, end in pairwise(self.bounds(step)):
+                shards.append(items[start:end] or stand_in)
+            yield self.shards(shards, step)
 
 
 class GlobalLoader(DataLoader[Any]):
@@ -193,13 +181,13 @@ def _rebuilt(
         raise UserError(shards_beyond(virtual_devices, loader.batch_size))
     sampler = GlobalSampler(
         loader.sampler,
-        train,
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         virtual_devices=virtual_devices,
         seed=seed,
+        empty="stand_in" if train else "skip",
         position=next_step(trainer) if train else int,
     )
     kept = (

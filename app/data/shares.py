@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -91,20 +91,27 @@ class GlobalOrder:
         world_size: Number of processes.
         virtual_devices: Number of shards of a global batch, or None for one part per process.
         seed: Seed of the order.
+        empty: What a rank without a sample of the last batch gets: an empty batch (`keep`), the
+            global batch's first sample (`stand_in`), or no batch (`skip`).
         position: Function that returns the first step to yield: 0, or a later step if a run resumes
             within the epoch.
+
+    Attributes:
+        epoch: The epoch, which seeds the order.
+        sampler: This object, because Lightning calls `set_epoch` of a batch sampler's `sampler`.
     """
 
     def __init__(
         self,
         samples: int,
         batch_size: int,
-        drop_last: bool,
-        rank: int,
-        world_size: int,
-        virtual_devices: int | None,
-        seed: int,
-        position: Callable[[], int],
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        virtual_devices: int | None = None,
+        seed: int = 0,
+        empty: Literal["keep", "stand_in", "skip"] = "keep",
+        position: Callable[[], int] = int,  # int() is 0
     ) -> None:
         self.seed = seed
         self.position = position
@@ -114,8 +121,15 @@ class GlobalOrder:
         self.rank = rank
         self.world_size = world_size
         self.virtual_devices = virtual_devices
-        self._parts = virtual_devices or world_size
-        self.deal(equal_shares(world_size, self._parts))
+        self.empty = empty
+        self.epoch = 0
+        self.sampler = self
+        self.parts = virtual_devices or world_size
+        self.deal(equal_shares(world_size, self.parts))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which seeds the order; Lightning calls this before each epoch."""
+        self.epoch = epoch
 
     def deal(self, shares: Sequence[int]) -> None:
         """Set the number of parts of each rank; call this before iterating."""
@@ -124,7 +138,11 @@ class GlobalOrder:
 
     def __len__(self) -> int:
         full, rest = divmod(self._samples, self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        if rest == 0 or self.drop_last:
+            return full
+        if self.empty == "skip" and self.share_size(full) == 0:
+            return full
+        return full + 1
 
     def global_count(self, step: int) -> int:
         """Return the number of samples of all ranks at a step."""
@@ -167,7 +185,7 @@ class GlobalOrder:
 
     def bounds(self, step: int) -> list[int]:
         """Return the boundaries of this rank's parts of a step, as positions in the epoch's order."""
-        size, rest = divmod(self.global_count(step), self._parts)
+        size, rest = divmod(self.global_count(step), self.parts)
         first = step * self.batch_size
         return [first + index * size + min(index, rest) for index in self._ends]
 

@@ -243,7 +243,7 @@ class ImageClassifier(LightningModule):
         losses = self._training_losses(images, labels, batch_idx)
         loader = trainer.train_dataloader
         if isinstance(loader, GlobalBatches) and not loader.virtual_devices:
-            return losses.sum() * loader.loss_weight(trainer, batch_idx)
+            return losses.sum() * loader.order.loss_weight(trainer, batch_idx)
         return losses.sum() / max(len(labels), 1)  # the mean, or 0 for an empty batch
 
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:

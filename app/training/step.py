@@ -62,7 +62,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from app.data.global_order import order_of
+from app.data.global_order import GlobalSampler, order_of
 from app.errors import UserError
 from app.system.patches import expects
 from app.training.ddp import DDP
@@ -127,7 +127,7 @@ class Hooks:
         self.reason = why_not(trainer)
         self.order = order_of(trainer.train_dataloader)
         # an `ImageClassifier` weights its loss itself; only its loaders have `empty="keep"`
-        self.weighs_loss = self.order is not None and getattr(self.order, "empty", "") != "keep"
+        self.weighs_loss = self.order is not None and self.order.empty != "keep"
         self.block_sync: Any = nullcontext
         if isinstance(strategy, ParallelStrategy):
             self.block_sync = strategy.block_backward_sync
@@ -284,7 +284,7 @@ class StraightLoop(LoggingLoop):
 
     def check(self, hooks: Hooks) -> None:
         """Raise a UserError if a flag needs this loop's step, and another feature needs Lightning's."""
-        if self.reason and hooks.order not in (None, self.trainer.train_dataloader):
+        if self.reason and isinstance(hooks.order, GlobalSampler):
             raise UserError(
                 f"--run.global_order true does not work with {self.reason}: leave one of them out"
             )
