@@ -178,7 +178,7 @@ def _described(image: Any) -> str:
     return type(image).__name__
 
 
-def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
+def one_ahead(batches: Iterator[Tensor]) -> Iterator[Tensor]:
     """Yield batches, and prepare the next one in a thread."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, batches, None)
@@ -347,7 +347,6 @@ class GlobalBatches:
         self.split = reader.split
         self.rows = order.rows
         self.shuffle = order.shuffle
-        self.virtual_devices = order.virtual_devices
         self.draws = draws
         self.alternate = alternate
         self.mixing = mixing
@@ -392,7 +391,7 @@ class GlobalBatches:
 
     def _batches(self) -> Iterator[RawBatch | Shards]:
         for step, batch in self._shares():
-            if self.virtual_devices is None:
+            if self.order.virtual_devices is None:
                 yield batch
                 continue
             shards = self._cut(batch, step)

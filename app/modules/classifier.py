@@ -242,7 +242,7 @@ class ImageClassifier(LightningModule):
         trainer = self.trainer
         losses = self._training_losses(images, labels, batch_idx)
         loader = trainer.train_dataloader
-        if isinstance(loader, GlobalBatches) and not loader.virtual_devices:
+        if isinstance(loader, GlobalBatches) and not loader.order.virtual_devices:
             return losses.sum() * loader.order.loss_weight(trainer, batch_idx)
         return losses.sum() / max(len(labels), 1)  # the mean, or 0 for an empty batch
 

@@ -93,9 +93,7 @@ def why_not(trainer: Any) -> str | None:
         return "StochasticWeightAveraging"
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return "a training_step that takes the data iterator"
-    if strategy.handles_gradient_accumulation or overrides(
-        strategy, Strategy, "post_training_step"
-    ):
+    if strategy.handles_gradient_accumulation:
         return f"the training step of {type(strategy).__name__}"
     return None
 

@@ -48,7 +48,6 @@ identities = attrgetter(
     "strategy._lightning_optimizers",
     "strategy.batch_to_device",
     "strategy.training_step",
-    "strategy.post_training_step",
     "strategy.pre_backward",
     "strategy.backward",
     "strategy.post_backward",

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,19 +37,23 @@ Gradients = list[Tensor | None]
 
 def _plus(first: Gradients, second: Gradients) -> Gradients:
     """Add the first list of gradients to the second, in place, and return the sums; None counts as zero."""
-    pairs = [
-        (one, other)
-        for one, other in zip(first, second, strict=True)
-        if one is not None and other is not None
-    ]
-    if pairs:
-        torch._foreach_add_([other for _, other in pairs], [one for one, _ in pairs])
-    return [one if other is None else other for one, other in zip(first, second, strict=True)]
+    sums = list(second)
+    added_to: list[Tensor] = []
+    added: list[Tensor] = []
+    for place, (gradient, other) in enumerate(zip(first, second, strict=True)):
+        if other is None:
+            sums[place] = gradient
+        elif gradient is not None:
+            added_to.append(other)
+            added.append(gradient)
+    if added:
+        torch._foreach_add_(added_to, added)
+    return sums
 
 
-@expects("torch:_foreach_add_", "torch:_foreach_copy_")
+@expects("torch:_foreach_add_")
 class ShardSums:
-    """Sums over all shards: of gradients, and of the vectors that `ShardedStep._vector` returns.
+    """Sums over all shards: of gradients, and of the vectors that `ShardedLoop._vector` returns.
 
     Under DDP, a communication hook sums the gradients during the backward pass of the rank's last
     shard.
@@ -67,21 +70,21 @@ class ShardSums:
 
     def __init__(self, module: LightningModule, strategy: Any, count: int) -> None:
         model = strategy.model
-        self.in_buckets = ddp = isinstance(model, DistributedDataParallel)
-        group = model.process_group if ddp else None
-        self.tree = Tree(
-            count, strategy.global_rank if ddp else 0, strategy.world_size if ddp else 1, group
-        )
-        self.parameters = [
-            *module.parameters()
-        ]  # frozen ones, too, because a callback may unfreeze them
-        self.place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        self.nodes: dict[Node, Gradients] = {}
         self.device = strategy.root_device
-        # a thread (CPU) or a CUDA stream runs the communication during the backward pass
-        self.thread = ThreadPoolExecutor(1) if ddp and self.device.type == "cpu" else None
-        self.side = torch.cuda.Stream(self.device) if ddp and self.device.type == "cuda" else None
-        if ddp:
+        # frozen ones, too, because a callback may unfreeze them
+        self.parameters = list(module.parameters())
+        self.nodes: dict[Node, Gradients] = {}
+        self.tree = Tree(count)
+        # a CUDA stream or a thread communicates during the backward pass
+        self.side: torch.cuda.Stream | None = None
+        self.thread: ThreadPoolExecutor | None = None
+        self.in_buckets = isinstance(model, DistributedDataParallel)
+        if self.in_buckets:
+            self.tree = Tree(count, strategy.global_rank, strategy.world_size, model.process_group)
+            if self.device.type == "cuda":
+                self.side = torch.cuda.Stream(self.device)
+            if self.device.type == "cpu":
+                self.thread = ThreadPoolExecutor(1)
             model.register_comm_hook(None, self._add_bucket)
 
     def add_shard(self, shard: int) -> None:
@@ -90,71 +93,70 @@ class ShardSums:
 
     def pop_gradients(self) -> Gradients:
         """Return the parameters' gradients, and set them to None."""
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients: Gradients = []
         for parameter in self.parameters:
+            gradients.append(parameter.grad)
             parameter.grad = None
         return gradients
 
     def set_gradients(self) -> None:
         """Set the parameters' gradients to the sum over all shards, unless DDP's communication hook has set them."""
         if not self.in_buckets:
-            for parameter, gradient in zip(
-                self.parameters, self.nodes[self.tree.root], strict=True
-            ):
+            sums = self.nodes[self.tree.root]
+            for parameter, gradient in zip(self.parameters, sums, strict=True):
                 parameter.grad = gradient
         self.nodes = {}
 
     def sum(self, nodes: dict[Node, Tensor]) -> Future[Tensor]:
         """Start summing vectors (n,) over the shards of all ranks, and return the sum's future. Collective."""
         future: Future[Tensor] = Future(devices=[self.device] if self.side else [])
-
-        def work() -> None:
-            try:
-                future.set_result(self.tree.sum(nodes))
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation expects a result
-
-        if self.thread:
-            self.thread.submit(work)
-        elif self.side:
+        if self.thread is not None:
+            self.thread.submit(self._set_sum, future, nodes)
+        elif self.side is None:
+            self._set_sum(future, nodes)
+        else:
             self.side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self.side):
-                work()
+                self._set_sum(future, nodes)
             for vector in nodes.values():
-                vector.record_stream(
-                    self.side
-                )  # reuse the vector's memory only after the side stream has read it
-        else:
-            work()
+                # reuse the vector's memory only after the side stream has read it
+                vector.record_stream(self.side)
         return future
+
+    def _set_sum(self, future: Any, nodes: dict[Node, Tensor]) -> None:
+        try:
+            future.set_result(self.tree.sum(nodes))
+        except Exception as error:
+            future.set_exception(error)
 
     def _add_bucket(self, _: None, bucket: GradBucket) -> Future[Tensor]:
         """Sum a bucket over all shards. DDP calls this hook when the bucket holds the last shard's gradients."""
         buffer = bucket.buffer()
         parameters = bucket.parameters()
-        places = [self.place[id(parameter)] for parameter in parameters]
-        starts = list(accumulate((parameter.numel() for parameter in parameters), initial=0))
 
         def views(flat: Tensor) -> list[Tensor]:  # DDP's buckets keep each parameter's strides
-            return [
-                flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + start)
-                for parameter, start in zip(parameters, starts, strict=False)
-            ]
+            start = flat.storage_offset()
+            parts = []
+            for parameter in parameters:
+                parts.append(flat.as_strided(parameter.size(), parameter.stride(), start))
+                start += parameter.numel()
+            return parts
 
-        nodes = {
-            node: [gradients[place] for place in places] for node, gradients in self.nodes.items()
-        }
-        self.tree.add(nodes, (0, self.tree.shards[-1]), [*views(buffer)], _plus)
+        place_of = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        places = [place_of[id(parameter)] for parameter in parameters]
+        nodes: dict[Node, Gradients] = {}
+        for node, gradients in self.nodes.items():
+            nodes[node] = [gradients[place] for place in places]
+        self.tree.add(nodes, (0, self.tree.shards[-1]), list(views(buffer)), _plus)
         flats: dict[Node, Tensor] = {}
         for node, gradients in nodes.items():
-            flats[node] = (
-                buffer  # the buffer already holds this node's sum, because `_plus` adds in place
-            )
-            if node in self.nodes:
-                flats[node] = torch.zeros_like(buffer)
-                for view, gradient in zip(views(flats[node]), gradients, strict=True):
-                    if gradient is not None:
-                        view.copy_(gradient)
+            if node not in self.nodes:
+                flats[node] = buffer  # it holds this node's sum, because `_plus` adds in place
+                continue
+            flats[node] = torch.zeros_like(buffer)
+            for view, gradient in zip(views(flats[node]), gradients, strict=True):
+                if gradient is not None:
+                    view.copy_(gradient)
         return self.sum(flats)
 
 
@@ -177,11 +179,8 @@ class Logged:
             LightningModule.log(self._module, name, value, *args, **options)
         elif how in ("mean", torch.mean):
             names = ("prog_bar", "logger", "on_step", "on_epoch")
-            self.options[name] = {
-                **dict(zip(names, args, strict=False)),
-                **options,
-                "sync_dist": False,
-            }
+            named = dict(zip(names, args, strict=False))
+            self.options[name] = {**named, **options, "sync_dist": False}
             self.values[name] = value
         else:
             raise UserError(
@@ -337,7 +336,13 @@ class ShardedLoop(StraightLoop):
                 if place == 0:
                     earlier = self._begin()
                 elif before != changed or logged.values.keys() != names:
-                    self._refuse(set(before) ^ set(changed), logged.values.keys() ^ names)
+                    different = logged.values.keys() ^ names
+                    for index in set(before) ^ set(changed):
+                        different.add(self._buffers.names[index])
+                    raise UserError(
+                        f"training_step changes or logs {min(different)} on some shards only: "
+                        "do it on all, or leave --run.virtual_devices out"
+                    )
                 names = set(logged.values)
                 vector = self._vector(loss, count, changed, logged)
                 self.sums.tree.add(vectors, (0, number), vector, torch.add)
@@ -363,20 +368,6 @@ class ShardedLoop(StraightLoop):
             earlier.append(gradient)
         return earlier
 
-    def _refuse(self, buffers: set[int], names: set[str]) -> None:
-        """Raise a UserError, because only some shards change a buffer or log a value.
-
-        Args:
-            buffers: Indices of the buffers.
-            names: Names of the logged values.
-        """
-        problem = f"logs {min(names, default='')!r}"
-        if buffers:
-            problem = f"changes the buffer {self._buffers.name(min(buffers))}"
-        raise UserError(
-            f"training_step {problem} on some shards only: do it on all, or leave --run.virtual_devices out"
-        )
-
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
         """Concatenate a shard's loss, changed buffers and logged values, and multiply them by its number of samples."""
         tensors = [loss, *self._buffers.values(changed)]
@@ -399,7 +390,7 @@ class ShardedLoop(StraightLoop):
             for place, buffer, mean in zip(changed, buffers, means, strict=True):
                 if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
                     raise UserError(
-                        f"training_step sets the buffer {self._buffers.name(place)}, of {buffer.dtype}, to "
+                        f"training_step sets the buffer {self._buffers.names[place]}, of {buffer.dtype}, to "
                         "different values on the shards: make it a float, which is averaged, or leave "
                         "--run.virtual_devices out"
                     )
