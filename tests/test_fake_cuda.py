@@ -186,21 +186,6 @@ def loader_of(rank: int, size: int) -> GlobalBatches:
     return GlobalBatches(order, HostReader(split, rows))
 
 
-@pytest.mark.parametrize("size", [64, 1024])
-def test_the_shares_of_many_ranks(size: int) -> None:
-    """Each rank's share is its slice of the batch that a single rank takes, also in the smaller last batch."""
-    one, ranks = loader_of(0, 1), [loader_of(rank, size) for rank in range(0, size, 31)]
-    for step in range(len(one)):
-        whole = one.samples(step)
-        for loader in ranks:
-            span = loader.order.span(step)
-            assert torch.equal(
-                loader.samples(step), whole[span.start - step * BATCH : span.stop - step * BATCH]
-            )
-            assert loader.order.global_count(step) == len(whole)
-            assert len(whole) // size <= loader.order.share_size(step) <= -(-len(whole) // size)
-
-
 def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
     """Return the numbers of Python calls, sent bytes and operations of a DDP rank's set-up and first step."""
     calls, sent, counting = 0, [], Counting()
