@@ -1,4 +1,4 @@
-"""Loader of each rank's samples: one global permutation per epoch, cut into global batches that the ranks share.
+"""Loader of each rank's share of global batches, cut from one global permutation per epoch.
 
 Every strategy draws from the same seeded permutation. A rank takes its part of each global batch.
 Therefore, a step trains on the same samples for any world size. The loader uses no global random
@@ -113,11 +113,11 @@ class ImageOrder(GlobalOrder):
         return torch.multinomial(self.weights, count, replacement=True, generator=generator)
 
     def samples(self, step: int) -> Tensor:
-        """Return the split's row numbers of this rank's samples at a step of the epoch, int64 (n,)."""
+        """Return the split's rows of this rank's samples at a step, int64 (n,)."""
         return self.rows[self.permutation()[self.span(step)]]
 
     def place(self, step: int, is_mixed: bool = False) -> Place:
-        """Return the place of this rank's samples of a step; with `is_mixed`, also of the next sample."""
+        """Return the place of this rank's samples; with `is_mixed`, also of the next sample."""
         span = self.span(step)
         first = step * self.batch_size
         if span.start == span.stop:
@@ -131,7 +131,7 @@ class ImageOrder(GlobalOrder):
 
 
 class ReadImage:
-    """Function of a worker process that reads an image; crop and augmentation are seeded for each sample.
+    """Function of a worker process that reads an image, with seeded crop and augmentation.
 
     Args:
         split: The images.
@@ -148,7 +148,7 @@ class ReadImage:
         self.augment = augment
 
     def __call__(self, item: tuple[int, int]) -> Tensor:
-        """Read the image at a row of the split, uint8 (C, H, W), and augment it with the item's seed."""
+        """Read the image at a row, uint8 (C, H, W), and augment it with the item's seed."""
         row, seed = item
         image = self.split[row]
         if self.crop is None and not self.augment:
@@ -358,7 +358,7 @@ class GlobalBatches:
 
     @property
     def _iterator(self) -> Any:
-        """Iterator over the workers' batches. Lightning reads this attribute to end the workers after a stage."""
+        """Iterator over the workers' batches, which Lightning ends after a stage."""
         return self.reader.workers and self.reader.workers._iterator
 
     @_iterator.setter
@@ -371,7 +371,7 @@ class GlobalBatches:
         self.order.set_epoch(epoch)
 
     def samples(self, step: int) -> Tensor:
-        """Return the split's row numbers of this rank's samples at a step of the epoch, int64 (n,)."""
+        """Return the split's rows of this rank's samples at a step, int64 (n,)."""
         return self.order.samples(step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -442,7 +442,7 @@ class GlobalBatches:
         return self.order.shards(shards, step)
 
     def _draw(self, permutation: Tensor) -> Tensor | None:
-        """Draw an epoch's random integers for augmentation, equal for all ranks and batch sizes, int32 (draws, n)."""
+        """Draw the epoch's integers, equal for all ranks and batch sizes, int32 (draws, n)."""
         if not self.draws:
             return None
         seed = self.order.seed

@@ -29,7 +29,7 @@ SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRando
 
 
 class SeededItems(Dataset[Any]):
-    """Data set that seeds each item's random numbers, so that an item does not depend on rank or worker.
+    """Data set with seeded items, which do not depend on rank or worker.
 
     Args:
         dataset: The data set.
@@ -74,7 +74,7 @@ def collate_parts(collate: Callable[[list[Any]], Any], sharded: bool, shards: An
 
 
 class GlobalSampler(GlobalOrder):
-    """Batch sampler that yields this rank's parts of each global batch; each item is a pair of an index and a seed.
+    """Batch sampler that yields this rank's parts of each global batch, as pairs of index and seed.
 
     Args:
         sampler: The loader's sampler; it draws from the epoch's random stream.
@@ -169,12 +169,16 @@ def _rebuilt(
     if not isinstance(loader, DataLoader):
         reason = f"returns {type(loader).__name__}: return one DataLoader"
     elif isinstance(loader.dataset, IterableDataset):
-        reason = "reads an iterable data set, which has no order: use a data set with __getitem__ and __len__"
+        reason = (
+            "reads an iterable data set, which has no order: "
+            "use a data set with __getitem__ and __len__"
+        )
     elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         reason = "has a batch sampler of its own, or no batches: give the DataLoader a batch_size"
     elif type(loader.sampler) not in SAMPLERS:
         names = ", ".join(kind.__name__ for kind in SAMPLERS)
-        reason = f"has a {type(loader.sampler).__name__}, whose order cannot be seeded: use one of {names}"
+        sampler = type(loader.sampler).__name__
+        reason = f"has a {sampler}, whose order cannot be seeded: use one of {names}"
     if reason:
         raise UserError(f"--run.global_order true: {where} {reason}; or leave the flag out")
     if virtual_devices is not None and loader.batch_size < virtual_devices:

@@ -37,7 +37,7 @@ class Shards(list[Any]):
 
 
 def equal_shares(world_size: int, count: int) -> list[int]:
-    """Divide `count` shards among the ranks as equally as possible; return each rank's number of shards."""
+    """Return each rank's number of `count` shards, divided as equally as possible."""
     return [
         (rank + 1) * count // world_size - rank * count // world_size for rank in range(world_size)
     ]
@@ -57,8 +57,8 @@ def run_of(rank: int, shares: Sequence[int]) -> range:
 def shards_beyond(virtual_devices: int, batch_size: int) -> str:
     """Return the error message for a global batch with fewer samples than shards."""
     return (
-        f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer samples than shards: "
-        f"give {batch_size} or less, or a larger batch"
+        f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer "
+        f"samples than shards: give {batch_size} or less, or a larger batch"
     )
 
 
@@ -73,7 +73,7 @@ def unequal_shares(batch_size: int, world_size: int) -> str:
 
 
 def next_step(trainer: Any) -> Callable[[], int]:
-    """Return a function that returns the epoch's next training step. Unlike a lambda, it can be pickled."""
+    """Return a function, which can be pickled, that returns the epoch's next training step."""
     return partial(attrgetter("epoch_loop.batch_progress.current.ready"), trainer.fit_loop)
 
 
@@ -149,7 +149,7 @@ class GlobalOrder:
         return min(self.batch_size, self._samples - step * self.batch_size)
 
     def loss_weight(self, trainer: Any, step: int, samples: int = 1) -> float:
-        """Return the weight of a batch's loss, because ranks and batches may have different numbers of samples.
+        """Return the weight of a batch's loss: ranks and batches may differ in number of samples.
 
         With these weights, an optimizer step's gradients are those of the mean loss over all
         samples of its batches. DDP averages the gradients over the ranks, and Lightning divides
@@ -160,13 +160,13 @@ class GlobalOrder:
         Example: 10 samples in global batches of 4, 3 ranks, accumulation over 2 batches. The
         weight of a single sample's loss, and those of the ranks' mean losses:
 
-        ==== ============= ============= ============= ================== ===========================
-        step rank 0        rank 1        rank 2        sample             ranks
-        ==== ============= ============= ============= ================== ===========================
-        0    samples 0, 1  sample 2      sample 3      3 · 2 / 8 = 0.75   1.5, 0.75, 0.75
-        1    samples 4, 5  sample 6      sample 7      3 · 2 / 8 = 0.75   1.5, 0.75, 0.75
-        2    sample 8      sample 9      no sample     3 · 2 / 2 = 3      3, 3, 0
-        ==== ============= ============= ============= ================== ===========================
+        ==== ============= ============= ============= ================= ================
+        step rank 0        rank 1        rank 2        sample            ranks
+        ==== ============= ============= ============= ================= ================
+        0    samples 0, 1  sample 2      sample 3      3 · 2 / 8 = 0.75  1.5, 0.75, 0.75
+        1    samples 4, 5  sample 6      sample 7      3 · 2 / 8 = 0.75  1.5, 0.75, 0.75
+        2    sample 8      sample 9      no sample     3 · 2 / 2 = 3     3, 3, 0
+        ==== ============= ============= ============= ================= ================
 
         With 3 virtual devices, the weights of the shards are 2/8, 1/8, 1/8 at steps 0 and 1, and
         1/2, 1/2, 0 at step 2.
@@ -184,7 +184,7 @@ class GlobalOrder:
         return samples * divisor / window
 
     def bounds(self, step: int) -> list[int]:
-        """Return the boundaries of this rank's parts of a step, as positions in the epoch's order."""
+        """Return the boundaries of this rank's parts of a step in the epoch's order."""
         size, rest = divmod(self.global_count(step), self.parts)
         first = step * self.batch_size
         return [first + index * size + min(index, rest) for index in self._ends]
@@ -200,12 +200,12 @@ class GlobalOrder:
         return span.stop - span.start
 
     def shards(self, shards: Iterable[Any], step: int) -> "Shards":
-        """Return this rank's parts of a step as `Shards`, with the number of samples of each part."""
+        """Return this rank's parts of a step as `Shards`, with their numbers of samples."""
         counts = [end - start for start, end in pairwise(self.bounds(step))]
         return Shards(shards, self._ends.start, counts, self.global_count(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings that define the order. The trainer itself saves the position in the epoch."""
+        """Return the settings that define the order; the trainer saves the position."""
         return {"seed": self.seed, "batch_size": self.batch_size, "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

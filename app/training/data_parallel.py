@@ -213,7 +213,7 @@ def _chunk(values: Tensor, count: int, index: int) -> Tensor:
 
 
 def _gather(outputs: Sequence[Any]) -> Any:
-    """Gather the replicas' outputs: concatenate tensors along the batch, or stack scalars into a vector.
+    """Gather the replicas' outputs: concatenate tensors along the batch; stack scalars.
 
     An output without tensors is replica 0's.
     """

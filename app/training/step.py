@@ -74,7 +74,7 @@ interval_of = attrgetter("interval")
 
 
 def overrides(owner: Any, base: type, *names: str) -> bool:
-    """Return whether any of the hooks is overridden, by a subclass or by an attribute of the object."""
+    """Return whether a subclass or an attribute of the object overrides any of the hooks."""
     return any(
         getattr(getattr(owner, name), "__func__", None) is not getattr(base, name) for name in names
     )
@@ -160,7 +160,7 @@ class Hooks:
         self.batch_to_device = in_hook(self.trainer, "batch_to_device", move)
 
     def _batch_hook(self, name: str) -> Callable[..., Any] | None:
-        """Return the batch hook that Lightning calls, of the data module or the module; None if it does nothing."""
+        """Return the data module's or module's batch hook; None if it does nothing."""
         if self.data is not self.module and is_overridden(name, self.data):
             return getattr(self.data, name)
         if name == "transfer_batch_to_device" or overrides(self.module, LightningModule, name):
@@ -281,7 +281,7 @@ class StraightLoop(LoggingLoop):
         return self._hooks
 
     def check(self, hooks: Hooks) -> None:
-        """Raise a UserError if a flag needs this loop's step, and another feature needs Lightning's."""
+        """Raise a UserError if a flag needs this step, and another feature Lightning's."""
         if self.reason and isinstance(hooks.order, GlobalSampler):
             raise UserError(
                 f"--run.global_order true does not work with {self.reason}: leave one of them out"
@@ -305,7 +305,7 @@ class StraightLoop(LoggingLoop):
         super().teardown()
 
     def advance(self, data_fetcher: Any) -> None:
-        """Take one step; call Lightning's method for its own step, or if a resumed run must validate first.
+        """Take one step, or Lightning's, which also validates first in a resumed run.
 
         Raises:
             StopIteration: When `on_train_batch_start` of the module ends the epoch.
@@ -363,7 +363,7 @@ class StraightLoop(LoggingLoop):
         return hooks.batch_to_device(batch)
 
     def _train(self, batch: Any, index: int) -> dict[str, Any]:
-        """Compute gradients, and update the weights after the last batch of the optimizer step; return the outputs."""
+        """Compute gradients, update the weights if they are complete, and return the outputs."""
         trainer = self.trainer
         hooks = self.hooks
         progress = self.batch_progress
@@ -387,7 +387,8 @@ class StraightLoop(LoggingLoop):
         outputs = self.outputs
         if outputs is None:
             raise UserError(
-                f"{type(hooks.module).__name__}.optimizer_step or its optimizer never calls the closure"
+                f"{type(hooks.module).__name__}.optimizer_step or its optimizer never calls "
+                "the closure"
             )
         self.outputs = None
         self.batch = None
@@ -423,7 +424,7 @@ class StraightLoop(LoggingLoop):
         return self.outputs.get("loss")
 
     def unpack(self, output: Any, batches: int) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return the loss, divided by the number of accumulated batches, and the outputs of `training_step`.
+        """Return the loss, divided by the number of accumulated batches, and all outputs.
 
         Raises:
             UserError: When the step returned None in a run of several processes.
@@ -433,7 +434,8 @@ class StraightLoop(LoggingLoop):
         if output is None:
             if self.trainer.world_size > 1:
                 raise UserError(
-                    "training_step returned None to skip a step, which works only in a single process"
+                    "training_step returned None to skip a step, which works only in a single "
+                    "process"
                 )
             rank_zero_warn(
                 "`training_step` returned `None`. If this was on purpose, ignore this warning..."
@@ -467,7 +469,7 @@ class StraightLoop(LoggingLoop):
         return loss
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Count the step. Call Lightning's method if more is due: validation, schedulers, or the end of the epoch."""
+        """Count the step. Call Lightning's method if validation or schedulers are due."""
         trainer = self.trainer
         progress = self.batch_progress
         every = trainer.val_check_batch

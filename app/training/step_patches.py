@@ -131,7 +131,7 @@ class Hook:
 
 
 class WindowLoop(_TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch, which stops and saves only between accumulation windows.
+    """Lightning's loop over batches, which stops and saves only between accumulation windows.
 
     A window is the batches of one optimizer step. See `in_window`.
     """
@@ -163,8 +163,9 @@ class WindowLoop(_TrainingEpochLoop):
         )
         if trainer.enable_validation and not fits:
             raise UserError(
-                f"--trainer.val_check_interval {trainer.val_check_interval} validates and saves inside the "
-                f"{batches} batches of an optimizer step: give a whole number, a multiple of {batches}"
+                f"--trainer.val_check_interval {trainer.val_check_interval} validates and saves "
+                f"inside the {batches} batches of an optimizer step: give a whole number, a "
+                f"multiple of {batches}"
             )
         for callback in trainer.checkpoint_callbacks:
             for name in ("on_train_batch_end", "on_exception"):
@@ -182,7 +183,7 @@ class WindowLoop(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        """Whether the epoch has ended. A stop waits for the end of a window, where checkpoints are saved."""
+        """Whether the epoch has ended. A stop waits for the end of a window."""
         return super().done and not (self.trainer.should_stop and in_window(self.trainer))
 
 
@@ -207,17 +208,17 @@ def _call_between_windows(
     f"{EPOCH_LOOP}._batches_that_stepped",
 )
 class LoggingLoop(WindowLoop):
-    """Lightning's loop over the batches of an epoch. Separate methods do its logging before and after a batch."""
+    """Lightning's loop over batches, with its logging in separate methods."""
 
     def end_resumption(self) -> None:
-        """Mark the epoch as not resumed, because Lightning skips ReduceLROnPlateau at the end of a resumed epoch.
+        """Mark the epoch as not resumed: Lightning skips ReduceLROnPlateau after a resumed one.
 
         Source: fit_loop.py, `on_advance_end`.
         """
         self.trainer.fit_loop.restarting = False
 
     def on_batch_start(self, batch: Any, size: int | None = None) -> None:
-        """Tell `self.log` the batch, its size if known, and whether the batch is the epoch's first."""
+        """Tell `self.log` the batch, its size if known, and whether it is the epoch's first."""
         connector = self.trainer._logger_connector
         results = self._results
         connector._first_loop_iter = connector._first_loop_iter is None
@@ -227,7 +228,7 @@ class LoggingLoop(WindowLoop):
         results.dataloader_idx = None
 
     def on_batch_end(self) -> None:
-        """Store this step's metrics; pass them to the loggers every `log_every_n_steps` steps and when training stops.
+        """Store this step's metrics; pass them to the loggers at the end of a window or training.
 
         Unlike Lightning, do not read metrics for the progress bar on every step.
         """

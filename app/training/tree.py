@@ -47,7 +47,7 @@ class Tree:
     def add(
         self, nodes: dict[Node, Any], node: Node, value: Any, plus: Callable[[Any, Any], Any]
     ) -> None:
-        """Insert a node's value into the partial sums, and merge each pair of siblings into their parent.
+        """Insert a node's value into the partial sums, and merge siblings into their parent.
 
         Args:
             nodes: Partial sums by node, changed in place.

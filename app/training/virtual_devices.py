@@ -36,7 +36,7 @@ Gradients = list[Tensor | None]
 
 
 def _plus(first: Gradients, second: Gradients) -> Gradients:
-    """Add the first list of gradients to the second, in place, and return the sums; None counts as zero."""
+    """Add the first gradients to the second, in place; return the sums. None counts as zero."""
     sums = list(second)
     added_to: list[Tensor] = []
     added: list[Tensor] = []
@@ -100,7 +100,7 @@ class ShardSums:
         return gradients
 
     def set_gradients(self) -> None:
-        """Set the parameters' gradients to the sum over all shards, unless DDP's communication hook has set them."""
+        """Set the gradients to the sums over all shards, unless DDP's hook has set them."""
         if not self.in_buckets:
             sums = self.nodes[self.tree.root]
             for parameter, gradient in zip(self.parameters, sums, strict=True):
@@ -108,7 +108,7 @@ class ShardSums:
         self.nodes = {}
 
     def sum(self, nodes: dict[Node, Tensor]) -> Future[Tensor]:
-        """Start summing vectors (n,) over the shards of all ranks, and return the sum's future. Collective."""
+        """Start summing vectors (n,) over all ranks' shards; return a future. Collective."""
         future: Future[Tensor] = Future(devices=[self.device] if self.side else [])
         if self.thread is not None:
             self.thread.submit(self._set_sum, future, nodes)
@@ -130,7 +130,7 @@ class ShardSums:
             future.set_exception(error)
 
     def _add_bucket(self, _: None, bucket: GradBucket) -> Future[Tensor]:
-        """Sum a bucket over all shards. DDP calls this hook when the bucket holds the last shard's gradients."""
+        """Sum a bucket over all shards. DDP calls this hook in the last shard's backward pass."""
         buffer = bucket.buffer()
         parameters = bucket.parameters()
 
@@ -161,7 +161,7 @@ class ShardSums:
 
 
 class Logged:
-    """Values that `training_step` logs for each shard; after the last shard, the step logs their means.
+    """Values that `training_step` logs for each shard; in the end, the step logs their means.
 
     Args:
         module: The module.
@@ -173,7 +173,7 @@ class Logged:
         self.values: dict[str, Any] = {}  # logged for the current shard
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Replace `LightningModule.log` during a shard: keep a value for later; log a torchmetrics metric at once."""
+        """Replace `LightningModule.log`: keep a value for later; log a metric at once."""
         how = options.get("reduce_fx", "mean")
         if isinstance(value, Metric):
             LightningModule.log(self._module, name, value, *args, **options)
@@ -184,8 +184,8 @@ class Logged:
             self.values[name] = value
         else:
             raise UserError(
-                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs only "
-                "means: log a torchmetrics metric instead, or leave --run.virtual_devices out"
+                f"self.log({name!r}, reduce_fx={how!r}): over virtual devices, training_step logs "
+                "only means: log a torchmetrics metric instead, or leave --run.virtual_devices out"
             )
 
     def log_step(self, means: Sequence[Tensor], samples: int) -> None:
@@ -195,14 +195,14 @@ class Logged:
 
 
 def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
-    """Return the seed of a shard's random streams; `purpose` is 4 for its transforms, 5 for its forward pass."""
+    """Return the seed of a shard's streams; `purpose` is 4 for transforms, 5 for training."""
     return seed_of(
         int(os.environ.get("PL_GLOBAL_SEED", 0)), purpose, trainer.current_epoch, step, shard
     )
 
 
 class ShardedLoop(StraightLoop):
-    """Loop over the batches of an epoch, with loss and gradients computed on each shard of a batch in turn.
+    """Loop over batches that computes loss and gradients on each shard of a batch in turn.
 
     Attributes:
         virtual_devices: Number of shards of each global batch.
@@ -239,7 +239,7 @@ class ShardedLoop(StraightLoop):
         self._checked = False  # whether buffers and logged values of a step have been checked
 
     def prepare(self, batch: Any) -> Shards:
-        """Move the shards to the device, and call the batch hooks for each, with the shard's random stream."""
+        """Move each shard to the device, and call the batch hooks with its random stream."""
         assert isinstance(batch, Shards)
         self.samples = batch.samples
         step = self.batch_progress.current.ready
@@ -254,7 +254,7 @@ class ShardedLoop(StraightLoop):
         super().on_batch_start(batch, self.samples)
 
     def accumulate(self) -> None:
-        """Compute gradients. Unlike without virtual devices, each batch's gradients are summed over the ranks."""
+        """Compute gradients; each accumulated batch's gradients are summed over the ranks."""
         self.compute()
 
     @torch.enable_grad()
@@ -273,8 +273,8 @@ class ShardedLoop(StraightLoop):
             if not words:
                 raise
             raise UserError(
-                f"--run.virtual_devices: {reason}{words}, so results would differ between runs: replace "
-                "this operation, or leave the flag out"
+                f"--run.virtual_devices: {reason}{words}, so results would differ between runs: "
+                "replace this operation, or leave the flag out"
             ) from error
         finally:
             del module.log
@@ -329,7 +329,8 @@ class ShardedLoop(StraightLoop):
                     loss, outputs = self.unpack(output, 1)
                 if loss is None:
                     raise UserError(
-                        "training_step returned None, to skip a shard: virtual devices cannot skip one"
+                        "training_step returned None, to skip a shard: virtual devices cannot "
+                        "skip one"
                     )
                 before = changed
                 changed = self._buffers.changed()
@@ -357,7 +358,7 @@ class ShardedLoop(StraightLoop):
         return changed, outputs, earlier, sums
 
     def _begin(self) -> Gradients:
-        """Zero the gradients before the first accumulated batch; return a copy of the gradients accumulated so far."""
+        """Zero the gradients before an optimizer step; return those accumulated so far."""
         assert self.sums is not None
         if self.index % self.trainer.accumulate_grad_batches == 0:
             self.zero_gradients()
@@ -369,7 +370,7 @@ class ShardedLoop(StraightLoop):
         return earlier
 
     def _vector(self, loss: Tensor, count: int, changed: list[int], logged: Logged) -> Tensor:
-        """Concatenate a shard's loss, changed buffers and logged values, and multiply them by its number of samples."""
+        """Concatenate a shard's loss, buffers and logged values, times its number of samples."""
         tensors = [loss, *self._buffers.values(changed)]
         for name in logged.options:
             tensors.append(torch.as_tensor(logged.values[name], device=self._device))
@@ -380,7 +381,7 @@ class ShardedLoop(StraightLoop):
         return vector.mul_(count)
 
     def _finish(self, vector: Tensor, changed: list[int], logged: Logged) -> Tensor:
-        """Set the buffers to their means over all shards, log the values, and return the mean loss."""
+        """Set the buffers to their means over shards, log the values, and return the mean loss."""
         vector.div_(self.samples)
         buffers = self._buffers.values(changed)
         sizes = [buffer.numel() for buffer in buffers]
@@ -390,9 +391,9 @@ class ShardedLoop(StraightLoop):
             for place, buffer, mean in zip(changed, buffers, means, strict=True):
                 if not buffer.is_floating_point() and (mean.view_as(buffer) != buffer).any():
                     raise UserError(
-                        f"training_step sets the buffer {self._buffers.names[place]}, of {buffer.dtype}, to "
-                        "different values on the shards: make it a float, which is averaged, or leave "
-                        "--run.virtual_devices out"
+                        f"training_step sets the buffer {self._buffers.names[place]}, of "
+                        f"{buffer.dtype}, to different values on the shards: make it a float, "
+                        "which is averaged, or leave --run.virtual_devices out"
                     )
         self._buffers.write(changed, means)
         logged_means = [value.float()[0] for value in values[len(changed) :]]
@@ -411,7 +412,7 @@ class ShardedLoop(StraightLoop):
 
     @property
     def kept(self) -> dict[str, int]:
-        """Settings that affect rounding: number of shards, and number of threads that share a CPU kernel's sums."""
+        """Settings that affect rounding: number of shards, and number of CPU threads."""
         threads = 0
         if self.trainer.strategy.root_device.type == "cpu":
             threads = torch.get_num_threads()
