@@ -30,9 +30,10 @@ from app.data.module import ImageData
 from app.modules.sums import log_window
 from app.monitor.step_clock import StepClock
 from app.training import virtual_devices
-from app.training.step import Step
+from app.training.step import StraightLoop
 
-META, CUDA = torch.device("meta"), torch.device("cuda", 0)
+META = torch.device("meta")
+CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
 SIZES: dict[
     Any, Callable[..., list[int]]
@@ -87,13 +88,15 @@ class Streams:
     """
 
     def __init__(self) -> None:
-        self.host, self.current = Stream(), Stream()
+        self.host = Stream()
+        self.current = Stream()
         self._memory: dict[StorageWeakRef, Memory] = {}
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
         """Make a stream the current one."""
-        before, self.current = self.current, stream
+        before = self.current
+        self.current = stream
         yield
         self.current = before
 
@@ -143,9 +146,12 @@ class Streams:
         link = Stream()
         link.wait_stream(self.current)
         for operation in operations:
-            is_read = operation.op is distributed.isend
-            assert is_on_cuda(operation.tensor) == (distributed.get_backend() == "nccl")
-            self.use(link, operation.tensor if is_read else (), () if is_read else operation.tensor)
+            tensor = operation.tensor
+            assert is_on_cuda(tensor) == (distributed.get_backend() == "nccl")
+            if operation.op is distributed.isend:
+                self.use(link, read=tensor, written=())
+            else:
+                self.use(link, read=(), written=tensor)
         return [SimpleNamespace(wait=lambda: self.current.wait_stream(link))]
 
 
@@ -153,7 +159,8 @@ class Future:
     """Future whose result is on a device: the stream that waits for it continues after the stream that set it."""
 
     def __init__(self, streams: Streams, devices: Any = None) -> None:
-        self.streams, self.ready = streams, Stream()
+        self.streams = streams
+        self.ready = Stream()
 
     def set_result(self, result: Any) -> None:
         self.result = result
@@ -247,10 +254,11 @@ def answer(tensor: Tensor) -> Tensor:
     tensors on the host.
     """
     with unset_fake_temporarily():
-        made = torch.full(
-            tensor.shape, tensor.dtype is torch.bool or not is_on_cuda(tensor), dtype=tensor.dtype
-        )
-        return made if (value := known(tensor)) is None else value
+        value = known(tensor)
+        if value is not None:
+            return value
+        is_one = tensor.dtype is torch.bool or not is_on_cuda(tensor)
+        return torch.full(tensor.shape, is_one, dtype=tensor.dtype)
 
 
 def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Callable[..., Any]:
@@ -283,17 +291,18 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         if func in SIZES:
             fake.note("read")
             size = SIZES[func](args[0], *args[1:], **kwargs)
-            func, args, kwargs = aten.new_zeros.default, (args[0], size), {"dtype": torch.int64}
+            func = aten.new_zeros.default
+            args = (args[0], size)
+            kwargs = {"dtype": torch.int64}
         if func is aten._pin_memory.default:
-            func, pins = aten.clone.default, True
+            func = aten.clone.default
+            pins = True
         blocks = False
-        source = (
-            args[1]
-            if func is aten.copy_.default
-            else args[0]
-            if func is aten._to_copy.default
-            else None
-        )
+        source = None
+        if func is aten.copy_.default:
+            source = args[1]
+        elif func is aten._to_copy.default:
+            source = args[0]
         if isinstance(source, Tensor) and source.numel():
             target = (
                 args[0].device.type
@@ -378,7 +387,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     """Make a fake `cuda:0` available to the Trainer. Images and checkpoint files are real."""
     if not torch.backends.cuda.is_built():
         pytest.skip("needs torch's CUDA build, such as the default wheel for Linux")
-    fake, patch = FakeCUDA(), monkeypatch.setattr
+    fake = FakeCUDA()
+    patch = monkeypatch.setattr
     # if there is no GPU, install a device guard that does nothing
     torch._C._ensureCUDADeviceGuardSet()
     library = torch.library.Library("aten", "IMPL", "Meta")
@@ -443,25 +453,28 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
         patch(module, "Future", partial(Future, fake.streams))
     patch(distributed, "batch_isend_irecv", fake.streams.exchange)
 
-    train, take_step = call._call_and_handle_interrupt, Step.__call__
+    train = call._call_and_handle_interrupt
+    take_step = StraightLoop.advance
 
     def on_fakes(*args: Any, **kwargs: Any) -> Any:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return train(*args, **kwargs)
 
-    def noting(step: Step, fetcher: Any) -> None:
-        clock = next(
-            callback for callback in step.trainer.callbacks if isinstance(callback, StepClock)
-        )
-        ends = (step.trainer.global_step + 1) % log_window(step.trainer) == 0
-        profiled = clock._seen <= clock.skipped + clock.window
-        fake.place = "profiled" if profiled else "window" if ends else "step"
+    def noting(loop: StraightLoop, fetcher: Any) -> None:
+        trainer: Any = loop.trainer
+        clock = next(callback for callback in trainer.callbacks if isinstance(callback, StepClock))
+        ends = (trainer.global_step + 1) % log_window(trainer) == 0
+        fake.place = "step"
+        if clock._seen <= clock.skipped + clock.window:
+            fake.place = "profiled"
+        elif ends:
+            fake.place = "window"
         fake.counts[fake.place] += 1
-        take_step(step, fetcher)
+        take_step(loop, fetcher)
         fake.place = "between"
 
     patch(call, "_call_and_handle_interrupt", on_fakes)
-    patch(Step, "__call__", noting)
+    patch(StraightLoop, "advance", noting)
     patch(StepClock, "skipped", 1)
     patch(StepClock, "window", 2)
     patch(ImageData, "_load", outside(ImageData._load))

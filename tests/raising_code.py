@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from app.launch.signals import Signals
 from app.modules import CIFARCNN
-from app.system.lightning_patches import signal_connector
 
 
 class Augment(torch.nn.Module):
@@ -31,7 +31,7 @@ class Late(Model):
     """Rank 0 fails after rank 1, when the agent stops it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        while self.global_rank == 0 and not signal_connector(self.trainer).noted:
+        while self.global_rank == 0 and not Signals.of(self.trainer).noted:
             time.sleep(0.01)
         return self.fail(batch)
 

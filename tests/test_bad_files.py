@@ -5,6 +5,7 @@ The error must be one line that names the file, with exit code 2.
 
 import errno
 import gc
+import gzip
 import json
 import multiprocessing
 import os
@@ -19,10 +20,12 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
+import torchvision
 from harness import (
     QUIET,
     ROOT,
     App,
+    bit_flipped,
     difference,
     draw_images,
     error_of,
@@ -35,7 +38,7 @@ from harness import (
 from PIL import Image
 from test_data import attach, folder
 
-from app.data import ImageFolder
+from app.data import FashionMNIST, ImageFolder
 from app.data.geometry import Geometry
 from app.data.image_files import FileSplit
 from app.data.sources import Workers
@@ -260,6 +263,23 @@ def test_no_image_starts_ghostscript(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     )
     with pytest.raises(UserError, match=r"x.png cannot be read \(not an image\)"):
         FileSplit([str(path)], [0], (3, 8, 8), Geometry((8, 8)))[0]
+
+
+def test_changed_bit_of_fashion_mnist_is_noticed(
+    fashion_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Extracted files are compared with the archives that torchvision downloads."""
+    dataset = torchvision.datasets.FashionMNIST
+    file = fashion_root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
+    archive = file.with_name(f"{file.name}.gz")
+    archive.write_bytes(gzip.compress(file.read_bytes()))
+    checksum = torchvision.datasets.utils.calculate_md5(archive)
+    resources = [(name, checksum if name == archive.name else "") for name, _ in dataset.resources]
+    monkeypatch.setattr(dataset, "resources", resources)
+    attach(FashionMNIST(str(fashion_root)))
+    bit_flipped(file)
+    with pytest.raises(UserError, match="idx1-ubyte differs from the archive beside it: delete"):
+        attach(FashionMNIST(str(fashion_root)))
 
 
 def test_label_beyond_the_classes_is_refused(app: App, fashion_root: Path) -> None:

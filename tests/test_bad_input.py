@@ -5,6 +5,7 @@ Each must cause one error line and exit code 2, and run no code.
 
 import errno
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,8 @@ FLAGS = [
         "--model yaml.Loader: expected a subclass of LightningMod",
     ),
     (["--trust", "x y"], "--trust x y: give the name of a module"),
+    (["--run.name", "a\x1b[31mb"], r"--run.name a\x1b[31mb: contains a control character"),
+    (["--run.name", "a\nb"], "--run.name a b: contains a control character: leave it out"),
     (
         ["--model.optimizer", "torch.hub.load"],
         "--model.optimizer torch.hub.load: expected a subclass of Optimizer",
@@ -114,7 +117,10 @@ def test_odd_flags_are_rejected(flags: list[str], message: str, app: App) -> Non
     assert not Path("ran").exists()
 
 
+LEVELS = [f"&{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")]
 CONFIGS = [
+    (f"a: [&a 1, {', '.join(LEVELS)}]", "its aliases (*) stand for more than 100,000 values"),
+    ('run: {name: "a\\0b"}', "--run.name a\\x00b: contains a control character: leave it out"),
     ("model: pipe", "pipe: not a file"),
     ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
     ("run: 7", "run: 7 in --config"),

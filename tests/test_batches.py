@@ -1,7 +1,9 @@
 """Shares of global batches, and the work of loader workers."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,8 @@ from cluster.hosts import awaited
 from harness import App, error_of, fork_app, on_cpu, options, output_of, tiny
 from torch import Tensor, nn
 
-from app.data.batches import GlobalBatches
-from app.data.shares import stream
+from app.data.batches import DeviceReader, DiskReader, GlobalBatches, HostReader, ImageOrder
+from app.data.shares import GlobalOrder, stream
 from app.data.sources import Split
 from app.data.transforms import DRAW_RANGE, FLIP
 
@@ -29,72 +31,120 @@ def split(count: int) -> Split:
     return Split(images, torch.arange(count))
 
 
-@pytest.mark.parametrize("placement", ["disk", "memory", "device"])
+READERS: dict[str, Callable[[Split, Tensor], HostReader]] = {
+    "disk": DiskReader,
+    "memory": HostReader,
+    "device": lambda split, rows: DeviceReader(split, rows, torch.device("cpu")),
+}
+
+
+def loader(
+    rows: Tensor | int,
+    placement: str = "memory",
+    draws: int = 0,
+    alternate: bool = False,
+    **order: Any,
+) -> GlobalBatches:
+    """Return a loader of some rows of a split of 50."""
+    rows = torch.arange(rows) if isinstance(rows, int) else rows
+    reader = READERS[placement](split(50), rows)
+    return GlobalBatches(ImageOrder(rows, **order), reader, draws, alternate)
+
+
+@pytest.mark.parametrize("placement", READERS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle: bool) -> None:
     rows = torch.arange(3, 40)  # 37 samples: batches of 8, the last one of 5
-    kwargs: dict[str, Any] = {"batch_size": 8, "shuffle": shuffle, "seed": 5, "draws": 2}
-    shared = kwargs | {"world_size": world_size, "placement": placement}
-    loaders = [GlobalBatches(split(50), rows, rank=rank, **shared) for rank in range(world_size)]
-    reference = GlobalBatches(split(50), rows, **kwargs)
+    order: dict[str, Any] = {"batch_size": 8, "shuffle": shuffle, "seed": 5}
+    reference = loader(rows, draws=2, **order)
+    loaders = []
+    for rank in range(world_size):
+        loaders.append(loader(rows, placement, 2, rank=rank, world_size=world_size, **order))
     for epoch in (0, 1):
-        for loader in (*loaders, reference):
-            loader.set_epoch(epoch)
+        for one in (*loaders, reference):
+            one.set_epoch(epoch)
         steps = list(zip(*loaders, strict=True))
         assert len(steps) == len(reference) == 5
         for step, (shares, whole) in enumerate(zip(steps, reference, strict=True)):
-            for ours, expected in zip(
-                zip(*(share[:3] for share in shares), strict=True), whole[:3], strict=True
-            ):
-                assert torch.equal(torch.cat(list(ours)).to(expected.dtype), expected)
+            for field in ("images", "labels", "draws"):
+                joined = torch.cat([getattr(share, field) for share in shares])
+                assert torch.equal(joined, getattr(whole, field))
             sizes = [len(share.labels) for share in shares]
             assert max(sizes) - min(sizes) <= 1
-            assert sum(sizes) == reference.global_count(step)
+            assert sum(sizes) == reference.order.global_count(step)
             assert torch.equal(whole.images[:, 0, 0, 0].long(), whole.labels)
         assert sorted(torch.cat([batch.labels for batch in reference]).tolist()) == rows.tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("accumulated", [1, 2, 3])
+@pytest.mark.parametrize("virtual_devices", [None, 4])
+def test_weighted_losses_are_means_over_optimizer_steps(
+    world_size: int, accumulated: int, virtual_devices: int | None
+) -> None:
+    """The weighted losses of ranks and batches add up to a plain loop's mean, also in a smaller last batch."""
+    count = 22
+    losses = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    trainer = SimpleNamespace(
+        accumulate_grad_batches=accumulated, fit_loop=SimpleNamespace(max_batches=5)
+    )
+    sums: dict[int, float] = {}
+    for rank in range(world_size):
+        order = GlobalOrder(
+            count, 5, rank=rank, world_size=world_size, virtual_devices=virtual_devices
+        )
+        for step in range(len(order)):
+            window = step // accumulated
+            if virtual_devices is None:
+                share = losses[order.span(step)]
+                mean = share.sum() / max(len(share), 1)
+                weighted = mean * order.loss_weight(trainer, step, len(share))
+                summed = share.sum() * order.loss_weight(trainer, step)  # as ImageClassifier does
+                assert summed == pytest.approx(weighted)
+                weighted = weighted / world_size / accumulated  # by DDP and Lightning
+            else:
+                weighted = torch.zeros(())
+                for start, end in itertools.pairwise(order.bounds(step)):
+                    mean = losses[start:end].sum() / max(end - start, 1)
+                    weighted = weighted + mean * order.loss_weight(trainer, step, end - start)
+            sums[window] = sums.get(window, 0.0) + float(weighted)
+    means = [window.mean().item() for window in losses.split(5 * accumulated)]
+    assert list(sums.values()) == pytest.approx(means)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_flips_alternate_on_any_number_of_ranks(world_size: int) -> None:
-    kwargs: dict[str, Any] = {
-        "batch_size": 6,
-        "shuffle": True,
-        "draws": 5,
-        "alternate": True,
-        "world_size": world_size,
-    }
-    loaders = [
-        GlobalBatches(split(40), torch.arange(40), rank=rank, **kwargs)
-        for rank in range(world_size)
-    ]
+    loaders = []
+    for rank in range(world_size):
+        order = {"batch_size": 6, "shuffle": True, "rank": rank, "world_size": world_size}
+        loaders.append(loader(40, draws=5, alternate=True, **order))
     first = torch.randint(2, (40,), generator=stream(0, 5))
     for epoch in range(3):
-        for loader in loaders:
-            loader.set_epoch(epoch)
-        batches = [batch for loader in loaders for batch in loader]
-        order = torch.cat([batch.labels for batch in batches]).argsort()
-        draws = torch.cat([batch.draws for batch in batches if batch.draws is not None])[
-            order, FLIP
-        ]
+        batches: list[Any] = []
+        for one in loaders:
+            one.set_epoch(epoch)
+            batches += one
+        order_of_labels = torch.cat([batch.labels for batch in batches]).argsort()
+        draws = torch.cat([batch.draws for batch in batches])[order_of_labels, FLIP]
         assert torch.equal(draws >= DRAW_RANGE // 2, (first + epoch) % 2 == 1)
 
 
-def test_epochs_have_permutations_of_their_own() -> None:
-    loader, seen = GlobalBatches(split(50), torch.arange(50), batch_size=50, shuffle=True), []
+def test_each_epoch_has_its_permutation() -> None:
+    one = loader(50, batch_size=50, shuffle=True)
+    seen = []
     for epoch in (0, 1, 0):
-        loader.set_epoch(epoch)
-        seen.append(next(iter(loader)).labels.tolist())
+        one.set_epoch(epoch)
+        seen.append(one.samples(0).tolist())
     assert seen[1] != seen[0] == seen[2]
 
 
-@pytest.mark.parametrize("placement", ["disk", "memory"])
-def test_reading_goes_on_at_the_trainers_position(placement: str) -> None:
-    kwargs: dict[str, Any] = {"batch_size": 8, "shuffle": True, "placement": placement}
-    whole = GlobalBatches(split(50), torch.arange(50), **kwargs)
-    rest = GlobalBatches(split(50), torch.arange(50), position=lambda: 4, **kwargs)
-    expected = [batch.labels.tolist() for batch in whole][4:]
-    assert [batch.labels.tolist() for batch in rest] == expected
+@pytest.mark.parametrize("placement", READERS)
+def test_loader_resumes_at_the_position(placement: str) -> None:
+    order: dict[str, Any] = {"batch_size": 8, "shuffle": True}
+    expected = [batch.labels.tolist() for batch in loader(50, placement, **order)]
+    rest = loader(50, placement, position=lambda: 4, **order)
+    assert [batch.labels.tolist() for batch in rest] == expected[4:]
 
 
 class Scramble(nn.Module):
@@ -107,19 +157,14 @@ class Scramble(nn.Module):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None:
     def epochs(rank: int, world_size: int) -> list[Tensor]:
-        share: dict[str, Any] = {
-            "batch_size": 8,
-            "rank": rank,
-            "world_size": world_size,
-            "placement": "disk",
-        }
-        loader = GlobalBatches(
-            split(20), torch.arange(20), num_workers=num_workers, augment=[Scramble()], **share
-        )
+        rows = torch.arange(20)
+        order = ImageOrder(rows, batch_size=8, rank=rank, world_size=world_size)
+        reader = DiskReader(split(20), rows, num_workers=num_workers, augment=[Scramble()])
+        batches = GlobalBatches(order, reader)
         made = []
         for epoch in range(2):
-            loader.set_epoch(epoch)
-            made += [batch.images[:, 0, 0, 0] for batch in loader]
+            batches.set_epoch(epoch)
+            made += [batch.images[:, 0, 0, 0] for batch in batches]
         return made
 
     state = torch.get_rng_state()
@@ -152,10 +197,8 @@ def test_spawned_processes_have_workers(tmp_path: Path) -> None:
 
 
 def test_drop_last() -> None:
-    assert [
-        len(b.labels)
-        for b in GlobalBatches(split(20), torch.arange(20), batch_size=8, drop_last=True)
-    ] == [8, 8]
+    batches = loader(20, batch_size=8, drop_last=True)
+    assert [len(batch.labels) for batch in batches] == [8, 8]
 
 
 def test_batches_for_an_accelerator_are_pinned_and_one_ahead(
@@ -178,18 +221,10 @@ def test_batches_for_an_accelerator_are_pinned_and_one_ahead(
         "randint",
     ):  # record `pin_memory` only, because page-locking needs a driver
         monkeypatch.setattr(torch, name, without(getattr(torch, name)))
-    loader, reference = (
-        GlobalBatches(
-            split(50),
-            torch.arange(3, 40),
-            batch_size=8,
-            shuffle=True,
-            draws=2,
-            device=torch.device(device),
-        )
-        for device in ("cuda", "cpu")
-    )
-    batches = iter(loader)
+    rows = torch.arange(3, 40)
+    order = ImageOrder(rows, batch_size=8, shuffle=True)
+    reference = GlobalBatches(order, HostReader(split(50), rows), draws=2)
+    batches = iter(GlobalBatches(order, HostReader(split(50), rows, pins=True), draws=2))
     for ready, expected in zip((2, 3, 4, 5, 5), reference, strict=True):
         batch = next(batches)
         assert all(

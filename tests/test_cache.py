@@ -230,8 +230,9 @@ def test_a_changed_bit_is_noticed(
 
 
 def test_a_start_checks_a_large_file_in_part(
-    image_root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    image_root: Path, cache: Path, decoded: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If a file has been modified since it was written, all of its blocks are checked."""
     monkeypatch.setattr("app.data.cache.BLOCK", 3072)
     monkeypatch.setattr("app.data.cache.SAMPLE", 2)
     images_of(image_root, cache)
@@ -244,6 +245,17 @@ def test_a_start_checks_a_large_file_in_part(
     monkeypatch.setattr("app.data.cache.crc32", noting)
     images_of(image_root, cache)
     assert sizes.count(3072) == 2 + 2, "blocks of train and test"
+    path = next(cache.glob("train-*"))
+    path.touch()
+    sizes.clear()
+    decoded()
+    images_of(image_root, cache)
+    assert sizes.count(3072) == 36 + 2
+    with path.open("r+b") as file:
+        file.seek(HEADER + 35 * 3072)
+        file.write(b"x")
+    images_of(image_root, cache)
+    assert decoded() == 36
 
 
 def test_unfinished_files_are_removed(image_root: Path, cache: Path) -> None:

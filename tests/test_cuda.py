@@ -185,7 +185,8 @@ def test_ddp_wraps_the_model_on_the_stream_where_it_computes(
     strategy = DDP()
     strategy.parallel_devices = [torch.device("cuda", 0)]
     strategy.cluster_environment = SimpleNamespace(local_rank=lambda: 0)  # type: ignore[assignment]
-    strategy._setup_model(nn.Linear(1, 1))
+    strategy.model = nn.Linear(1, 1)
+    strategy.configure_ddp()
     assert made[0]["device_ids"] == [0]
     assert made[0]["gradient_as_bucket_view"] is True
 

@@ -21,7 +21,7 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from app.data.batches import GlobalBatches
+from app.data.batches import GlobalBatches, HostReader, ImageOrder
 from app.data.sources import Split
 from app.modules.networks import LeNet
 from app.training import virtual_devices
@@ -181,24 +181,9 @@ BATCH, SAMPLES = 2048, 2 * 2048 + 100
 
 def loader_of(rank: int, size: int) -> GlobalBatches:
     split = Split(torch.zeros(SAMPLES, 3, 32, 32, dtype=torch.uint8), torch.arange(SAMPLES) % 10)
-    return GlobalBatches(
-        split, torch.arange(SAMPLES), batch_size=BATCH, rank=rank, world_size=size, shuffle=True
-    )
-
-
-@pytest.mark.parametrize("size", [64, 1024])
-def test_the_shares_of_many_ranks(size: int) -> None:
-    """Each rank's share is its slice of the batch that a single rank takes, also in the smaller last batch."""
-    one, ranks = loader_of(0, 1), [loader_of(rank, size) for rank in range(0, size, 31)]
-    for step in range(len(one)):
-        whole = one.samples(step)
-        for loader in ranks:
-            span = loader.span(step)
-            assert torch.equal(
-                loader.samples(step), whole[span.start - step * BATCH : span.stop - step * BATCH]
-            )
-            assert loader.global_count(step) == len(whole)
-            assert len(whole) // size <= loader.share_size(step) <= -(-len(whole) // size)
+    rows = torch.arange(SAMPLES)
+    order = ImageOrder(rows, shuffle=True, batch_size=BATCH, rank=rank, world_size=size)
+    return GlobalBatches(order, HostReader(split, rows))
 
 
 def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
@@ -225,7 +210,7 @@ def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
             network = DistributedDataParallel(LeNet(), init_sync=False)
             network.register_comm_hook(None, hook)
             loss = F.cross_entropy(network(batch.images.float()), batch.labels, reduction="sum")
-            (loss * (size / loader.global_count(0))).backward()
+            (loss * (size / loader.order.global_count(0))).backward()
     finally:
         sys.setprofile(None)
     return calls, sum(sent), counting.counts

@@ -31,7 +31,7 @@ from harness import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from app.data.batches import GlobalBatches
+from app.data.batches import GlobalBatches, HostReader, ImageOrder
 from app.data.sources import Split
 from app.data.transforms import Mix, draw_mix
 from app.errors import UserError
@@ -458,10 +458,11 @@ def test_mixing_by_hand() -> None:
 
 def test_balanced_classes_are_drawn_equally() -> None:
     labels = torch.tensor([0] * 90 + [1] * 10)
-    loader = GlobalBatches(
-        Split(torch.zeros(100, 1, 2, 2, dtype=torch.uint8), labels), torch.arange(100), batch_size=50, shuffle=True,
-        weights=(1 / labels.bincount())[labels],
-    )  # fmt: skip
+    rows = torch.arange(100)
+    weights = (1 / labels.bincount())[labels]
+    split = Split(torch.zeros(100, 1, 2, 2, dtype=torch.uint8), labels)
+    order = ImageOrder(rows, shuffle=True, weights=weights, batch_size=50)
+    loader = GlobalBatches(order, HostReader(split, rows))
     drawn: Counter[int] = Counter()
     for epoch in range(20):
         loader.set_epoch(epoch)

@@ -447,7 +447,9 @@ def test_checkpoint_without_a_needed_part_is_rejected(app: App, tmp_path: Path) 
             check_checkpoint(str(bad), CIFARCNN(), None, trainer, False)  # type: ignore[arg-type]
     for key in ("callbacks", "lr_schedulers"):
         torch.save(good | {key: 3.5}, bad)
-        assert f"--ckpt_path {bad}" in error_of(*app("fit", *FLAGS, "2", "--ckpt_path", bad))
+        assert "--ckpt_path: the checkpoint cannot be restored" in error_of(
+            *app("fit", *FLAGS, "2", "--ckpt_path", bad)
+        )
     torch.save({key: good[key] for key in ("state_dict", "pytorch-lightning_version")}, bad)
     output_of(*app("test", *FLAGS, "2", "--ckpt_path", bad))  # weights are enough to test
     flags = ["--last_checkpoint.save_weights_only", "true", "--run.name", "y"]

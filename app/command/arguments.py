@@ -30,6 +30,7 @@ SECTIONS = (
 )
 # jsonargparse's own loader, which `app.command.parser` replaces by `load_yaml`
 PLAIN_LOADER = get_loader("yaml")
+MOST_VALUES = 100_000  # values of a config
 
 
 class Token(NamedTuple):
@@ -264,15 +265,26 @@ def load_yaml(text: str) -> Any:
     """Load YAML as jsonargparse does, and update settings of earlier versions.
 
     Raises:
-        UserError: For a repeated key.
+        UserError: For a repeated key, or aliases that would fill memory.
         YAMLError: For text that is not YAML.
     """
-    yaml.load(text, _UniqueKeys)
+    if _count_values(yaml.load(text, _UniqueKeys), {}) > MOST_VALUES:
+        raise UserError(f"its aliases (*) stand for more than {MOST_VALUES:,} values")
     content = PLAIN_LOADER(text)
     if isinstance(content, dict):
         _update(content.get("model"))
         _update(content.get("data"))
     return content
+
+
+def _count_values(content: Any, known: dict[int, int]) -> int:
+    """Count the values of a YAML document in which each alias is written out."""
+    if not isinstance(content, dict | list):
+        return 1
+    if id(content) not in known:
+        children = list(content.values()) if isinstance(content, dict) else content
+        known[id(content)] = sum(_count_values(child, known) for child in children)
+    return known[id(content)]
 
 
 def _update(section: Any) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from pathlib import PurePath
 from types import NoneType
@@ -32,6 +33,8 @@ MADE = {
 
 COMPILES = (SingleDeviceStrategy, DDPStrategy)  # strategies that work with torch.compile
 SHARDED = (SingleDeviceStrategy, DDP)  # strategies that work with virtual devices
+# characters that change what a terminal or a log shows; a tab may separate the columns of a table
+CONTROL = re.compile(r"[\0-\x08\x0a-\x1f\x7f-\x9f]")
 
 
 def flag_problems(s: Resolved) -> Iterator[str]:
@@ -82,6 +85,8 @@ def _values(s: Resolved) -> Iterator[str]:
     for flag, value in leaves(s.checked):
         if isinstance(value, float) and not math.isfinite(value):
             yield f"--{flag} {value}: give a finite number"
+        if isinstance(value, str) and CONTROL.search(value):
+            yield f"--{flag} {value}: contains a control character: leave it out"
     seed = s.config.get("seed_everything")
     if seed is not None and not 0 <= seed < 2**32:
         yield f"--seed_everything {seed}: give 0 to {2**32 - 1}, as numpy requires"

@@ -209,7 +209,7 @@ class PlainParser(ArgumentParser):
     """jsonargparse's parser with one-line errors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, exit_on_error=False, allow_abbrev=False, **kwargs)
+        super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the arguments. A boolean flag needs no value: `--flag` means `--flag true`."""

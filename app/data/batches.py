@@ -1,4 +1,4 @@
-"""Loader of each rank's samples: one global permutation per epoch, cut into global batches that the ranks share.
+"""Loader of each rank's share of global batches, cut from one global permutation per epoch.
 
 Every strategy draws from the same seeded permutation. A rank takes its part of each global batch.
 Therefore, a step trains on the same samples for any world size. The loader uses no global random
@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import SequentialSampler
 
 from app.data.shares import GlobalOrder, Shards, stream
 from app.data.sources import Split, Workers
@@ -58,14 +57,81 @@ class RawBatch(NamedTuple):
     def to(self, device: torch.device) -> "RawBatch":
         """Copy the batch to a device; copies from pinned memory are asynchronous."""
         later = device.type == "cuda"
-        draws = None if self.draws is None else self.draws.to(device, non_blocking=later)
+        draws = self.draws
+        if draws is not None:
+            draws = draws.to(device, non_blocking=later)
         images = self.images.to(device, non_blocking=later)
         labels = self.labels.to(device, non_blocking=later)
         return RawBatch(images, labels, draws, self.mix)
 
 
-class Reader:
-    """Image reader of a worker process, with crop and augmentation seeded for each sample.
+class Place(NamedTuple):
+    """Positions, in the epoch's order, of a rank's samples of a step.
+
+    Attributes:
+        span: The rank's samples.
+        mixed: One more sample, into which mixup or cutmix mixes the rank's last sample; else None.
+    """
+
+    span: slice
+    mixed: slice | None = None
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return the last dimension's values at the place."""
+        if self.mixed is None:
+            return values[..., self.span]
+        return torch.cat((values[..., self.span], values[..., self.mixed]), -1)
+
+
+class ImageOrder(GlobalOrder):
+    """Order of the images of an epoch: which rows of a split belong to which step.
+
+    Args:
+        rows: Rows of the split that belong to the loader, int64 (n,); sample i is row `rows[i]`.
+        shuffle: Whether each epoch has its own permutation.
+        weights: Relative probability of each sample, (n,), for drawing with replacement; None for a
+            permutation.
+        **order: As for `GlobalOrder`.
+    """
+
+    def __init__(
+        self, rows: Tensor, shuffle: bool = False, weights: Tensor | None = None, **order: Any
+    ) -> None:
+        super().__init__(len(rows), **order)
+        self.rows = rows
+        self.shuffle = shuffle
+        self.weights = weights
+
+    def permutation(self) -> Tensor:
+        """Return the samples in the epoch's order, int64 (n,)."""
+        count = len(self.rows)
+        if not self.shuffle:
+            return torch.arange(count)
+        generator = stream(self.seed, 1, self.epoch)
+        if self.weights is None:
+            return torch.randperm(count, generator=generator)
+        return torch.multinomial(self.weights, count, replacement=True, generator=generator)
+
+    def samples(self, step: int) -> Tensor:
+        """Return the split's rows of this rank's samples at a step, int64 (n,)."""
+        return self.rows[self.permutation()[self.span(step)]]
+
+    def place(self, step: int, is_mixed: bool = False) -> Place:
+        """Return the place of this rank's samples; with `is_mixed`, also of the next sample."""
+        span = self.span(step)
+        first = step * self.batch_size
+        if span.start == span.stop:
+            return Place(slice(first, first + 1) if self.empty == "stand_in" else span)
+        if not is_mixed:
+            return Place(span)
+        after = span.stop
+        if after == first + self.global_count(step):  # the last sample is mixed with the first
+            after = first
+        return Place(span, slice(after, after + 1))
+
+
+class ReadImage:
+    """Function of a worker process that reads an image, with seeded crop and augmentation.
 
     Args:
         split: The images.
@@ -82,7 +148,7 @@ class Reader:
         self.augment = augment
 
     def __call__(self, item: tuple[int, int]) -> Tensor:
-        """Read the image at a row of the split, uint8 (C, H, W), and augment it with the item's seed."""
+        """Read the image at a row, uint8 (C, H, W), and augment it with the item's seed."""
         row, seed = item
         image = self.split[row]
         if self.crop is None and not self.augment:
@@ -91,26 +157,28 @@ class Reader:
             restart(seed)
             if self.crop is not None:
                 image = self.crop(image)
-            if (
-                self.augment
-            ):  # augmentations may write to the image, but a mapped split is read-only
+            if self.augment:
+                # augmentations may write to the image, but a mapped split is read-only
                 image = image.clone(memory_format=torch.contiguous_format)
             for augment in self.augment:
-                kept = f"{image.dtype} {tuple(image.shape)}"
+                before = _described(image)
                 image = augment(image)
-                made = (
-                    f"{image.dtype} {tuple(image.shape)}"
-                    if isinstance(image, Tensor)
-                    else type(image).__name__
-                )
-                if made != kept:
+                after = _described(image)
+                if after != before:
                     raise UserError(
-                        f"--data.augment {type(augment).__name__} turns {kept} into {made}: it must keep shape and type"
+                        f"--data.augment {type(augment).__name__} turns {before} into {after}: "
+                        "it must keep shape and type"
                     )
         return image
 
 
-def one_ahead(batches: Iterator[RawBatch]) -> Iterator[RawBatch]:
+def _described(image: Any) -> str:
+    if isinstance(image, Tensor):
+        return f"{image.dtype} {tuple(image.shape)}"
+    return type(image).__name__
+
+
+def one_ahead(batches: Iterator[Tensor]) -> Iterator[Tensor]:
     """Yield batches, and prepare the next one in a thread."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, batches, None)
@@ -127,280 +195,265 @@ class Batches(chain[Any]):
         return iter, ((),)
 
 
-@expects(
-    "torch.utils.data:DataLoader._iterator",
-    "lightning.pytorch.utilities.combined_loader:_shutdown_workers_and_reset_iterator",
-)
-class GlobalBatches(GlobalOrder):
+class HostReader:
+    """Reader of images from one tensor on the host.
+
+    Args:
+        split: The images.
+        rows: Rows of the split; sample i is row `rows[i]`.
+        pins: Whether to read into page-locked memory, from which a GPU copies while the host
+            continues.
+
+    Attributes:
+        workers: Loader with worker processes, if they read the images.
+    """
+
+    workers: Workers | None = None
+
+    def __init__(self, split: Split, rows: Tensor, pins: bool = False) -> None:
+        self.split = split
+        self.rows = rows
+        self.pins = pins
+
+    def stage(self, values: Tensor) -> Tensor:
+        """Return an epoch's values, such as labels, where their shares have to be."""
+        return values
+
+    def take(self, values: Tensor, rows: Tensor) -> Tensor:
+        """Copy some rows of a tensor."""
+        if not self.pins:
+            return values.index_select(0, rows)
+        out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
+        return torch.index_select(values, 0, rows, out=out)
+
+    def read(self, order: Tensor, epoch: int, places: Sequence[Place]) -> Iterator[Tensor]:
+        """Return an iterator over the images at each place, uint8 (n, C, H, W).
+
+        Args:
+            order: Samples in the epoch's order, int64 (n,).
+            epoch: The epoch.
+            places: Places in this order, one for each batch.
+        """
+        images = self.split.tensor()
+        rows = self.rows[order]
+        batches = (self.take(images, place.of(rows)) for place in places)
+        return one_ahead(batches) if self.pins else batches
+
+
+class DeviceReader(HostReader):
+    """Reader of images from one tensor on a device.
+
+    Args:
+        split: The images.
+        rows: Rows of the split; sample i is row `rows[i]`.
+        device: The device.
+    """
+
+    def __init__(self, split: Split, rows: Tensor, device: torch.device) -> None:
+        super().__init__(split, rows)
+        images = split.tensor()
+        self.device = device
+        self.images = torch.empty((len(rows), *images.shape[1:]), dtype=torch.uint8, device=device)
+        # in blocks, because a copy of all images would double the use of host memory
+        for block, numbers in zip(self.images.split(4096), rows.split(4096), strict=True):
+            block.copy_(images[numbers])
+
+    def stage(self, values: Tensor) -> Tensor:
+        """Copy an epoch's values to the device."""
+        if self.device.type == "cuda":  # a GPU copies pinned memory while the host continues
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
+
+    def read(self, order: Tensor, epoch: int, places: Sequence[Place]) -> Iterator[Tensor]:
+        """Return an iterator over the images at each place."""
+        order = self.stage(order)
+        return (self.images.index_select(0, place.of(order)) for place in places)
+
+
+class DiskReader(HostReader):
+    """Reader of images by worker processes.
+
+    Args:
+        split: The images.
+        rows: Rows of the split; sample i is row `rows[i]`.
+        pins: As for `HostReader`.
+        num_workers: Number of worker processes; with 0, this process reads.
+        seed: Seed of crop and augmentation.
+        crop: As for `ReadImage`.
+        augment: As for `ReadImage`.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        rows: Tensor,
+        pins: bool = False,
+        num_workers: int = 0,
+        seed: int = 0,
+        crop: Callable[[Tensor], Tensor] | None = None,
+        augment: Sequence[nn.Module] = (),
+    ) -> None:
+        super().__init__(split, rows, pins)
+        self.seed = seed
+        self._items: list[list[tuple[int, int]]] = []  # row and seed of each sample of each batch
+        self.workers = Workers(
+            ReadImage(split, crop, augment), self._items, split.image_shape, num_workers, pins
+        )
+
+    def read(self, order: Tensor, epoch: int, places: Sequence[Place]) -> Iterator[Tensor]:
+        """Return an iterator over the images at each place."""
+        assert self.workers is not None
+        rows = self.rows[order]
+        seeds = torch.randint(2**62, (len(rows),), generator=stream(self.seed, 3, epoch))
+        self._items.clear()
+        for place in places:
+            self._items.append(
+                list(zip(place.of(rows).tolist(), place.of(seeds).tolist(), strict=True))
+            )
+        return iter(self.workers)
+
+
+@expects("torch.utils.data:DataLoader._iterator")
+class GlobalBatches:
     """Loader that yields this rank's share of each global batch.
 
     The last, smaller batch is divided as evenly as possible. By default, a rank without a sample
     gets an empty batch, so that all ranks take the same number of steps.
 
     Args:
-        split: Images and labels.
-        rows: Rows of the split that belong to this loader, int64 (n,); sample i is row `rows[i]`.
-        batch_size: Size of the global batch.
-        rank: Rank of this process.
-        world_size: Number of processes.
-        placement: `disk`: worker processes read the images. `memory`: one tensor on the host holds
-            all images. `device`: one tensor on `device` holds all images.
-        device: Device that trains or evaluates on the batches.
-        num_workers: Number of worker processes for `disk`.
-        seed: Seed of the permutation and the draws.
-        shuffle: Whether each epoch has its own permutation.
-        drop_last: Whether to drop the last, smaller batch.
-        virtual_devices: Number of shards of a global batch; batches are then `Shards`.
-        one_by_one: Whether each shard is a separate batch, so that evaluation results are
-            bit-identical on any number of ranks.
+        order: Order of the images. With virtual devices, batches are `Shards`.
+        reader: Reader of the images.
         draws: Number of random numbers per sample.
         alternate: Whether a sample is flipped in every other epoch, beginning with the first or the
             second at random.
         mixing: Parameters of mixup and cutmix. Each sample is mixed with the next one of the global
             batch, the last with the first.
-        weights: Relative probability of each sample, (n,), for drawing with replacement; None for a
-            permutation.
-        crop: As for `Reader`, for images of different sizes; for `disk` only.
-        augment: As for `Reader`; for `disk` only.
-        empty: A rank without a sample of the last batch gets an empty batch (`keep`), the global
-            batch's first sample (`stand_in`), or no batch (`skip`).
-        position: Function that returns the first step to yield: 0, or a later step if a run resumes
-            within the epoch.
+        one_by_one: Whether each shard is a separate batch, so that evaluation results are
+            bit-identical on any number of ranks.
     """
-
-    batch_sampler = (
-        None  # must exist, because Lightning reads it from every loader that has a `sampler`
-    )
 
     def __init__(
         self,
-        split: Split,
-        rows: Tensor,
-        *,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        placement: Placement = "memory",
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-        num_workers: int = 0,
-        seed: int = 0,
-        shuffle: bool = False,
-        drop_last: bool = False,
-        virtual_devices: int | None = None,
-        one_by_one: bool = False,
+        order: ImageOrder,
+        reader: HostReader,
         draws: int = 0,
         alternate: bool = False,
         mixing: tuple[float, float] = (0, 0),
-        weights: Tensor | None = None,
-        crop: Callable[[Tensor], Tensor] | None = None,
-        augment: Sequence[nn.Module] = (),
-        empty: Literal["keep", "stand_in", "skip"] = "keep",
-        position: Callable[[], int] = int,  # evaluation begins at int(), which is 0
+        one_by_one: bool = False,
     ) -> None:
-        super().__init__(
-            len(rows), batch_size, drop_last, rank, world_size, virtual_devices, seed, position
-        )
-        self._turns = math.ceil(self._parts / world_size) if one_by_one else 0
-        self.split = split
-        self.rows = rows
-        self.shuffle = shuffle
+        self.order = self.batch_sampler = order
+        self.reader = reader
+        self.sampler = self  # Lightning calls its `set_epoch`
+        self.split = reader.split
+        self.rows = order.rows
+        self.shuffle = order.shuffle
         self.draws = draws
-        self.weights = weights
         self.alternate = alternate
-        self.empty = empty
-        self.mixing = mixing if any(mixing) else None
-        self.epoch = 0
-        self.sampler = self if shuffle else SequentialSampler(range(len(rows)))
-        self._pin = device.type == "cuda" and placement != "device"
-        self._labels = split.labels[rows]
-        self._workers: Workers | None = None
-        self._augmented = bool(crop or augment)
-        self._device = device if placement == "device" else None
-        if placement == "disk":
-            self._items_of_steps: list[list[tuple[int, int]]] = []
-            reader = Reader(split, crop, augment)
-            self._workers = Workers(
-                reader, self._items_of_steps, split.image_shape, num_workers, self._pin
-            )
-            return
-        self.images = split.tensor()
-        self._where = rows
-        if placement == "device":
-            images = torch.empty(
-                (len(rows), *self.images.shape[1:]), dtype=torch.uint8, device=device
-            )
-            # in blocks, because a copy of all images would double the use of host memory
-            for block, numbers in zip(images.split(4096), rows.split(4096), strict=True):
-                block.copy_(self.images[numbers])
-            self.images = images
-            self._where = torch.arange(len(rows))
+        self.mixing = mixing
+        self._labels = reader.split.labels[order.rows]
+        self._turns = 1  # batches of a step
+        if one_by_one:
+            self._turns = math.ceil(order.parts / order.world_size)
+        self.one_by_one = one_by_one
 
     @property
     def _iterator(self) -> Any:
-        """Iterator over the workers' batches. Lightning reads this attribute to end the workers after a stage."""
-        return self._workers and self._workers._iterator
+        """Iterator over the workers' batches, which Lightning ends after a stage."""
+        return self.reader.workers and self.reader.workers._iterator
 
     @_iterator.setter
     def _iterator(self, iterator: None) -> None:
-        if self._workers is not None:
-            self._workers._iterator = iterator
+        if self.reader.workers is not None:
+            self.reader.workers._iterator = iterator
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which seeds the permutation; Lightning calls this before each epoch."""
-        self.epoch = epoch
+        self.order.set_epoch(epoch)
 
     def samples(self, step: int) -> Tensor:
-        """Return the split's row numbers of this rank's samples at a step of the epoch, int64 (n,)."""
-        return self.rows[self._order(self.epoch)[self.span(step)]]
+        """Return the split's rows of this rank's samples at a step, int64 (n,)."""
+        return self.order.samples(step)
 
-    def _order(self, epoch: int) -> Tensor:
-        if not self.shuffle:
-            return torch.arange(len(self.rows))
-        generator = stream(self.seed, 1, epoch)
-        if self.weights is not None:
-            return torch.multinomial(
-                self.weights, len(self.rows), replacement=True, generator=generator
-            )
-        return torch.randperm(len(self.rows), generator=generator)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings that define the order."""
+        return self.order.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that the checkpoint's order equals this loader's."""
+        self.order.load_state_dict(state)
+
+    def __len__(self) -> int:
+        return len(self.order) * self._turns
 
     def __iter__(self) -> Iterator[RawBatch | Shards]:
-        """Return an iterator over the epoch's batches, from `position` on."""
+        """Return an iterator over the epoch's batches, from the order's `position` on."""
         return Batches(self._batches())
 
     def _batches(self) -> Iterator[RawBatch | Shards]:
-        steps = range(self.position(), len(self) // (self._turns or 1))
-        for step, batch in zip(steps, self._shares_of(steps), strict=True):
-            if self.virtual_devices is None:
+        for step, batch in self._shares():
+            if self.order.virtual_devices is None:
                 yield batch
                 continue
             shards = self._cut(batch, step)
-            if self._turns:
-                yield from shards
-                yield from [RawBatch(batch.images[:0], batch.labels[:0], None)] * (
-                    self._turns - len(shards)
-                )
-            else:
+            if not self.one_by_one:
                 yield shards
+                continue
+            yield from shards
+            for _ in range(len(shards), self._turns):
+                yield RawBatch(batch.images[:0], batch.labels[:0], None)
 
-    def __len__(self) -> int:
-        steps = super().__len__()
-        skips = self.empty == "skip" and steps > 0 and not self.share_size(steps - 1)
-        return (steps - skips) * (self._turns or 1)
+    def _shares(self) -> Iterator[tuple[int, RawBatch]]:
+        """Yield each step of the epoch with this rank's share of its global batch."""
+        order = self.order
+        epoch = order.epoch
+        is_mixed = any(self.mixing)
+        permutation = order.permutation()
+        steps = range(order.position(), len(order))
+        places = [order.place(step, is_mixed) for step in steps]
+        drawn = self._draw(permutation)
+        labels = self.reader.stage(self.reader.take(self._labels, permutation))
+        batches = self.reader.read(permutation, epoch, places)
+        for step, place, images in zip(steps, places, batches, strict=True):
+            draws = None
+            if drawn is not None:
+                draws = self._share(drawn, place).T
+            mix = None
+            if is_mixed and len(images):
+                mix = draw_mix(*self.mixing, seed_of(order.seed, 4, epoch, step))
+            yield step, RawBatch(images, self._share(labels, place), draws, mix)
+
+    def _share(self, values: Tensor, place: Place) -> Tensor:
+        share = place.of(values)
+        if self.reader.pins and place.mixed is not None:
+            share = share.pin_memory()
+        return share
 
     def _cut(self, batch: RawBatch, step: int) -> Shards:
-        bounds = self.bounds(step)
-        more = batch.mix is not None  # a mixed shard includes the first sample of the next shard
-        places = [
-            slice(a - bounds[0], b - bounds[0] + (more and b > a)) for a, b in pairwise(bounds)
-        ]
+        """Cut a rank's share into shards."""
         images, labels, draws, mix = batch
-        shards = (
-            RawBatch(images[at], labels[at], None if draws is None else draws[at], mix)
-            for at in places
-        )
-        return self.shards(shards, step)
+        bounds = self.order.bounds(step)
+        shards = []
+        for start, end in pairwise(bounds):
+            if mix is not None and end > start:
+                end += 1  # a mixed shard includes the first sample of the next shard
+            at = slice(start - bounds[0], end - bounds[0])
+            shard_draws = None if draws is None else draws[at]
+            shards.append(RawBatch(images[at], labels[at], shard_draws, mix))
+        return self.order.shards(shards, step)
 
-    def _place(self, step: int) -> tuple[slice, slice | None]:
-        """Return the slice of the epoch's order that holds this rank's samples of a step.
-
-        For mixup and cutmix, also return a slice with one more sample, which is mixed with this
-        rank's last sample. Otherwise, return None instead.
-        """
-        span = self.span(step)
-        first = step * self.batch_size
-        if self.empty == "stand_in" and span.start == span.stop:
-            return slice(first, first + 1), None
-        if self.mixing is None or span.start == span.stop:
-            return span, None
-        after = span.stop if span.stop < first + self.global_count(step) else first
-        return span, slice(after, after + 1)
-
-    def _share(self, values: Tensor, place: tuple[slice, slice | None]) -> Tensor:
-        span, after = place
-        if after is None:
-            return values[..., span]
-        share = torch.cat((values[..., span], values[..., after]), -1)
-        return share.pin_memory() if self._pin else share
-
-    def _shares_of(self, steps: range) -> Iterator[RawBatch]:
-        epoch = self.epoch
-        order = self._order(epoch)
-        drawn = self._draw(epoch, order)
-        if self._device is not None:
-            table = torch.stack(
-                (self._where[order], self._labels[order], *([] if drawn is None else drawn))
-            )
-            if self._device.type == "cuda":  # a GPU copies pinned memory while the host continues
-                table = table.pin_memory()
-            table = table.to(self._device, non_blocking=True)
-            for step in steps:
-                share = self._share(
-                    table, self._place(step)
-                )  # (2 + draws, n): index in `images`, label, draws
-                images = self.images.index_select(0, share[0])
-                draws = share[2:].T if self.draws else None
-                yield RawBatch(images, share[1], draws, self._mix(epoch, step, images.shape[0]))
-            return
-
-        read: Iterator[Tensor] | None = None
-        if self._workers is not None:
-            seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, epoch))
-            self._items_of_steps[:] = [
-                self._items(order, seeds, self._place(step)) for step in steps
-            ]
-            read = iter(self._workers)
-        else:
-            where = self._where[order]
-        labels = self._take(self._labels, order)
-
-        def batches() -> Iterator[RawBatch]:
-            for step in steps:
-                place = self._place(step)
-                images = next(read) if read else self._take(self.images, self._share(where, place))
-                draws = None if drawn is None else self._share(drawn, place).T
-                yield RawBatch(
-                    images,
-                    self._share(labels, place),
-                    draws,
-                    self._mix(epoch, step, images.shape[0]),
-                )
-
-        yield from one_ahead(batches()) if self._pin and read is None else batches()
-
-    def _mix(self, epoch: int, step: int, size: int) -> Mix | None:
-        return (
-            draw_mix(*self.mixing, seed_of(self.seed, 4, epoch, step))
-            if self.mixing and size
-            else None
-        )
-
-    def _take(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Copy some rows. For a GPU, copy into pinned memory, so that the transfer overlaps with computation."""
-        if not self._pin:
-            return values.index_select(0, rows)
-        out = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=True)
-        return torch.index_select(values, 0, rows, out=out)
-
-    def _items(
-        self, order: Tensor, seeds: Tensor, place: tuple[slice, slice | None]
-    ) -> list[tuple[int, int]]:
-        """Return the row and the augmentation seed of each of this rank's samples at a step."""
-        rows = self.rows[self._share(order, place)].tolist()
-        numbers = self._share(seeds, place).tolist() if self._augmented else [0] * len(rows)
-        return list(zip(rows, numbers, strict=True))
-
-    def _draw(self, epoch: int, order: Tensor) -> Tensor | None:
-        """Draw an epoch's random integers for augmentation, equal for all ranks and batch sizes, int32 (draws, n)."""
+    def _draw(self, permutation: Tensor) -> Tensor | None:
+        """Draw the epoch's integers, equal for all ranks and batch sizes, int32 (draws, n)."""
         if not self.draws:
             return None
-        shape = (len(self.rows), self.draws)
-        generator = stream(self.seed, 2, epoch)
+        seed = self.order.seed
+        epoch = self.order.epoch
+        shape = (len(permutation), self.draws)
+        generator = stream(seed, 2, epoch)
         drawn = torch.randint(
-            DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self._pin
+            DRAW_RANGE, shape, generator=generator, dtype=torch.int32, pin_memory=self.reader.pins
         ).T
         if self.alternate:
-            first = torch.randint(
-                2, (len(self.rows),), generator=stream(self.seed, 5), dtype=torch.int32
-            )
-            drawn[FLIP] = (first[order] + epoch) % 2 * (DRAW_RANGE // 2)
-        return drawn
+            generator = stream(seed, 5)
+            first = torch.randint(2, shape[:1], generator=generator, dtype=torch.int32)
+            drawn[FLIP] = (first[permutation] + epoch) % 2 * (DRAW_RANGE // 2)
+        return self.reader.stage(drawn)

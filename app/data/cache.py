@@ -5,8 +5,8 @@ of blocks of pixels and file names (JSON). Images of different sizes are stored 
 order; their heights, widths and end offsets precede the labels. The header's key describes the
 source. A file with another key, or damaged, is rebuilt.
 
-Each rank checks header and table. One process per node checks at most 160 MiB of the pixels, in
-random blocks. For 5 GiB, a start
+Each rank checks header and table. One process per node checks the pixels: all of them, if the file
+has been modified since it was written; else at most 160 MiB, of random blocks. For 5 GiB, a start
 of 5 s takes 0.05 s more (0.03 to 0.05, n = 10), or 0.24 s (0.20 to 0.28, n = 5) if the blocks have
 to come from disk; for CIFAR-10, 0.04 s (0.03 to 0.05, n = 10). (2026-11-27, 2 cores of an AMD
 EPYC.)
@@ -19,6 +19,7 @@ import math
 import os
 import random
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +40,9 @@ DECODING = 2  # raise this number when images are decoded to other pixels
 HEADER = 4096  # bytes; a page on most machines, so that the memory-mapped pixels begin at a page
 SEAL = 8  # bytes of the header's checksum, in hexadecimal
 BLOCK = 2**20  # bytes; pixels with one checksum
-SAMPLE = 160  # number of blocks that a start checks; CIFAR-10's training images have 147
+SAMPLE = (
+    160  # blocks that a start checks of an unmodified file; CIFAR-10's training images have 147
+)
 
 
 class ImageCache:
@@ -86,7 +89,7 @@ class ImageCache:
                 blocks = list(enumerate(sums))
                 if not check_pixels:
                     blocks = []
-                elif len(blocks) > SAMPLE:
+                elif len(blocks) > SAMPLE and os.stat(path).st_mtime == header["written"]:
                     # not the global random state, because it belongs to the training
                     blocks = random.Random().sample(blocks, SAMPLE)
                 # reading takes a quarter of mapping's time if a file is not in memory
@@ -160,16 +163,20 @@ class ImageCache:
             table += images.labels[right].numpy().tobytes()
             table += json.dumps([sums, names]).encode()
             file.write(table)
+            now = int(time.time())
             header = {
                 "key": key,
                 "shape": shape,
                 "count": len(right),
                 "left_out": len(wrong),
                 "table": crc32(table),
+                "written": now,
             }
             text = json.dumps(header).encode().ljust(HEADER - SEAL)
             file.seek(0)
             file.write(f"{crc32(text):0{SEAL}x}".encode() + text)
+            file.flush()
+            os.utime(file.fileno(), (now, now))
 
     def _check_room(self, source: Source, split: SplitName, count: int) -> None:
         """Raise an OSError if decoded images would take over half of the free space."""

@@ -29,7 +29,7 @@ SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRando
 
 
 class SeededItems(Dataset[Any]):
-    """Data set that seeds each item's random numbers, so that an item does not depend on rank or worker.
+    """Data set with seeded items, which do not depend on rank or worker.
 
     Args:
         dataset: The data set.
@@ -74,29 +74,16 @@ def collate_parts(collate: Callable[[list[Any]], Any], sharded: bool, shards: An
 
 
 class GlobalSampler(GlobalOrder):
-    """Batch sampler that yields this rank's parts of each global batch; each item is a pair of an index and a seed.
+    """Batch sampler that yields this rank's parts of each global batch, as pairs of index and seed.
 
     Args:
         sampler: The loader's sampler; it draws from the epoch's random stream.
-        train: Whether the loader is for training. If a part is empty, it gets a stand-in in
-            training: the global batch's first sample. In evaluation, the rank skips the batch.
-        **order: As for `GlobalOrder`.
+        **order: As for `GlobalOrder`. If a shard is empty, it gets a stand-in, too.
     """
 
-    def __init__(self, sampler: Any, train: bool, **order: Any) -> None:
+    def __init__(self, sampler: Any, **order: Any) -> None:
         super().__init__(len(sampler), **order)
         self._sampler = sampler
-        self._train = train
-        self.epoch = 0
-        self.sampler = self  # Lightning calls `set_epoch` of a batch sampler's `sampler`
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which seeds the order."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        steps = super().__len__()
-        return steps - (steps > 0 and not self._train and not self.share_size(steps - 1))
 
     def samples(self, step: int) -> list[int]:
         """Return the indices of this rank's samples at a step of the epoch."""
@@ -115,9 +102,10 @@ class GlobalSampler(GlobalOrder):
         items = list(zip(order, seeds, strict=True))
         for step in range(self.position(), len(self)):
             stand_in = [items[step * self.batch_size]]
-            yield self.shards(
-                (items[start:end] or stand_in for start, end in pairwise(self.bounds(step))), step
-            )
+            shards = []
+            for start, end in pairwise(self.bounds(step)):
+                shards.append(items[start:end] or stand_in)
+            yield self.shards(shards, step)
 
 
 class GlobalLoader(DataLoader[Any]):
@@ -181,25 +169,29 @@ def _rebuilt(
     if not isinstance(loader, DataLoader):
         reason = f"returns {type(loader).__name__}: return one DataLoader"
     elif isinstance(loader.dataset, IterableDataset):
-        reason = "reads an iterable data set, which has no order: use a data set with __getitem__ and __len__"
+        reason = (
+            "reads an iterable data set, which has no order: "
+            "use a data set with __getitem__ and __len__"
+        )
     elif type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         reason = "has a batch sampler of its own, or no batches: give the DataLoader a batch_size"
     elif type(loader.sampler) not in SAMPLERS:
         names = ", ".join(kind.__name__ for kind in SAMPLERS)
-        reason = f"has a {type(loader.sampler).__name__}, whose order cannot be seeded: use one of {names}"
+        sampler = type(loader.sampler).__name__
+        reason = f"has a {sampler}, whose order cannot be seeded: use one of {names}"
     if reason:
         raise UserError(f"--run.global_order true: {where} {reason}; or leave the flag out")
     if virtual_devices is not None and loader.batch_size < virtual_devices:
         raise UserError(shards_beyond(virtual_devices, loader.batch_size))
-    sampler = GlobalSampler(
+    global_sampler = GlobalSampler(
         loader.sampler,
-        train,
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         virtual_devices=virtual_devices,
         seed=seed,
+        empty="stand_in" if train else "skip",
         position=next_step(trainer) if train else int,
     )
     kept = (
@@ -212,7 +204,7 @@ def _rebuilt(
     )
     return GlobalLoader(
         SeededItems(loader.dataset),
-        batch_sampler=sampler,
+        batch_sampler=global_sampler,
         collate_fn=partial(collate_parts, loader.collate_fn, virtual_devices is not None),
         multiprocessing_context=loader.multiprocessing_context,
         # otherwise, the loader would draw from the global random state

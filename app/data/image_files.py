@@ -429,6 +429,8 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
         entries = sorted(os.scandir(folder), key=attrgetter("name"))
     except OSError as error:
         raise UserError(f"{folder} cannot be read ({error.strerror})") from error
+    except ValueError as error:  # a NUL character
+        raise UserError(f"{folder!r} cannot be read ({error})") from error
     visible = [entry for entry in entries if not entry.name.startswith(".")]
     for entry in visible:
         if entry.is_symlink() and not os.path.exists(entry.path):

@@ -16,7 +16,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from app.data.batches import GlobalBatches, Placement, RawBatch
+from app.data.batches import (
+    DeviceReader,
+    DiskReader,
+    GlobalBatches,
+    HostReader,
+    ImageOrder,
+    Placement,
+    RawBatch,
+)
 from app.data.cache import ImageCache
 from app.data.image_files import counted
 from app.data.shares import next_step, shards_beyond, stream, unequal_shares
@@ -385,9 +393,6 @@ class ImageData(LightningDataModule):
     def _loader(self, name: SplitName, train: bool = False) -> GlobalBatches:
         trainer = self.trainer
         split, rows = self._splits[name]
-        if self.placement != "disk":
-            split.tensor(self.num_workers)
-        sizes = split.ragged
         accepts_empty = getattr(trainer.lightning_module, "accepts_empty", False)
         one_by_one = (
             accepts_empty
@@ -395,29 +400,41 @@ class ImageData(LightningDataModule):
             and bool(self.virtual_devices)
             and trainer.limit_val_batches == 1.0
         )
-        return GlobalBatches(
-            split,
+        empty = "stand_in" if train else "skip"
+        weights = None
+        if train and self.balance:
+            weights = (1 / self.class_counts)[split.labels[rows]]
+        order = ImageOrder(
             rows,
+            shuffle=train and not getattr(trainer, "overfit_batches", 0),
+            weights=weights,
             batch_size=self.global_batch_size,
+            drop_last=train and self.drop_last,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
-            placement=self.placement,
-            device=trainer.strategy.root_device,
-            num_workers=self.num_workers,
-            seed=self.seed,
-            shuffle=train and not getattr(trainer, "overfit_batches", 0),
-            drop_last=train and self.drop_last,
             virtual_devices=self.virtual_devices if train or one_by_one else None,
-            one_by_one=one_by_one,
-            draws=self.transform.draws if train else 0,
-            alternate=self.alternate,
-            mixing=self.mixing if train else (0, 0),
-            weights=(1 / self.class_counts)[split.labels[rows]] if train and self.balance else None,
-            crop=None if sizes is None else sizes.random_crop() if train else sizes.evaluated,
-            augment=self.augment if train else [],
-            empty="keep" if accepts_empty else "stand_in" if train else "skip",
+            seed=self.seed,
+            empty="keep" if accepts_empty else empty,
             position=next_step(trainer) if train else int,
         )
+        reader = self._reader(split, rows, train)
+        if not train:
+            return GlobalBatches(order, reader, one_by_one=one_by_one)
+        return GlobalBatches(order, reader, self.transform.draws, self.alternate, self.mixing)
+
+    def _reader(self, split: Split, rows: Tensor, train: bool) -> HostReader:
+        device = self.trainer.strategy.root_device
+        pins = device.type == "cuda"
+        if self.placement == "disk":
+            crop = None
+            if split.ragged is not None:
+                crop = split.ragged.random_crop() if train else split.ragged.evaluated
+            augment = self.augment if train else []
+            return DiskReader(split, rows, pins, self.num_workers, self.seed, crop, augment)
+        split.tensor(self.num_workers)
+        if self.placement == "device":
+            return DeviceReader(split, rows, device)
+        return HostReader(split, rows, pins)
 
     def train_dataloader(self) -> GlobalBatches:
         """Return the loader of the training split, shuffled."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,7 +37,7 @@ class Shards(list[Any]):
 
 
 def equal_shares(world_size: int, count: int) -> list[int]:
-    """Divide `count` shards among the ranks as equally as possible; return each rank's number of shards."""
+    """Return each rank's number of `count` shards, divided as equally as possible."""
     return [
         (rank + 1) * count // world_size - rank * count // world_size for rank in range(world_size)
     ]
@@ -57,8 +57,8 @@ def run_of(rank: int, shares: Sequence[int]) -> range:
 def shards_beyond(virtual_devices: int, batch_size: int) -> str:
     """Return the error message for a global batch with fewer samples than shards."""
     return (
-        f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer samples than shards: "
-        f"give {batch_size} or less, or a larger batch"
+        f"--run.virtual_devices {virtual_devices}: a global batch of {batch_size} has fewer "
+        f"samples than shards: give {batch_size} or less, or a larger batch"
     )
 
 
@@ -73,7 +73,7 @@ def unequal_shares(batch_size: int, world_size: int) -> str:
 
 
 def next_step(trainer: Any) -> Callable[[], int]:
-    """Return a function that returns the epoch's next training step. Unlike a lambda, it can be pickled."""
+    """Return a function, which can be pickled, that returns the epoch's next training step."""
     return partial(attrgetter("epoch_loop.batch_progress.current.ready"), trainer.fit_loop)
 
 
@@ -91,20 +91,27 @@ class GlobalOrder:
         world_size: Number of processes.
         virtual_devices: Number of shards of a global batch, or None for one part per process.
         seed: Seed of the order.
+        empty: What a rank without a sample of the last batch gets: an empty batch (`keep`), the
+            global batch's first sample (`stand_in`), or no batch (`skip`).
         position: Function that returns the first step to yield: 0, or a later step if a run resumes
             within the epoch.
+
+    Attributes:
+        epoch: The epoch, which seeds the order.
+        sampler: This object, because Lightning calls `set_epoch` of a batch sampler's `sampler`.
     """
 
     def __init__(
         self,
         samples: int,
         batch_size: int,
-        drop_last: bool,
-        rank: int,
-        world_size: int,
-        virtual_devices: int | None,
-        seed: int,
-        position: Callable[[], int],
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        virtual_devices: int | None = None,
+        seed: int = 0,
+        empty: Literal["keep", "stand_in", "skip"] = "keep",
+        position: Callable[[], int] = int,  # int() is 0
     ) -> None:
         self.seed = seed
         self.position = position
@@ -114,8 +121,15 @@ class GlobalOrder:
         self.rank = rank
         self.world_size = world_size
         self.virtual_devices = virtual_devices
-        self._parts = virtual_devices or world_size
-        self.deal(equal_shares(world_size, self._parts))
+        self.empty = empty
+        self.epoch = 0
+        self.sampler = self
+        self.parts = virtual_devices or world_size
+        self.deal(equal_shares(world_size, self.parts))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which seeds the order; Lightning calls this before each epoch."""
+        self.epoch = epoch
 
     def deal(self, shares: Sequence[int]) -> None:
         """Set the number of parts of each rank; call this before iterating."""
@@ -124,43 +138,54 @@ class GlobalOrder:
 
     def __len__(self) -> int:
         full, rest = divmod(self._samples, self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        if rest == 0 or self.drop_last:
+            return full
+        if self.empty == "skip" and self.share_size(full) == 0:
+            return full
+        return full + 1
 
     def global_count(self, step: int) -> int:
         """Return the number of samples of all ranks at a step."""
         return min(self.batch_size, self._samples - step * self.batch_size)
 
-    def window_count(self, step: int, length: int, steps: int) -> int:
-        """Return the number of samples, over all ranks, in the accumulated batches of an optimizer step.
+    def loss_weight(self, trainer: Any, step: int, samples: int = 1) -> float:
+        """Return the weight of a batch's loss: ranks and batches may differ in number of samples.
+
+        With these weights, an optimizer step's gradients are those of the mean loss over all
+        samples of its batches. DDP averages the gradients over the ranks, and Lightning divides
+        the loss by the number of accumulated batches. The weight undoes both divisions, and
+        divides by the optimizer step's number of samples instead. Gradients of virtual devices
+        are summed, so that their weights only divide.
+
+        Example: 10 samples in global batches of 4, 3 ranks, accumulation over 2 batches. The
+        weight of a single sample's loss, and those of the ranks' mean losses:
+
+        ==== ============= ============= ============= ================= ================
+        step rank 0        rank 1        rank 2        sample            ranks
+        ==== ============= ============= ============= ================= ================
+        0    samples 0, 1  sample 2      sample 3      3 · 2 / 8 = 0.75  1.5, 0.75, 0.75
+        1    samples 4, 5  sample 6      sample 7      3 · 2 / 8 = 0.75  1.5, 0.75, 0.75
+        2    sample 8      sample 9      no sample     3 · 2 / 2 = 3     3, 3, 0
+        ==== ============= ============= ============= ================= ================
+
+        With 3 virtual devices, the weights of the shards are 2/8, 1/8, 1/8 at steps 0 and 1, and
+        1/2, 1/2, 0 at step 2.
 
         Args:
-            step: Index in the epoch of any of these batches.
-            length: Number of batches to accumulate; an epoch's last optimizer step may have fewer.
-            steps: Number of batches of the epoch.
-        """
-        first = step - step % length
-        return (
-            min(min(first + length, steps) * self.batch_size, self._samples)
-            - first * self.batch_size
-        )
-
-    def weight(self, step: int, window: tuple[int, int]) -> float:
-        """Return the factor by which to multiply this rank's mean loss.
-
-        With this factor, the mean loss over ranks and accumulated batches equals the mean loss over
-        all samples of the optimizer step, although the ranks' shares may differ in size.
-
-        Args:
+            trainer: The Trainer, which knows the number of accumulated batches.
             step: Index of the batch in the epoch.
-            window: A pair: number of batches to accumulate, and number of batches in the epoch.
+            samples: Number of samples whose mean loss is weighted; 1 for a sum of losses.
         """
-        return (
-            self.share_size(step) * self.world_size * window[0] / self.window_count(step, *window)
-        )
+        batches = trainer.accumulate_grad_batches
+        first = step - step % batches
+        end = min(first + batches, trainer.fit_loop.max_batches)
+        window = min(end * self.batch_size, self._samples) - first * self.batch_size
+        divisor = 1 if self.virtual_devices else self.world_size * batches
+        return samples * divisor / window
 
     def bounds(self, step: int) -> list[int]:
-        """Return the boundaries of this rank's parts of a step, as positions in the epoch's order."""
-        size, rest = divmod(self.global_count(step), self._parts)
+        """Return the boundaries of this rank's parts of a step in the epoch's order."""
+        size, rest = divmod(self.global_count(step), self.parts)
         first = step * self.batch_size
         return [first + index * size + min(index, rest) for index in self._ends]
 
@@ -175,12 +200,12 @@ class GlobalOrder:
         return span.stop - span.start
 
     def shards(self, shards: Iterable[Any], step: int) -> "Shards":
-        """Return this rank's parts of a step as `Shards`, with the number of samples of each part."""
+        """Return this rank's parts of a step as `Shards`, with their numbers of samples."""
         counts = [end - start for start, end in pairwise(self.bounds(step))]
         return Shards(shards, self._ends.start, counts, self.global_count(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings that define the order. The trainer itself saves the position in the epoch."""
+        """Return the settings that define the order; the trainer saves the position."""
         return {"seed": self.seed, "batch_size": self.batch_size, "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import gzip
 import math
 import os
 import signal
@@ -21,6 +22,7 @@ import torch
 import torchvision
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torchvision.datasets.utils import check_integrity
 
 from app.data.geometry import Geometry
 from app.errors import UserError
@@ -418,3 +420,17 @@ class FashionMNISTSource(TorchvisionSource):
         raw = Path(root, "FashionMNIST", "raw")
         self.files = [raw / name.removesuffix(".gz") for name in archives]
         self.archives = ", ".join(archives)
+
+    def load(self, split: SplitName) -> Split:
+        """Read a split, after comparing the files with the archives beside them, if there are any."""
+        for file, (name, checksum) in zip(self.files, self.dataset.resources, strict=True):
+            archive = file.with_name(name)
+            if not archive.is_file():
+                continue
+            is_whole = check_integrity(archive, checksum)
+            if not is_whole or gzip.decompress(archive.read_bytes()) != file.read_bytes():
+                raise UserError(
+                    f"{file} differs from the archive beside it: delete both to have them "
+                    "downloaded again"
+                )
+        return super().load(split)

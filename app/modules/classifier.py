@@ -231,20 +231,14 @@ class ImageClassifier(LightningModule):
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss, scaled so that its mean over ranks and accumulated batches is the mean over all samples."""
+        """Return the batch's loss: a sum, weighted so that each sample of an optimizer step counts equally."""
         images, labels = batch
         trainer = self.trainer
+        losses = self._training_losses(images, labels, batch_idx)
         loader = trainer.train_dataloader
-        if not isinstance(loader, GlobalBatches) or loader.virtual_devices:
-            # the mean over the batch, or 0 for an empty batch
-            return self._training_losses(images, labels, batch_idx).sum() / max(len(labels), 1)
-        accumulated = trainer.accumulate_grad_batches
-        if accumulated == 1:
-            scale = trainer.world_size / loader.global_count(batch_idx)
-        else:  # multiply by `accumulated`, because Lightning divides the loss by it
-            count = loader.window_count(batch_idx, accumulated, int(trainer.num_training_batches))
-            scale = trainer.world_size * accumulated / count
-        return self._training_losses(images, labels, batch_idx).sum() * scale
+        if isinstance(loader, GlobalBatches) and not loader.order.virtual_devices:
+            return losses.sum() * loader.order.loss_weight(trainer, batch_idx)
+        return losses.sum() / max(len(labels), 1)  # the mean, or 0 for an empty batch
 
     def _training_losses(self, images: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
         """Return the losses (B,) of images (B, C, H, W), and add them to the sums."""

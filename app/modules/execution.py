@@ -84,8 +84,12 @@ class Execution:
         if self.compile != "off" and not self._is_prepared:
             network.compile(mode=self.compile)
         self._is_prepared = True
-        executed = {"channels_last": channels_last, "compile": self.compile}
-        executed |= {"matmul_precision": None, "benchmark": None}
+        executed: dict[str, Any] = {
+            "channels_last": channels_last,
+            "compile": self.compile,
+            "matmul_precision": None,
+            "benchmark": None,
+        }
         if cuda:
             executed["matmul_precision"] = self.matmul_precision
             executed["benchmark"] = torch.backends.cudnn.benchmark

@@ -246,7 +246,7 @@ class MovingAverage(WeightAveraging):
 
     def __init__(self, decay: float, device: torch.device) -> None:
         super().__init__(device)
-        self._decay = decay
+        self._update = get_ema_multi_avg_fn(decay)
         self._updated_step = 0
         self._averages: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -261,7 +261,7 @@ class MovingAverage(WeightAveraging):
             self._pair(pl_module)
         pairs = self._counts
         if self._updated_step:
-            get_ema_multi_avg_fn(self._decay)(self._averages, self._values, 0)
+            self._update(self._averages, self._values, 0)
         else:  # the first update copies the weights
             pairs = [*pairs, *zip(self._averages, self._values, strict=True)]
         for average, value in pairs:

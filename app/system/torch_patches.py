@@ -7,15 +7,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from torch import distributed, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from app.system.patches import EXPECTED, expects
+from app.system.patches import expects
 
-__all__ = ["abort_process_group", "shallow_copies", "tree_flatten", "tree_map", "tree_unflatten"]
-
-# the strategy `dp` splits nested arguments by these functions, because torch.nn.parallel.scatter
-# works only on CUDA
-EXPECTED[f"{__name__}.tree_map"] = ("torch.utils:_pytree",)
 Module = TypeVar("Module", bound=nn.Module)
 
 

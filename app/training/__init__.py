@@ -1,4 +1,4 @@
-"""Training over devices and processes: the step, virtual devices, strategies, communication hooks, sums over shards."""
+"""The training step, virtual devices, strategies, communication hooks, and sums over shards."""
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def register_strategies() -> None:
-    """Register the strategies' names for `--trainer.strategy`; `ddp` and its variants become our own `DDP`."""
+    """Register names for `--trainer.strategy`; `ddp` and its variants become our own `DDP`."""
     for name, entry in StrategyRegistry.items():
         if entry["strategy"] is DDPStrategy:
             StrategyRegistry.register(name, DDP, override=True, **entry["init_params"])

@@ -10,28 +10,34 @@ from torchmetrics import Metric
 from app.system.patches import expects
 
 
-@expects("torch:_foreach_copy_")
+@expects("torch:_foreach_copy_", "torch:Tensor._version")
 class Buffers:
     """Buffers of a module that a forward pass may change, such as BatchNorm's running statistics.
 
     Args:
         module: The module. The states of its metrics are excluded, because they accumulate over
             shards.
+
+    Attributes:
+        names: Names of the buffers, such as `network.bn1.running_mean`.
     """
 
     def __init__(self, module: LightningModule) -> None:
-        self._owners = [
-            (f"{prefix}.{name}".lstrip("."), owner._buffers, name)
-            for prefix, owner in module.named_modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and not isinstance(owner, Metric)
-        ]
-        self._before = [buffers[name].clone() for _, buffers, name in self._owners]
+        self.names: list[str] = []
+        self._owners: list[tuple[torch.nn.Module, str]] = []
+        for prefix, owner in module.named_modules():
+            if isinstance(owner, Metric):
+                continue
+            for name, _ in owner.named_buffers(recurse=False):
+                self.names.append(f"{prefix}.{name}".lstrip("."))
+                self._owners.append((owner, name))
+        self._all = range(len(self.names))
+        self._before = [buffer.clone() for buffer in self.values(self._all)]
         self._seen: set[int] | None = None  # indices of buffers that the first shard changed
 
     def save(self) -> None:
         """Save the values before the step."""
-        self._now = [buffers[name] for _, buffers, name in self._owners]
+        self._now = self.values(self._all)
         self._versions = [buffer._version for buffer in self._now]
         if self._now:
             torch._foreach_copy_(self._before, self._now)
@@ -43,23 +49,22 @@ class Buffers:
         without incrementing their version counter. Later calls compare version counters, and always
         include the buffers that the first call found.
         """
-        values = self.values(list(range(len(self._owners))))
+        values = self.values(self._all)
         if self._seen is None:
-            pairs = enumerate(zip(values, self._before, strict=True))
-            self._seen = {place for place, (now, before) in pairs if not torch.equal(now, before)}
-        return [
-            place
-            for place, (value, now) in enumerate(zip(values, self._now, strict=True))
-            if place in self._seen or value is not now or value._version != self._versions[place]
-        ]
+            self._seen = set()
+            for place in self._all:
+                if not torch.equal(values[place], self._before[place]):
+                    self._seen.add(place)
+        changed = []
+        for place, value in enumerate(values):
+            is_same = value is self._now[place] and value._version == self._versions[place]
+            if place in self._seen or not is_same:
+                changed.append(place)
+        return changed
 
-    def name(self, place: int) -> str:
-        """Return a buffer's name, such as `network.bn1.running_mean`."""
-        return self._owners[place][0]
-
-    def values(self, places: list[int]) -> list[Tensor]:
+    def values(self, places: Sequence[int]) -> list[Tensor]:
         """Return the values of the buffers at some indices."""
-        return [buffers[name] for _, buffers, name in (self._owners[place] for place in places)]
+        return [getattr(*self._owners[place]) for place in places]
 
     def restore(self, places: list[int]) -> None:
         """Restore buffers to their values before the step."""
@@ -70,9 +75,9 @@ class Buffers:
         if not places:
             return
         kept = [self._now[place] for place in places]
-        torch._foreach_copy_(
-            kept, [value.view_as(buffer) for value, buffer in zip(values, kept, strict=True)]
-        )
+        shaped = [value.view_as(buffer) for value, buffer in zip(values, kept, strict=True)]
+        torch._foreach_copy_(kept, shaped)
         for place, buffer in zip(places, kept, strict=True):
-            _, buffers, name = self._owners[place]
-            buffers[name], self._versions[place] = buffer, buffer._version
+            owner, name = self._owners[place]
+            setattr(owner, name, buffer)  # a shard may have replaced the buffer
+            self._versions[place] = buffer._version

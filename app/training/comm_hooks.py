@@ -29,7 +29,7 @@ class FixedHook(DDP):
 
 
 class FP16(FixedHook):
-    """`ddp` that communicates float16 gradients: half the bytes, but gradients above 65,504 overflow.
+    """`ddp` with float16 gradients: half the bytes, but gradients above 65,504 overflow.
 
     Sums are rounded, too, so that losses differ from `ddp`'s. Source: torch's `fp16_compress_hook`.
     """
@@ -39,7 +39,7 @@ class FP16(FixedHook):
 
 
 class BF16(FixedHook):
-    """`ddp` that communicates bfloat16 gradients: half the bytes, no overflow, but only 8 bits of precision.
+    """`ddp` with bfloat16 gradients: half the bytes, no overflow, but 8 bits of precision.
 
     Sums are rounded, too, so that losses differ from `ddp`'s. Source: torch's `bf16_compress_hook`.
     """
@@ -95,7 +95,7 @@ class PowerSGD(FixedHook):
 
 
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> int:
-    """Sum a tensor over all ranks, in place, in a ring: each rank communicates only with its two neighbours.
+    """Sum a tensor over all ranks, in place, in a ring: each rank has two neighbours.
 
     First a reduce-scatter: the buffer is cut into N chunks, one per rank. In each of N−1 steps, a
     rank sends one chunk to the next rank, which adds its own values to it. Afterwards, each rank

@@ -5,7 +5,7 @@ runs on the replicas. Loss, metrics and logging run once, on the main device, wi
 output.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from functools import partial
@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import gather, parallel_apply, replicate
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
+from app.data.batches import tensors
 from app.errors import UserError
 from app.modules import ImageClassifier
 from app.system.lightning_patches import set_device
-from app.system.torch_patches import shallow_copies, tree_flatten, tree_map, tree_unflatten
+from app.system.torch_patches import shallow_copies
 from app.training.traits import Traits
 
 
@@ -186,37 +188,42 @@ def _forward_in_threads(
     replica: Replica, threads: Sequence[ThreadPoolExecutor], args: Any, kwargs: Any
 ) -> Any:
     """Run `nn.DataParallel`'s forward pass on one CPU: scatter, apply in threads, gather."""
-    leaves, structure = tree_flatten((args, kwargs))
-    chunks = [
-        leaf.chunk(len(threads)) if isinstance(leaf, Tensor) and leaf.ndim else None
-        for leaf in leaves
-    ]
-    used = max((len(chunk) for chunk in chunks if chunk is not None), default=1)
-    calls = [
-        tree_unflatten(
-            [leaf if c is None else c[i] for leaf, c in zip(leaves, chunks, strict=True)], structure
-        )
-        for i in range(used)
-    ]
-    grad = torch.is_grad_enabled()
+    count = len(threads)
+    chunks = [len(leaf.chunk(count)) for leaf in tensors([args, kwargs]) if leaf.ndim]
+    is_grad_enabled = torch.is_grad_enabled()
 
-    def apply(index: int, copy: Replica, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def apply(index: int, copy: Replica) -> Any:
         copy.index = index
-        with torch.set_grad_enabled(grad):
-            return copy(*args, **kwargs)
+        with torch.set_grad_enabled(is_grad_enabled):
+            share = apply_to_collection((args, kwargs), Tensor, _chunk, count, index)
+            return copy(*share[0], **share[1])
 
-    copies = shallow_copies(replica, used)
-    work = enumerate(zip(copies, calls, strict=True))
-    started = [threads[index].submit(apply, index, copy, *call) for index, (copy, call) in work]
+    started = []
+    for index, copy in enumerate(shallow_copies(replica, max(chunks, default=1))):
+        started.append(threads[index].submit(apply, index, copy))
     wait(started)
-    return tree_map(_gather, *(future.result() for future in started))
+    return _gather([future.result() for future in started])
 
 
-def _gather(*outputs: Any) -> Any:
-    """Gather an output from all replicas: concatenate tensors along the batch, or stack scalars into a vector.
+def _chunk(values: Tensor, count: int, index: int) -> Tensor:
+    """Return a replica's share of a tensor; all of a scalar."""
+    if values.ndim == 0:
+        return values
+    return values.chunk(count)[index]
 
-    If the output is not a tensor, return replica 0's.
+
+def _gather(outputs: Sequence[Any]) -> Any:
+    """Gather the replicas' outputs: concatenate tensors along the batch; stack scalars.
+
+    An output without tensors is replica 0's.
     """
-    if not isinstance(outputs[0], Tensor):
-        return outputs[0]
-    return torch.cat([output if output.ndim else output[None] for output in outputs])
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat([torch.atleast_1d(output) for output in outputs])
+    if isinstance(first, Mapping):
+        gathered = {key: _gather([output[key] for output in outputs]) for key in first}
+        return type(first)(gathered)  # type: ignore[call-arg]
+    if isinstance(first, list | tuple):
+        items = map(_gather, zip(*outputs, strict=True))
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return first

@@ -69,7 +69,7 @@ class DDP(Traits, DDPWithHooks):
 
 
 class Hybrid(SplitForward, DDP):
-    """`ddp` between nodes and `dp` within: one process per node splits its share of a batch over the node's devices.
+    """`ddp` between nodes, `dp` within: one process per node splits its share over devices.
 
     As under `dp`, only the running statistics of replica 0's BatchNorm persist.
     """

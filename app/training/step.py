@@ -2,169 +2,483 @@
 
 Lightning's step calls ten hooks of every callback, the module, the strategy and the precision
 plugin. It wraps each call in a profiler and in checks. The copy calls only the overridden hooks, in
-the same order, with the same arguments, and leaves the same counters and results. A hook, a method
-or an optimizer that is replaced in mid-epoch takes effect at once, as in Lightning's step.
+the same order, with the same arguments, and leaves the same counters and results:
 
-* Gain: 650 Python calls a step instead of 4,169 (a width-4 MLP with the default callbacks;
+    batch = next(data_fetcher)                               # StraightLoop.advance
+    batch = convert_input(batch)                             # StraightLoop.prepare
+    batch = on_before_batch_transfer(batch)
+    batch = transfer_batch_to_device(batch)
+    batch = on_after_batch_transfer(batch)
+    on_train_batch_start(batch, index)
+    if later batches share the optimizer step:
+        loss_and_gradients()
+    else:
+        optimizer_step(compute_and_clip)                     # the optimizer calls this closure
+    lr_scheduler_step()
+    on_train_batch_end(outputs, batch, index)
+
+    loss_and_gradients():                                    # StraightLoop.compute
+        loss = training_step(batch, index) / accumulate_grad_batches
+        if the batch is the first of its optimizer step:
+            on_before_zero_grad(optimizer)
+            optimizer_zero_grad(optimizer)
+        loss = loss * loss_weight
+        on_before_backward(loss)
+        backward(loss)
+        on_after_backward()
+
+    compute_and_clip():
+        loss_and_gradients()
+        on_before_optimizer_step(optimizer)
+        configure_gradient_clipping(optimizer)
+
+A hook, a method or an optimizer that is replaced in mid-epoch takes effect at once, as in
+Lightning's step.
+
+* Gain: 600 Python calls a step instead of 4,169 (a width-4 MLP with the default callbacks;
   `tests/test_cost.py`).
-* Mirrors Lightning 2.6: `StraightLoop` and `Step` are `advance` and `on_advance_end` in
-  `loops/training_epoch_loop.py`, and `run` in `loops/optimization/automatic.py`. Compare them when
-  you upgrade Lightning.
-* Falls back to Lightning's step for features it lacks: `StraightLoop.why_not` lists them.
+* Mirrors Lightning 2.6: `advance` and `on_advance_end` in `loops/training_epoch_loop.py`, and `run`
+  in `loops/optimization/automatic.py`. Compare them when you upgrade Lightning.
+* Falls back to Lightning's step for features it lacks: `why_not` lists them.
 * Off switch: `--run.loop lightning`.
 * Comparison: `tests/test_straight_step.py` runs both, and compares calls, losses and checkpoints.
 """
 
-import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
-from types import MethodType
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from app.data.global_order import order_of
+from app.data.global_order import GlobalSampler, order_of
 from app.errors import UserError
 from app.system.patches import expects
-from app.training.step_patches import (
-    AUTOMATIC,
-    EPOCH_LOOP,
-    Hook,
-    LoggingLoop,
-    averages_models,
-    hook_owner,
-    in_hook,
-    watch,
-)
+from app.training.ddp import DDP
+from app.training.step_patches import EPOCH_LOOP, Hook, LoggingLoop, identities, in_hook
 
-BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 FORWARD = ("train_step_context", "forward_context")
 BACKWARD = ("pre_backward", "backward", "post_backward")
-CLIPPING = ("configure_gradient_clipping", "clip_gradients")
-
-# Attributes that the step and its parts depend on. Right before each part, the step compares them
-# with their values at the part's look-up, because any hook may replace them.
-step_state = watch(module=["_automatic_optimization"], strategy=["post_training_step"])
-batch_state = watch(
-    module=BATCH_HOOKS, data=BATCH_HOOKS, strategy=["batch_to_device"], precision=["convert_input"]
-)
-training_state = watch(
-    module=["training_step", "backward"], strategy=["_model", "training_step"], precision=FORWARD
-)
-backward_state = watch(strategy=BACKWARD, precision=BACKWARD)
-optimizer_state = watch(
-    module=["optimizer_step"],
-    strategy=["_lightning_optimizers", "optimizer_step"],
-    precision=["optimizer_step"],
-)
-clipping_state = watch(module=CLIPPING, precision=["clip_gradients"])
 interval_of = attrgetter("interval")
 
 
 def overrides(owner: Any, base: type, *names: str) -> bool:
-    """Return whether any of the hooks is overridden, by a subclass or by an attribute of the object."""
+    """Return whether a subclass or an attribute of the object overrides any of the hooks."""
     return any(
         getattr(getattr(owner, name), "__func__", None) is not getattr(base, name) for name in names
     )
 
 
-@expects(
-    *(f"{EPOCH_LOOP}.{name}" for name in ("_batches_that_stepped", "_should_check_val_fx")),
-    *(f"{EPOCH_LOOP}.{name}" for name in ("on_run_start", "advance", "on_advance_end", "done")),
-    "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
-)
+def why_not(trainer: Any) -> str | None:
+    """Return the requested feature that needs Lightning's step, or None."""
+    module = trainer.lightning_module
+    strategy = trainer.strategy
+    if not isinstance(trainer.profiler, PassThroughProfiler):
+        return "a profiler"
+    if not module.automatic_optimization:
+        return "manual optimization"
+    # in its last epoch, it trains without a backward pass
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+        return "StochasticWeightAveraging"
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        return "a training_step that takes the data iterator"
+    if strategy.handles_gradient_accumulation:
+        return f"the training step of {type(strategy).__name__}"
+    return None
+
+
+class Hooks:
+    """What a step calls. The loop makes this object anew when one of its `identities` has changed.
+
+    Args:
+        trainer: The Trainer.
+
+    Attributes:
+        identities: Profiler, methods and objects that decide what a step calls.
+        reason: Reason to use Lightning's step after all, or None.
+        order: Global order of the training loader, or None.
+        weighs_loss: Whether the step multiplies the loss by its weight.
+        shares_loss: Whether the logged loss may share the memory of the loss that is
+            differentiated. Lightning copies it, because user code may keep it or change it in
+            place.
+        optimizer_step: Overridden `optimizer_step`, or None if `optimizer.step` does the same.
+        clips: Whether gradients are clipped even without the Trainer's clip value.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.module = module = trainer.lightning_module
+        self.strategy = strategy = trainer.strategy
+        self.data = getattr(trainer, "datamodule", None) or module
+        self.identities = identities(self)
+        self.reason = why_not(trainer)
+        self.order = order_of(trainer.train_dataloader)
+        # an `ImageClassifier` weights its loss itself; only its loaders have `empty="keep"`
+        self.weighs_loss = self.order is not None and self.order.empty != "keep"
+        self.block_sync: Any = nullcontext
+        if isinstance(strategy, ParallelStrategy):
+            self.block_sync = strategy.block_backward_sync
+        self.on_train_batch_start = Hook(trainer, "on_train_batch_start")
+        self.on_before_zero_grad = Hook(trainer, "on_before_zero_grad")
+        self.on_before_backward = Hook(trainer, "on_before_backward")
+        self.on_after_backward = Hook(trainer, "on_after_backward")
+        self.on_train_batch_end = Hook(trainer, "on_train_batch_end")
+        self.on_before_optimizer_step: Any = Hook(trainer, "on_before_optimizer_step")
+        if type(trainer.profiler) is not PassThroughProfiler:  # it times the update from here on
+            self.on_before_optimizer_step = in_hook(
+                trainer, "on_before_optimizer_step", self.on_before_optimizer_step
+            )
+        self._find_batch_hooks()
+        self._find_training_step()
+        self._find_backward()
+        self._find_optimizer_hooks()
+
+    def _find_batch_hooks(self) -> None:
+        strategy = self.strategy
+        precision = strategy.precision_plugin
+        self.convert_input: Callable[..., Any] | None = None
+        if overrides(precision, Precision, "convert_input"):
+            self.convert_input = precision.convert_input
+        self._device = strategy.root_device
+        self.on_before_batch_transfer = self._batch_hook("on_before_batch_transfer")
+        self._transfer_batch_to_device = self._batch_hook("transfer_batch_to_device")
+        self._on_after_batch_transfer = self._batch_hook("on_after_batch_transfer")
+        move: Callable[..., Any] = self._move
+        if overrides(strategy, Strategy, "batch_to_device"):
+            move = partial(strategy.batch_to_device, dataloader_idx=0)
+        self.batch_to_device = in_hook(self.trainer, "batch_to_device", move)
+
+    def _batch_hook(self, name: str) -> Callable[..., Any] | None:
+        """Return the data module's or module's batch hook; None if it does nothing."""
+        if self.data is not self.module and is_overridden(name, self.data):
+            return getattr(self.data, name)
+        if name == "transfer_batch_to_device" or overrides(self.module, LightningModule, name):
+            return in_hook(self.trainer, name, getattr(self.module, name))
+        return None
+
+    def _move(self, batch: Any) -> Any:
+        assert self._transfer_batch_to_device is not None
+        batch = self._transfer_batch_to_device(batch, self._device, 0)
+        if self._on_after_batch_transfer is not None:
+            batch = self._on_after_batch_transfer(batch, 0)
+        return batch
+
+    def _find_training_step(self) -> None:
+        """Find the training step; skip strategy and precision plugin if they add nothing."""
+        module = self.module
+        strategy = self.strategy
+        step = strategy.training_step
+        if (
+            strategy.model is module
+            and not overrides(strategy, Strategy, "training_step")
+            and not overrides(strategy.precision_plugin, Precision, *FORWARD)
+        ):
+            step = module.training_step
+        if not is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
+            step = partial(_without_index, step)
+        self.training_step = in_hook(self.trainer, "training_step", step)
+        package = getattr(module.training_step, "__module__", "").partition(".")[0]
+        self.shares_loss = package == "app" and not overrides(
+            module, LightningModule, "on_before_backward", "backward"
+        )
+        for callback in self.trainer.callbacks:
+            if overrides(callback, Callback, "on_before_backward"):
+                self.shares_loss = False
+
+    def _find_backward(self) -> None:
+        backward = self.strategy.backward
+        if self._adds_nothing(*BACKWARD):
+            backward = self._backward
+        self.backward = in_hook(self.trainer, "backward", backward)
+
+    def _backward(self, loss: Tensor, optimizer: Any) -> None:
+        self.on_before_backward(loss)
+        self.module.backward(loss)
+        self.on_after_backward()
+
+    def _find_optimizer_hooks(self) -> None:
+        trainer = self.trainer
+        module = self.module
+        precision = self.strategy.precision_plugin
+        wrapped = module.optimizers()
+        if isinstance(wrapped, list):  # manual optimization, which leaves this loop's step
+            wrapped = wrapped[0]
+        self.wrapped_optimizer = wrapped
+        self.optimizer = wrapped.optimizer
+        self.optimizer_step: Callable[..., Any] | None = None
+        if overrides(module, LightningModule, "optimizer_step") or not self._adds_nothing(
+            "optimizer_step"
+        ):
+            self.optimizer_step = in_hook(trainer, "optimizer_step", module.optimizer_step)
+        self.optimizer_zero_grad: Callable[..., Any] | None = None
+        if overrides(module, LightningModule, "optimizer_zero_grad"):
+            self.optimizer_zero_grad = in_hook(
+                trainer, "optimizer_zero_grad", module.optimizer_zero_grad
+            )
+        base = MixedPrecision if isinstance(precision, MixedPrecision) else Precision
+        self.clips = overrides(
+            module, LightningModule, "configure_gradient_clipping", "clip_gradients"
+        ) or overrides(precision, base, "clip_gradients")
+        self.clip = in_hook(
+            trainer, "configure_gradient_clipping", module.configure_gradient_clipping
+        )
+
+    def _adds_nothing(self, *names: str) -> bool:
+        """Return whether the step may skip these methods of strategy and precision plugin."""
+        strategy = self.strategy
+        precision = strategy.precision_plugin
+        # in automatic optimization, DDP's overrides do nothing; without a scaler, MixedPrecision's
+        # do nothing
+        strategy_base = DDP if isinstance(strategy, DDP) else Strategy
+        is_unscaled = isinstance(precision, MixedPrecision) and precision.scaler is None
+        precision_base = MixedPrecision if is_unscaled else Precision
+        return not overrides(strategy, strategy_base, *names) and not overrides(
+            precision, precision_base, *names
+        )
+
+
+def _without_index(step: Callable[[Any], Any], batch: Any, index: int) -> Any:
+    return step(batch)
+
+
+@expects(f"{EPOCH_LOOP}._batches_that_stepped", f"{EPOCH_LOOP}._should_check_val_fx")
 class StraightLoop(LoggingLoop):
-    """Lightning's loop over the batches of an epoch, with `Step` in place of Lightning's training step.
+    """Lightning's loop over the batches of an epoch, with a step that calls only overridden hooks.
 
     Attributes:
         reason: Reason to use Lightning's step after all, or None.
+        batch: Batch of the current step, on the device.
+        index: Index of the batch in the epoch.
+        optimizer: Optimizer of the current step.
+        outputs: Loss and other outputs of the current step, once computed.
     """
 
     reason: str | None = None
-    _step: "Step | None" = None
+    batch: Any = None
+    index = 0
+    optimizer: Any = None
+    outputs: dict[str, Any] | None = None
+    _hooks: Any = None
 
-    def on_run_start(self, data_fetcher: Any) -> None:
-        """Look up the step."""
-        super().on_run_start(data_fetcher)
-        self._look_up(data_fetcher)
-        if not self.restarting:
-            self.val_loop.restarting = False
+    @property
+    def hooks(self) -> Hooks:
+        """What a step calls now."""
+        if self._hooks is None or identities(self._hooks) != self._hooks.identities:
+            self._hooks = Hooks(self.trainer)
+            self.reason = self._hooks.reason
+            self.check(self._hooks)
+        return self._hooks
 
-    def _look_up(self, data_fetcher: Any) -> None:
-        self.reason = self.why_not(data_fetcher)
-        self._step = self.make_step()
-
-    def make_step(self) -> "Step | None":
-        """Return the step, or None to use Lightning's step."""
-        order = order_of(self.trainer.train_dataloader)
-        if self.reason and order is not None and order is not self.trainer.train_dataloader:
+    def check(self, hooks: Hooks) -> None:
+        """Raise a UserError if a flag needs this step, and another feature Lightning's."""
+        if self.reason and isinstance(hooks.order, GlobalSampler):
             raise UserError(
                 f"--run.global_order true does not work with {self.reason}: leave one of them out"
             )
-        return None if self.reason else Step(self)
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        """Find the hooks anew."""
+        super().on_run_start(data_fetcher)
+        self._hooks = None
+        assert self.hooks is not None  # finds them
+        if not self.restarting:
+            self.val_loop.restarting = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the step, which is looked up anew: a spawned worker may unpickle the Trainer."""
-        return {**vars(self), "_step": None}
+        """Return the state without the hooks: a spawned worker may unpickle the Trainer."""
+        return {**vars(self), "_hooks": None}
 
     def teardown(self) -> None:
-        """Drop the step at the end of training."""
-        self._step = None
+        """Drop the hooks at the end of training."""
+        self._hooks = None
         super().teardown()
 
-    def why_not(self, data_fetcher: Any) -> str | None:
-        """Return the requested feature that needs Lightning's step, or None."""
-        trainer: Any = (
-            self.trainer
-        )  # typed Any, because Lightning does not declare these attributes
-        module = trainer.lightning_module
-        strategy = trainer.strategy
-        if not isinstance(trainer.profiler, PassThroughProfiler):
-            return "a profiler"
-        if not module.automatic_optimization:
-            return "manual optimization"
-        if self.skips_backward:  # as StochasticWeightAveraging does in its last epoch
-            return "a callback that trains without a backward pass"
-        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
-            return "a training_step that takes the data iterator"
-        if strategy.handles_gradient_accumulation or overrides(
-            strategy, Strategy, "post_training_step"
-        ):
-            return f"the training step of {type(strategy).__name__}"
-        return None
-
     def advance(self, data_fetcher: Any) -> None:
-        """Take one step; call Lightning's method if there is no `Step`, or if a resumed run must validate first."""
-        if self._step is None or step_state(self._step) != self._step.state:
-            self._look_up(data_fetcher)
-        if self._step is None or (self.restarting and self._should_check_val_fx(data_fetcher)):
+        """Take one step, or Lightning's, which also validates first in a resumed run.
+
+        Raises:
+            StopIteration: When `on_train_batch_start` of the module ends the epoch.
+        """
+        hooks = self.hooks
+        if self.reason is not None:
             super().advance(data_fetcher)
             return
         if self.restarting:
+            if self._should_check_val_fx(data_fetcher):
+                super().advance(data_fetcher)
+                return
             self.end_resumption()
-        self._step(data_fetcher)
+        progress = self.batch_progress
+        batch, _, _ = next(data_fetcher)
+        index = progress.current.ready
+        progress.is_last_batch = data_fetcher.done
+        batch = self.prepare(batch)
+        progress.increment_ready()
+        self.on_batch_start(batch)
+        outputs = None
+        is_ended = False
+        if batch is None:
+            rank_zero_warn(
+                "train_dataloader yielded None. If this was on purpose, ignore this warning..."
+            )
+        else:
+            is_ended = hooks.on_train_batch_start(batch, index) == -1
+            hooks.strategy.on_train_batch_start(batch, index)
+            if is_ended:
+                progress.increment_by(0, is_last_batch=True)
+            else:
+                progress.increment_started()
+                outputs = self._train(batch, index)
+        progress.increment_processed()
+        is_last = (
+            progress.is_last_batch or progress.current.ready == self.trainer.fit_loop.max_batches
+        )
+        if "step" in map(interval_of, hooks.strategy.lr_scheduler_configs):
+            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if is_last:
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if is_ended:
+            raise StopIteration
+        hooks.on_train_batch_end(outputs, batch, index)
+        self.on_batch_end()
+
+    def prepare(self, batch: Any) -> Any:
+        """Move a batch to the device, and call the batch hooks."""
+        hooks = self._hooks
+        if hooks.convert_input is not None:
+            batch = hooks.convert_input(batch)
+        if hooks.on_before_batch_transfer is not None:
+            batch = hooks.on_before_batch_transfer(batch, 0)
+        return hooks.batch_to_device(batch)
+
+    def _train(self, batch: Any, index: int) -> dict[str, Any]:
+        """Compute gradients, update the weights if they are complete, and return the outputs."""
+        trainer = self.trainer
+        hooks = self.hooks
+        progress = self.batch_progress
+        ready = progress.current.ready
+        self.batch = batch
+        self.index = index
+        self.outputs = None
+        self.optimizer = hooks.strategy.optimizers[0]
+        is_last = progress.is_last_batch or ready == trainer.fit_loop.max_batches
+        if ready % trainer.accumulate_grad_batches != 0 and not is_last:
+            self.accumulate()
+        else:
+            steps = self.automatic_optimization.optim_progress.optimizer.step
+            steps.increment_ready()
+            if hooks.optimizer_step is None:
+                hooks.optimizer.step(closure=self.compute_and_clip)
+            else:
+                epoch = trainer.current_epoch
+                hooks.optimizer_step(epoch, index, hooks.wrapped_optimizer, self.compute)
+            steps.increment_completed()
+        outputs = self.outputs
+        if outputs is None:
+            raise UserError(
+                f"{type(hooks.module).__name__}.optimizer_step or its optimizer never calls "
+                "the closure"
+            )
+        self.outputs = None
+        self.batch = None
+        return outputs
+
+    def accumulate(self) -> None:
+        """Compute gradients without averaging them over the ranks."""
+        with self.hooks.block_sync():
+            self.compute()
+
+    def compute(self) -> Tensor | None:
+        """Compute loss and gradients, as the optimizer's closure."""
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self.compute()
+        hooks = self.hooks
+        output = hooks.training_step(self.batch, self.index)
+        batches = self.trainer.accumulate_grad_batches
+        loss: Tensor | None
+        if hooks.shares_loss and isinstance(output, Tensor):
+            loss = output if batches == 1 else output / batches
+            self.outputs = {"loss": loss.detach()}
+        else:
+            loss, self.outputs = self.unpack(output, batches)
+        if self.index % batches == 0:
+            self.zero_gradients()
+        if loss is not None:
+            if hooks.weighs_loss:
+                assert hooks.order is not None
+                samples = hooks.order.share_size(self.index)
+                loss = loss * hooks.order.loss_weight(self.trainer, self.index, samples)
+            self.hooks.backward(loss, self.optimizer)
+        return self.outputs.get("loss")
+
+    def unpack(self, output: Any, batches: int) -> tuple[Tensor | None, dict[str, Any]]:
+        """Return the loss, divided by the number of accumulated batches, and all outputs.
+
+        Raises:
+            UserError: When the step returned None in a run of several processes.
+            MisconfigurationException: When the step returned neither a tensor, nor a dictionary
+                with a loss, nor None.
+        """
+        if output is None:
+            if self.trainer.world_size > 1:
+                raise UserError(
+                    "training_step returned None to skip a step, which works only in a single "
+                    "process"
+                )
+            rank_zero_warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+            )
+            return None, {}
+        result = ClosureResult.from_training_step_output(output, batches)
+        return result.closure_loss, result.asdict()
+
+    def zero_gradients(self) -> None:
+        """Set the gradients to None before an optimizer step's first batch."""
+        progress = self.automatic_optimization.optim_progress.optimizer.zero_grad
+        progress.increment_ready()
+        self._hooks.on_before_zero_grad(self.optimizer)
+        progress.increment_started()
+        zero_grad = self.hooks.optimizer_zero_grad
+        if zero_grad is None:
+            self.optimizer.zero_grad()
+        else:
+            zero_grad(self.trainer.current_epoch, self.index, self.optimizer)
+        progress.increment_completed()
+
+    def compute_and_clip(self) -> Tensor | None:
+        """Compute loss and gradients, and clip the gradients, as the optimizer's closure."""
+        loss = self.compute()
+        self._hooks.on_before_optimizer_step(self._hooks.optimizer)
+        hooks = self.hooks
+        value = self.trainer.gradient_clip_val
+        if hooks.clips or value is not None:
+            algorithm = self.trainer.gradient_clip_algorithm
+            hooks.clip(hooks.optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+        return loss
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Count the step. Call Lightning's method if more is due: validation, schedulers, or the end of the epoch."""
+        """Count the step. Call Lightning's method if validation or schedulers are due."""
         trainer = self.trainer
         progress = self.batch_progress
-        every = self.trainer.val_check_batch
-        batches = (
-            progress.current if trainer.check_val_every_n_epoch is not None else progress.total
-        )
+        every = trainer.val_check_batch
+        batches = progress.total
+        if trainer.check_val_every_n_epoch is not None:
+            batches = progress.current
         if (
-            self._step is None
-            or "step" in map(interval_of, self._step.strategy.lr_scheduler_configs)
+            self.reason is not None
+            or "step" in map(interval_of, self._hooks.strategy.lr_scheduler_configs)
             or progress.is_last_batch
             or trainer.should_stop
             or every is None  # `val_check_interval` is a time
@@ -178,355 +492,13 @@ class StraightLoop(LoggingLoop):
     @property
     def done(self) -> bool:
         """Whether the epoch has ended."""
-        step = self._step
         progress = self.batch_progress
         if (
-            step is None
+            self.reason is not None
             or self.trainer.should_stop
             or progress.is_last_batch
             or progress.current.ready == self.trainer.fit_loop.max_batches
-            or (self.max_steps != -1 and step.steps.total.completed >= self.max_steps)
+            or (self.max_steps != -1 and self.global_step >= self.max_steps)
         ):
             return super().done
         return False
-
-
-@expects(
-    f"{EPOCH_LOOP}.automatic_optimization",
-    f"{AUTOMATIC}:_AutomaticOptimization.output_result_cls",
-    f"{AUTOMATIC}:ClosureResult.closure_loss",
-)
-class Step:
-    """Training step that calls the overridden hooks of callbacks, module, data module, strategy and precision plugin.
-
-    Args:
-        loop: The loop.
-
-    Attributes:
-        state: Values of `step_state` when this object was created.
-        steps: Lightning's progress counter of optimizer steps.
-    """
-
-    def __init__(self, loop: StraightLoop) -> None:
-        trainer: Any = loop.trainer
-        module = trainer.lightning_module
-        strategy = trainer.strategy
-        self.loop = loop
-        self.trainer = trainer
-        self.module = module
-        self.strategy = strategy
-        self.data = getattr(trainer, "datamodule", None) or module
-        self.state = step_state(self)
-        progress = loop.automatic_optimization.optim_progress.optimizer
-        self.steps = progress.step
-        self.zero_grads = progress.zero_grad
-        order = order_of(trainer.train_dataloader)
-        # the order weights the loss. An `ImageClassifier` weights its loss itself; only its loaders
-        # have `empty="keep"`
-        self.order = None if getattr(order, "empty", None) == "keep" else order
-        self.without_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if isinstance(strategy, ParallelStrategy):
-            self.without_sync = strategy.block_backward_sync
-        self.batch = None
-        self.index = 0
-        self.outputs: dict[str, Any] | None = None  # set by the training step
-
-        self._plain_zero_grad = MethodType(LightningModule.optimizer_zero_grad, module)
-        self.on_train_batch_start = Hook(trainer, "on_train_batch_start")
-        self.on_before_zero_grad = Hook(trainer, "on_before_zero_grad")
-        self.on_before_backward = Hook(trainer, "on_before_backward")
-        self.on_after_backward = Hook(trainer, "on_after_backward")
-        self.on_train_batch_end = Hook(trainer, "on_train_batch_end")
-
-        self._look_up_batch()
-        self._look_up_training()
-        self._look_up_backward()
-        self._look_up_optimizer()
-        self._look_up_clipping()
-
-    # -- lookup
-    # ---------------------------------------------------------------------------------------------------
-
-    def _part(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call so that `self.log` and the profiler see the call's name."""
-        call = in_hook(self.module, name, call)
-        profiler = self.trainer.profiler
-        if type(profiler) is PassThroughProfiler:
-            return call
-
-        def profiled(*args: Any, **kwargs: Any) -> Any:
-            with profiler.profile(f"[StraightLoop].{name}"):
-                return call(*args, **kwargs)
-
-        return profiled
-
-    def _look_up_batch(self) -> None:
-        """Look up the batch hooks of module and data module."""
-        self._batch_state = batch_state(self)
-        strategy = self.strategy
-        device = self.strategy.root_device
-        trainer = self.trainer
-
-        def hook(name: str) -> Callable[..., Any] | None:
-            owner = hook_owner(trainer, name)
-            if name != "transfer_batch_to_device" and not overrides(owner, LightningModule, name):
-                return None
-            return (
-                self._part(name, getattr(owner, name))
-                if owner is self.module
-                else getattr(owner, name)
-            )
-
-        before, transfer, after = map(hook, BATCH_HOOKS)
-        assert transfer is not None
-
-        def move(batch: Any) -> Any:
-            batch = transfer(batch, device, 0)
-            return batch if after is None else after(batch, 0)
-
-        if overrides(strategy, Strategy, "batch_to_device"):
-            move = partial(strategy.batch_to_device, dataloader_idx=0)
-        self.preparation: list[Callable[[Any], Any]] = [self._part("batch_to_device", move)]
-        if before is not None:
-            self.preparation.insert(0, lambda batch: before(batch, 0))
-        if overrides(strategy.precision_plugin, Precision, "convert_input"):
-            self.preparation.insert(0, strategy.precision_plugin.convert_input)
-
-    def _look_up_training(self) -> None:
-        """Look up the training step; skip strategy and precision plugin if they add nothing."""
-        self._training_state = training_state(self)
-        module = self.module
-        strategy = self.strategy
-        precision = self.strategy.precision_plugin
-        alone = strategy.model is module and not overrides(strategy, Strategy, "training_step")
-        alone = alone and not overrides(precision, Precision, *FORWARD)
-        step = module.training_step if alone else strategy.training_step
-        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        self.training_step = self._part(
-            "training_step", step if takes_index else lambda batch, index: step(batch)
-        )
-        # Lightning copies the loss, because user code may keep it or change it in place
-        package = getattr(module.training_step, "__module__", "").partition(".")[0]
-        changes = [
-            overrides(callback, Callback, "on_before_backward")
-            for callback in self.trainer.callbacks
-        ]
-        changes.append(overrides(module, LightningModule, "on_before_backward", "backward"))
-        self.shares_loss = package == "app" and not any(changes)
-
-    def _look_up_backward(self) -> None:
-        """Look up the backward pass; skip strategy and precision plugin if they add nothing."""
-        self._backward_state = backward_state(self)
-        module = self.module
-        strategy = self.strategy
-
-        def backward(loss: Tensor) -> None:
-            self.on_before_backward(loss)
-            module.backward(loss)
-            self.on_after_backward()
-
-        if self._can_bypass(*BACKWARD):
-            self.backward = self._part("backward", backward)
-        else:
-            self.backward = self._part(
-                "backward", lambda loss: strategy.backward(loss, self.zeroed)
-            )
-
-    def _look_up_optimizer(self) -> None:
-        """Look up the optimizer and its step."""
-        self._optimizer_state = optimizer_state(self)
-        trainer = self.trainer
-        module = self.module
-        strategy = self.strategy
-        wrapped = module.optimizers()
-        self.optimizer = optimizer = wrapped.optimizer
-        if overrides(module, LightningModule, "optimizer_step"):
-            own_step = self._part("optimizer_step", module.optimizer_step)
-            self.update = lambda: own_step(trainer.current_epoch, self.index, wrapped, self.compute)
-        elif self._can_bypass("optimizer_step") and not averages_models(strategy):
-            self.update = lambda: optimizer.step(closure=self.compute_and_clip)
-        else:
-            self.update = self._part(
-                "optimizer_step", lambda: strategy.optimizer_step(optimizer, self.compute)
-            )
-        hook = Hook(trainer, "on_before_optimizer_step")
-        self.on_before_optimizer_step = self._part("on_before_optimizer_step", hook)
-
-    def _look_up_clipping(self) -> None:
-        """Look up the clipping of gradients."""
-        self._clipping_state = clipping_state(self)
-        module = self.module
-        precision = self.strategy.precision_plugin
-        base = MixedPrecision if isinstance(precision, MixedPrecision) else Precision
-        self.clips = overrides(module, LightningModule, *CLIPPING) or overrides(
-            precision, base, "clip_gradients"
-        )
-        self.clip = self._part("configure_gradient_clipping", module.configure_gradient_clipping)
-
-    def _can_bypass(self, *names: str) -> bool:
-        """Return whether the step may skip these methods of strategy and precision plugin, because they do nothing."""
-        strategy = self.strategy
-        precision = self.strategy.precision_plugin
-        # in automatic optimization, DDPStrategy's overrides do nothing; without a scaler,
-        # MixedPrecision's do nothing
-        ddp = isinstance(strategy, DDPStrategy)
-        unscaled = isinstance(precision, MixedPrecision) and precision.scaler is None
-        return not overrides(strategy, DDPStrategy if ddp else Strategy, *names) and not overrides(
-            precision, MixedPrecision if unscaled else Precision, *names
-        )
-
-    # -- step
-    # ----------------------------------------------------------------------------------------------------
-
-    def __call__(self, data_fetcher: Any) -> None:
-        """Take one training step.
-
-        Raises:
-            StopIteration: When `on_train_batch_start` of the module ends the epoch.
-        """
-        loop = self.loop
-        trainer = self.trainer
-        progress = self.loop.batch_progress
-        batch, _, _ = next(data_fetcher)
-        index = progress.current.ready
-        progress.is_last_batch = data_fetcher.done
-        if batch_state(self) != self._batch_state:
-            self._look_up_batch()
-        for prepare in self.preparation:
-            batch = prepare(batch)
-        progress.increment_ready()
-        loop.on_batch_start(batch)
-        ends = False
-        outputs = None
-        if batch is None:
-            rank_zero_warn(
-                "train_dataloader yielded None. If this was on purpose, ignore this warning..."
-            )
-        else:
-            ends = self.on_train_batch_start(batch, index) == -1
-            self.strategy.on_train_batch_start(batch, index)
-            if ends:
-                progress.increment_by(0, is_last_batch=True)
-            else:
-                progress.increment_started()
-                last = (
-                    progress.is_last_batch or progress.current.ready == trainer.fit_loop.max_batches
-                )
-                accumulating = (
-                    not last and progress.current.ready % trainer.accumulate_grad_batches != 0
-                )
-                outputs = self._train(batch, index, accumulating)
-        progress.increment_processed()
-        if "step" in map(interval_of, self.strategy.lr_scheduler_configs):
-            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if progress.is_last_batch or progress.current.ready == trainer.fit_loop.max_batches:
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if ends:
-            raise StopIteration
-        self.on_train_batch_end(outputs, batch, index)
-        loop.on_batch_end()
-
-    def _train(self, batch: Any, index: int, accumulating: bool) -> dict[str, Any]:
-        self.batch = batch
-        self.index = index
-        self.outputs = None
-        self.zeroed = self.strategy.optimizers[0]
-        self.begins_window = index % self.trainer.accumulate_grad_batches == 0
-        if optimizer_state(self) != self._optimizer_state:
-            self._look_up_optimizer()
-        if accumulating:
-            with self.without_sync():
-                self.compute()
-        else:
-            self.steps.increment_ready()
-            self.update()
-            self.steps.increment_completed()
-        if self.outputs is None:
-            raise UserError(
-                f"{type(self.module).__name__}.optimizer_step or its optimizer never calls the closure"
-            )
-        outputs = self.outputs
-        self.outputs = None
-        self.batch = None
-        return outputs
-
-    def compute(self) -> Tensor | None:
-        """Compute loss and gradients, as the optimizer's closure."""
-        if not torch.is_grad_enabled():
-            with torch.enable_grad():
-                return self.compute()
-        if training_state(self) != self._training_state:
-            self._look_up_training()
-        output = self.training_step(self.batch, self.index)
-        micro_batches = self.trainer.accumulate_grad_batches
-        loss: Tensor | None
-        if self.shares_loss and isinstance(output, Tensor):
-            loss = output if micro_batches == 1 else output / micro_batches
-            self.outputs = {"loss": loss.detach()}
-        else:
-            loss, self.outputs = self._unpack(output, micro_batches)
-        if self.begins_window:
-            self._zero()
-        if backward_state(self) != self._backward_state:
-            self._look_up_backward()
-        if loss is not None:
-            self.backward(
-                loss if self.order is None else loss * self.order.weight(self.index, self._window)
-            )
-        return self.outputs.get("loss")
-
-    @property
-    def _window(self) -> tuple[int, int]:
-        """Batches per accumulation window and per epoch."""
-        return self.trainer.accumulate_grad_batches, int(
-            min(self.trainer.num_training_batches, sys.maxsize)
-        )
-
-    def _zero(self) -> None:
-        self.zero_grads.increment_ready()
-        module = self.module
-        optimizer = self.zeroed
-        self.on_before_zero_grad(optimizer)
-        self.zero_grads.increment_started()
-        if module.optimizer_zero_grad == self._plain_zero_grad:
-            optimizer.zero_grad()
-        else:
-            zero_grad = self._part("optimizer_zero_grad", module.optimizer_zero_grad)
-            zero_grad(self.trainer.current_epoch, self.index, optimizer)
-        self.zero_grads.increment_completed()
-
-    def compute_and_clip(self) -> Any:
-        """Compute loss and gradients, and clip the gradients. The optimizer calls this method as its closure."""
-        loss = self.compute()
-        self.on_before_optimizer_step(self.optimizer)
-        self.clip_gradients()
-        return loss
-
-    def clip_gradients(self) -> None:
-        """Clip the gradients, if the Trainer has a clip value or the module overrides a clipping hook."""
-        if clipping_state(self) != self._clipping_state:
-            self._look_up_clipping()
-        value = self.trainer.gradient_clip_val
-        algorithm = self.trainer.gradient_clip_algorithm
-        if self.clips or value is not None:
-            self.clip(self.optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
-
-    def _unpack(self, output: Any, micro_batches: int) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return the loss and the outputs for a `training_step` result that is not a tensor.
-
-        Raises:
-            UserError: When the step returned None in a run of several processes.
-            MisconfigurationException: When the step returned neither a dictionary with a loss nor
-                None.
-        """
-        if output is None:
-            if self.trainer.world_size > 1:
-                raise UserError(
-                    "training_step returned None to skip a step, which works only in a single process"
-                )
-            rank_zero_warn(
-                "`training_step` returned `None`. If this was on purpose, ignore this warning..."
-            )
-        outputs = self.loop.automatic_optimization.output_result_cls
-        result = outputs.from_training_step_output(output, micro_batches)
-        return result.closure_loss, {} if result.loss is None else result.asdict()

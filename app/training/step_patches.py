@@ -1,6 +1,4 @@
-"""Parts of the straight step that use Lightning's private names. The rest is in `straight_step.py`.
-
-That module overrides public methods of Lightning's loop.
+"""Parts of the straight step that use Lightning's private names. The rest is in `step.py`.
 
 When you upgrade Lightning, compare
 
@@ -9,7 +7,7 @@ When you upgrade Lightning, compare
 * `in_hook` and `Hook` with trainer/call.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from types import MethodType
@@ -17,36 +15,82 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.errors import UserError
 from app.system.lightning_patches import in_window
-from app.system.patches import expects
+from app.system.patches import EXPECTED, expects
 
-_TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
+EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _CONNECTORS = "lightning.pytorch.trainer.connectors"
 _LOGGERS = f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector"
-EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
-AUTOMATIC = "lightning.pytorch.loops.optimization.automatic"
+
+# Attributes that decide what a step calls. A step compares them with their earlier values right
+# before each of its parts, because any hook may replace them. Private attributes stand in for
+# properties, because `attrgetter` then makes no Python call.
+identities = attrgetter(
+    "trainer.profiler",
+    "module._automatic_optimization",
+    "module.on_before_batch_transfer",
+    "module.transfer_batch_to_device",
+    "module.on_after_batch_transfer",
+    "module.training_step",
+    "module.backward",
+    "module.optimizer_step",
+    "module.optimizer_zero_grad",
+    "module.configure_gradient_clipping",
+    "module.clip_gradients",
+    "data.on_before_batch_transfer",
+    "data.transfer_batch_to_device",
+    "data.on_after_batch_transfer",
+    "strategy._model",
+    "strategy._lightning_optimizers",
+    "strategy.batch_to_device",
+    "strategy.training_step",
+    "strategy.pre_backward",
+    "strategy.backward",
+    "strategy.post_backward",
+    "strategy.optimizer_step",
+    "strategy._precision_plugin.convert_input",
+    "strategy._precision_plugin.train_step_context",
+    "strategy._precision_plugin.forward_context",
+    "strategy._precision_plugin.pre_backward",
+    "strategy._precision_plugin.backward",
+    "strategy._precision_plugin.post_backward",
+    "strategy._precision_plugin.optimizer_step",
+    "strategy._precision_plugin.clip_gradients",
+)
+EXPECTED[f"{__name__}.identities"] = (
+    "lightning.pytorch.core.module:LightningModule._automatic_optimization",
+    "lightning.pytorch.strategies:Strategy._model",
+    "lightning.pytorch.strategies:Strategy._lightning_optimizers",
+    "lightning.pytorch.strategies:Strategy._precision_plugin",
+)
 
 
 @expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
-def in_hook(module: LightningModule, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call of a hook, so that `self.log` finds the hook's name in the module."""
-    attributes = vars(module)  # a write to this dictionary avoids nn.Module's slow __setattr__
+def in_hook(trainer: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a call of a hook, so that `self.log` and the profiler find the hook's name."""
+    # a write to this dictionary avoids nn.Module's slow __setattr__
+    attributes = vars(trainer.lightning_module)
+    profiler = trainer.profiler
+    is_profiled = type(profiler) is not PassThroughProfiler
 
     def called(*args: Any, **kwargs: Any) -> Any:
         before = attributes["_current_fx_name"]
         attributes["_current_fx_name"] = name
-        result = call(*args, **kwargs)
+        if is_profiled:
+            with profiler.profile(f"[StraightLoop].{name}"):
+                result = call(*args, **kwargs)
+        else:
+            result = call(*args, **kwargs)
         attributes["_current_fx_name"] = before
         return result
 
     return called
 
 
-@expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
 class Hook:
     """Hook of all callbacks and of the module.
 
@@ -63,8 +107,9 @@ class Hook:
         self._module = trainer.lightning_module
         self._name = name
         self._method = attrgetter(name)  # unlike getattr, not a call for Python's profiler
-        idle = [MethodType(getattr(Callback, name), callback) for callback in trainer.callbacks]
-        self._idle = {None, MethodType(getattr(LightningModule, name), self._module), *idle}
+        self._idle = {None, MethodType(getattr(LightningModule, name), self._module)}
+        for callback in trainer.callbacks:
+            self._idle.add(MethodType(getattr(Callback, name), callback))
 
     def __call__(self, *args: Any) -> Any:
         """Call the overridden methods, and return the module's result."""
@@ -78,59 +123,15 @@ class Hook:
         for callback in trainer.callbacks:  # the list itself, because a hook may change it
             if method(callback) not in idle:
                 method(callback)(trainer, module, *args)
-        result = method(module)(*args) if method(module) not in idle else None
+        result = None
+        if method(module) not in idle:
+            result = method(module)(*args)
         attributes["_current_fx_name"] = before
         return result
 
 
-@expects(
-    *(f"lightning.pytorch.strategies:Strategy.{name}" for name in ("_precision_plugin", "_model")),
-    "lightning.pytorch.strategies:Strategy._lightning_optimizers",
-    "lightning.pytorch.core.module:LightningModule._automatic_optimization",
-)
-def watch(
-    module: Sequence[str] = (),
-    data: Sequence[str] = (),
-    strategy: Sequence[str] = (),
-    precision: Sequence[str] = (),
-) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that reads the Trainer's profiler and these attributes, for a `Step`.
-
-    It reads private attributes of the strategy instead of properties, because `attrgetter` then
-    makes no Python call.
-    """
-    owners = {
-        "module": module,
-        "data": data,
-        "strategy": strategy,
-        "strategy._precision_plugin": precision,
-    }
-    return attrgetter(
-        "trainer.profiler",
-        *(f"{owner}.{name}" for owner, names in owners.items() for name in names),
-    )
-
-
-@expects(
-    f"{_TRAINER}._data_connector",
-    f"{_CONNECTORS}.data_connector:_DataConnector._datahook_selector",
-    f"{_CONNECTORS}.data_connector:_DataHookSelector.get_instance",
-)
-def hook_owner(trainer: Trainer, name: str) -> Any:
-    """Return the module or data module whose batch hook Lightning calls."""
-    owners = trainer._data_connector._datahook_selector
-    assert owners is not None  # set before training
-    return owners.get_instance(name)
-
-
-@expects("lightning.pytorch.strategies.ddp:DDPStrategy._model_averager")
-def averages_models(strategy: Strategy) -> bool:
-    """Return whether the strategy averages the ranks' weights after an optimizer step."""
-    return getattr(strategy, "_model_averager", None) is not None
-
-
 class WindowLoop(_TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch, which stops and saves only between accumulation windows.
+    """Lightning's loop over batches, which stops and saves only between accumulation windows.
 
     A window is the batches of one optimizer step. See `in_window`.
     """
@@ -162,8 +163,9 @@ class WindowLoop(_TrainingEpochLoop):
         )
         if trainer.enable_validation and not fits:
             raise UserError(
-                f"--trainer.val_check_interval {trainer.val_check_interval} validates and saves inside the "
-                f"{batches} batches of an optimizer step: give a whole number, a multiple of {batches}"
+                f"--trainer.val_check_interval {trainer.val_check_interval} validates and saves "
+                f"inside the {batches} batches of an optimizer step: give a whole number, a "
+                f"multiple of {batches}"
             )
         for callback in trainer.checkpoint_callbacks:
             for name in ("on_train_batch_end", "on_exception"):
@@ -181,7 +183,7 @@ class WindowLoop(_TrainingEpochLoop):
 
     @property
     def done(self) -> bool:
-        """Whether the epoch has ended. A stop waits for the end of a window, where checkpoints are saved."""
+        """Whether the epoch has ended. A stop waits for the end of a window."""
         return super().done and not (self.trainer.should_stop and in_window(self.trainer))
 
 
@@ -199,29 +201,24 @@ def _call_between_windows(
 
 
 @expects(
-    *(f"{_TRAINER}._logger_connector", "lightning.pytorch.loops.loop:_Loop._restarting"),
-    *(f"{_LOGGERS}.{name}" for name in ("_first_loop_iter", "_current_fx")),
-    *(f"{_LOGGERS}.{name}" for name in ("on_batch_end", "update_train_step_metrics")),
-    *(f"{EPOCH_LOOP}.{name}" for name in ("_results", "_batches_that_stepped")),
-    f"{AUTOMATIC}:_AutomaticOptimization._skip_backward",
+    "lightning.pytorch.trainer.trainer:Trainer._logger_connector",
+    f"{_LOGGERS}._first_loop_iter",
+    f"{_LOGGERS}._current_fx",
+    f"{EPOCH_LOOP}._results",
+    f"{EPOCH_LOOP}._batches_that_stepped",
 )
 class LoggingLoop(WindowLoop):
-    """Lightning's loop over the batches of an epoch. Separate methods do its logging before and after a batch."""
-
-    @property
-    def skips_backward(self) -> bool:
-        """Whether a callback, such as StochasticWeightAveraging, makes Lightning skip the backward pass."""
-        return self.automatic_optimization._skip_backward
+    """Lightning's loop over batches, with its logging in separate methods."""
 
     def end_resumption(self) -> None:
-        """Mark the epoch as not resumed, because Lightning skips ReduceLROnPlateau at the end of a resumed epoch.
+        """Mark the epoch as not resumed: Lightning skips ReduceLROnPlateau after a resumed one.
 
         Source: fit_loop.py, `on_advance_end`.
         """
-        self.val_loop.restarting = self.trainer.fit_loop._restarting = False
+        self.trainer.fit_loop.restarting = False
 
     def on_batch_start(self, batch: Any, size: int | None = None) -> None:
-        """Tell `self.log` the batch, its size if known, and whether the batch is the epoch's first."""
+        """Tell `self.log` the batch, its size if known, and whether it is the epoch's first."""
         connector = self.trainer._logger_connector
         results = self._results
         connector._first_loop_iter = connector._first_loop_iter is None
@@ -231,7 +228,7 @@ class LoggingLoop(WindowLoop):
         results.dataloader_idx = None
 
     def on_batch_end(self) -> None:
-        """Store this step's metrics; pass them to the loggers every `log_every_n_steps` steps and when training stops.
+        """Store this step's metrics; pass them to the loggers at the end of a window or training.
 
         Unlike Lightning, do not read metrics for the progress bar on every step.
         """
@@ -240,10 +237,8 @@ class LoggingLoop(WindowLoop):
         every = trainer.log_every_n_steps
         if connector._current_fx is not None:
             connector.on_batch_end()
-        self._results.batch = self._results.batch_size = None
+        self._results.batch = None
+        self._results.batch_size = None
         self.batch_progress.increment_completed()
-        window_ends = every and (
-            (self._batches_that_stepped + 1) % every == 0 or trainer.should_stop
-        )
-        if window_ends:
+        if every and ((self._batches_that_stepped + 1) % every == 0 or trainer.should_stop):
             connector.update_train_step_metrics()

@@ -47,7 +47,7 @@ class Tree:
     def add(
         self, nodes: dict[Node, Any], node: Node, value: Any, plus: Callable[[Any, Any], Any]
     ) -> None:
-        """Insert a node's value into the partial sums, and merge each pair of siblings into their parent.
+        """Insert a node's value into the partial sums, and merge siblings into their parent.
 
         Args:
             nodes: Partial sums by node, changed in place.
@@ -91,15 +91,15 @@ class Tree:
         if self.world_size == 1:
             return nodes[self.root]
         rank = self.rank
-        others = [other for other in range(self.world_size) if other != self.rank]
+        others = set(range(self.world_size)) - {rank}
         split = [nodes[node].tensor_split(self.world_size) for node in self._held[rank]]
         chunk = split[0][rank]
-        received = {other: chunk.new_empty(len(self._held[other]), len(chunk)) for other in others}
-        exchange(
-            {other: torch.cat([chunks[other] for chunks in split]) for other in others},
-            received,
-            self.group,
-        )
+        sent: dict[int, Tensor] = {}
+        received: dict[int, Tensor] = {}
+        for other in others:
+            sent[other] = torch.cat([chunks[other] for chunks in split])
+            received[other] = chunk.new_empty(len(self._held[other]), len(chunk))
+        exchange(sent, received, self.group)
         received[rank] = torch.stack([chunks[rank] for chunks in split])
         sums: dict[Node, Tensor] = {}
         for sender, held in enumerate(self._held):
@@ -129,14 +129,15 @@ def exchange(
     if distributed.get_backend(group) == "gloo":
         sent = {rank: tensor.cpu() for rank, tensor in sent.items()}
         buffers = {rank: tensor.cpu() for rank, tensor in received.items()}
-    operations = [
-        distributed.P2POp(operation, tensor, group=group, group_peer=rank)
-        for operation, tensors in ((distributed.isend, sent), (distributed.irecv, buffers))
-        for rank, tensor in tensors.items()
-        if tensor.numel()
-    ]
-    for work in distributed.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    operations = []
+    for operation, tensors in ((distributed.isend, sent), (distributed.irecv, buffers)):
+        for rank, tensor in tensors.items():
+            if tensor.numel():
+                peer = distributed.P2POp(operation, tensor, group=group, group_peer=rank)
+                operations.append(peer)
+    if operations:
+        for work in distributed.batch_isend_irecv(operations):
+            work.wait()
     for rank, tensor in received.items():
         if buffers[rank] is not tensor:
             tensor.copy_(buffers[rank])

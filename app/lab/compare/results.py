@@ -22,8 +22,6 @@ FIGURES = {
     "global_batch": "global_batch_size",
     "precision": "precision",
     "placement": "placement",
-    "loss_first": "train_loss.first",
-    "loss_middle": "train_loss.middle",
     "loss_last": "train_loss.last",
     "val_acc": "val_acc",
     "val_images": "data.images.val",
@@ -65,7 +63,7 @@ COMPUTED = ("replica_batch", "less_accurate", "speed_up", "efficiency")
 COLUMNS = ["variant", "status", *FIGURES, *COMPUTED]
 WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
 # NaN for a run stopped by the time limit
-OF_THE_WHOLE = ["loss_middle", "loss_last", "val_acc", "train_s"]
+OF_THE_WHOLE = ["loss_last", "val_acc", "train_s"]
 
 
 def rate(rates: Sequence[float]) -> str:

@@ -1,0 +1,170 @@
+"""A hook, method or optimizer that is replaced in mid-epoch takes effect at once, as in Lightning's step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from test_straight_step import (
+    BATCH_HOOKS,
+    CALLBACK_HOOKS,
+    CALLS,
+    STEP_METHODS,
+    ByStep,
+    ClipsEach,
+    assert_alike,
+    recorder,
+)
+from torch import Tensor, nn
+
+
+def wrap(owner: Any, name: str) -> None:
+    """Replace a method by one that records its call, then calls the method."""
+    method = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        CALLS.append(("wrapped", name))
+        return method(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def adam(trainer: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(trainer.lightning_module.parameters(), lr=0.05)
+
+
+def halving(trainer: Any) -> LRSchedulerConfig:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
+    return LRSchedulerConfig(scheduler, interval="step")
+
+
+def second_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return nn.functional.mse_loss(self.net(batch[0]), nn.functional.one_hot(batch[1], 2).float())
+
+
+class Halved(nn.Module):
+    """Wrapper like DDP's, around the module."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args) * 0.5
+
+
+def set_up_adam(trainer: Any) -> None:
+    trainer.lightning_module.configure_optimizers = lambda: adam(trainer)
+    trainer.strategy.setup_optimizers(trainer)
+
+
+def train_manually(trainer: Any) -> None:
+    module = trainer.lightning_module
+    optimizer = module.optimizers()
+
+    def step(batch: Any, batch_idx: int) -> None:
+        optimizer.zero_grad()
+        module.manual_backward(second_step(module, batch, batch_idx))
+        optimizer.step()
+
+    module.automatic_optimization = False
+    module.training_step = step
+
+
+def late() -> Callback:
+    return recorder(
+        CALLS, [name for name in CALLBACK_HOOKS if "batch" in name or "backward" in name]
+    )
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "optimizers": lambda trainer: setattr(trainer.strategy, "optimizers", [adam(trainer)]),
+    "an optimizer": lambda trainer: trainer.optimizers.__setitem__(0, adam(trainer)),
+    "optimizers set up again": set_up_adam,
+    "an optimizer's step": lambda trainer: wrap(trainer.optimizers[0], "step"),
+    "an optimizer's zero_grad": lambda trainer: wrap(trainer.optimizers[0], "zero_grad"),
+    "schedulers": lambda trainer: setattr(
+        trainer.strategy, "lr_scheduler_configs", [halving(trainer)]
+    ),
+    "a scheduler's interval": lambda trainer: setattr(
+        trainer.lr_scheduler_configs[0], "interval", "epoch"
+    ),
+    "the training step": lambda trainer: setattr(
+        trainer.lightning_module,
+        "training_step",
+        lambda batch: second_step(trainer.lightning_module, batch, 0),
+    ),
+    "the class's training step": lambda trainer: setattr(
+        type(trainer.lightning_module), "training_step", second_step
+    ),
+    "manual optimization": train_manually,
+    "a callback before": lambda trainer: trainer.callbacks.insert(0, late()),
+    "other callbacks": lambda trainer: setattr(trainer, "callbacks", [late(), *trainer.callbacks]),
+    "a callback less": lambda trainer: trainer.callbacks.pop(0),
+    "a callback's class": lambda trainer: wrap(type(trainer.callbacks[0]), "on_train_batch_end"),
+    "clipping": lambda trainer: vars(trainer).update(gradient_clip_val=0.01),
+    "accumulation": lambda trainer: vars(trainer).update(accumulate_grad_batches=2),
+    "logging": lambda trainer: vars(trainer).update(log_every_n_steps=1),
+    "a profiler": lambda trainer: vars(trainer).update(profiler=SimpleProfiler()),
+    "validation": lambda trainer: vars(trainer).update(val_check_batch=2),
+    "an end": lambda trainer: vars(trainer).update(should_stop=True),
+    "the epoch's length": lambda trainer: vars(trainer.fit_loop).update(max_batches=4),
+    "max_steps": lambda trainer: vars(trainer.fit_loop.epoch_loop).update(max_steps=4),
+    "precision": lambda trainer: setattr(trainer.strategy, "precision_plugin", ClipsEach()),
+    "16 bits": lambda trainer: setattr(
+        trainer.strategy, "precision_plugin", MixedPrecision("bf16-mixed", "cpu")
+    ),
+    "the model": lambda trainer: setattr(
+        trainer.strategy, "model", Halved(trainer.lightning_module)
+    ),
+}
+BACKWARD = ["pre_backward", "backward", "post_backward"]
+METHODS = {
+    "lightning_module": ["on_before_backward", *STEP_METHODS],
+    "datamodule": BATCH_HOOKS,
+    "strategy": [
+        *BACKWARD,
+        "training_step",
+        "batch_to_device",
+        "optimizer_step",
+        "on_train_batch_start",
+    ],
+    "precision_plugin": [
+        *BACKWARD,
+        "forward_context",
+        "convert_input",
+        "optimizer_step",
+        "clip_gradients",
+    ],
+}
+for owner, names in METHODS.items():
+    for name in names:
+        CHANGES[f"{owner}.{name}"] = lambda trainer, owner=owner, name=name: wrap(
+            getattr(trainer, owner), name
+        )
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_in_mid_epoch(change: str, tmp_path: Path) -> None:
+    """Whatever is replaced in mid-epoch takes effect at the same call as in Lightning's loop."""
+    hook = "on_train_batch_end" if change == "manual optimization" else "on_train_batch_start"
+    reason = change if change in ("a profiler", "manual optimization") else None
+
+    def changes() -> Callback:
+        def call(self: Any, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2 and not vars(self).setdefault("changed", False):
+                self.changed = True
+                CHANGES[change](trainer)
+
+        return type("Changes", (Callback,), {hook: call})()
+
+    def model() -> ByStep:
+        return type("Fresh", (ByStep,), {})()  # a new class, because a change may patch it
+
+    settings = {"max_epochs": 1, "limit_val_batches": 0}
+    assert_alike(tmp_path, reason, model=model, callbacks=[changes], **settings)
