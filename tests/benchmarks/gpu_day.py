@@ -28,7 +28,7 @@ LEAST = 15  # seconds without which no item starts
 CALLS = {
     "A": {"versions": 20, "step": 40, "smoke": 50, "synchronisations": 35},
     "B": {"lenet": 60, "resnet": 60, "apart": 75, "mlp": 50},
-    "C": {"same_bits": 60, "gpu_tests": 80, "dp": 20, "commands": 85},
+    "C": {"same_bits": 110, "gpu_tests": 80, "dp": 20, "commands": 85},
 }
 
 
