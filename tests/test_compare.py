@@ -22,7 +22,7 @@ from app.lab.compare.figures import pictures
 from app.lab.compare.results import COLUMNS
 from app.lab.compare.runner import Outcome
 from app.lab.variant import Variant
-from app.record import PHASES, Epoch, Record
+from app.record import PHASES, DataSet, Epoch, Record
 from app.system.machine import own_seconds
 
 
@@ -229,6 +229,7 @@ def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
 
 
 NONE = "Training loss against epochs"
+UNLEARNT = "No variant has learnt yet: the loss curves say nothing"
 EQUAL = [2.0, 1.0]
 CURVES = [
     ([EQUAL, [2.0, 1.0 + 3e-7]], "2 of 2 loss curves coincide (largest difference 3e-7)"),
@@ -236,6 +237,7 @@ CURVES = [
     ([EQUAL, [2.0, 1.1], [2.0, 1.0001]], "2 of 3 loss curves coincide (largest difference 1e-4)"),
     ([EQUAL, [2.0, 1.1], [2.0, 1.1]], NONE),  # the baseline's is apart
     ([EQUAL], NONE),
+    ([[2.0, 1.99], [2.0, 1.99]], UNLEARNT),
 ]
 
 
@@ -243,13 +245,24 @@ CURVES = [
 def test_title_counts_curves_that_coincide_with_the_baseline(
     curves: list[list[float]], title: str
 ) -> None:
+    assert title_of(curves) == title
+
+
+def test_title_compares_losses_with_those_of_guessing() -> None:
+    ten = DataSet("x", 10)  # guessing has a loss of ln 10 = 2.303
+    assert title_of([[2.31, 2.3], [2.31, 2.3]], ten) == UNLEARNT
+    assert title_of([[2.2], [2.2]], ten) == "2 of 2 loss curves coincide (to the last digit)"
+
+
+def title_of(curves: list[list[float]], data: DataSet | None = None) -> str:
+    """Return the title of the plot of losses. The first variant is the baseline."""
     outcomes = []
     for name, losses in enumerate(curves):
         epochs = [Epoch(epoch, train_loss=loss) for epoch, loss in enumerate(losses)]
         variant = Variant(str(name), ["fit"], Namespace())
-        outcomes.append(Outcome(variant, {1: Record(epochs=epochs)}))
+        outcomes.append(Outcome(variant, {1: Record(epochs=epochs, data=data)}))
     table = pd.DataFrame(columns=COLUMNS)
-    assert pictures(table, outcomes, "0", None)["loss_epoch"].title == title
+    return pictures(table, outcomes, "0", None)["loss_epoch"].title
 
 
 def test_nothing_can_run(app: App, experiment: Callable[..., Path]) -> None:

@@ -1,5 +1,6 @@
 """Plots of a comparison, for the HTML report and as PNG files."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, draw, label_
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a
 # line's width.
 ALIKE = 0.005
+LEARNT = 0.98  # a variant has learnt if its loss fell below this fraction of the loss of guessing
 LONGEST = 28  # characters of a variant's name
 # with more curves than this, only the baseline and the recommended variant get a colour and a label
 MOST_NAMED = 5
@@ -60,8 +62,11 @@ def pictures(
     losses = _losses(outcomes)
     if not losses.empty:
         alike = _alike(losses, baseline)
+        title = _coinciding(alike, len(losses.columns))
+        if not _has_learnt(losses, outcomes):
+            title = "No variant has learnt yet: the loss curves say nothing"
         paint = partial(_loss, losses=losses, alike=list(alike.index), **names)
-        drawn["loss_epoch"] = Picture(_coinciding(alike, len(losses.columns)), draw(paint))
+        drawn["loss_epoch"] = Picture(title, draw(paint))
     timed = rows.dropna(subset=["rest_ms"]).rename(columns=lambda name: name.removesuffix("_ms"))
     if len(timed):
         labels = [short(name, LONGEST) for name in timed.index]
@@ -125,6 +130,16 @@ def _losses(outcomes: Sequence[Outcome]) -> pd.DataFrame:
                 curve = {row.epoch + 1: row.train_loss for row in record.epochs if row.whole}
                 losses.setdefault(outcome.variant.name, curve)
     return pd.DataFrame(losses, dtype=float).dropna(axis="columns", how="all")
+
+
+def _has_learnt(losses: pd.DataFrame, outcomes: Sequence[Outcome]) -> bool:
+    """Return whether a variant's loss fell below that of guessing; if unknown, below its first."""
+    first = losses.bfill().iloc[0]
+    for outcome in outcomes:
+        for record in outcome.records.values():
+            if record.data is not None and record.data.classes:
+                first[:] = math.log(record.data.classes)
+    return bool((losses.ffill().iloc[-1] < LEARNT * first).any())
 
 
 def _alike(losses: pd.DataFrame, baseline: str) -> pd.Series:
