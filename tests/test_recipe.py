@@ -257,11 +257,21 @@ def test_weights_without_counters_and_head() -> None:
         assert line == f"Weights of x: {count} tensors loaded, fc starts anew"
 
 
-UNFIT: dict[str, tuple[Any, str]] = {
-    "another shape": (
-        SQUEEZENET | {"features.0.bias": torch.zeros(5)},
-        "1 of 52 tensors differ: features.0.bias is (5,), here (64,)",
+BIAS = SQUEEZENET["features.0.bias"]
+HERE = "here floating-point: convert it, and save it anew"
+BIASES = {  # other biases of the first layer, and the reason why they do not fit
+    "another shape": (BIAS[:5], "1 of 52 tensors differ: features.0.bias is (5,), here (64,)"),
+    "complex": (BIAS + 1j, f"features.0.bias is complex, {HERE}"),
+    "integer": (BIAS.byte(), f"features.0.bias is integer, {HERE}"),
+    "sparse": (BIAS.to_sparse(), f"features.0.bias is sparse, {HERE}"),
+    "meta": (BIAS.to("meta"), f"features.0.bias is without values (meta), {HERE}"),
+    "quantized": (
+        torch.quantize_per_tensor(BIAS, 0.1, 0, torch.qint8),
+        f"features.0.bias is quantized, {HERE}",
     ),
+}
+UNFIT: dict[str, tuple[Any, str]] = {
+    **{name: (SQUEEZENET | {"features.0.bias": bias}, why) for name, (bias, why) in BIASES.items()},
     "missing": (
         {k: v for k, v in SQUEEZENET.items() if "7" not in k},
         "6 of 52 tensors differ: features.7.squeeze.weight",

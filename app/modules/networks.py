@@ -437,6 +437,15 @@ def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: 
     if wrong:
         entries = "; ".join(wrong[:3])
         raise UserError(f"{problem}: {len(wrong)} of {len(initial)} tensors differ: {entries}")
+    for key, value in loaded.items():
+        form = _form(value)
+        expected = _form(initial[key])
+        # averaged weights have the counters of BatchNorm as floats
+        if form != expected and not key.endswith(".num_batches_tracked"):
+            raise UserError(
+                f"--model.weights {source}: {key} is {form}, here {expected}: convert it, and save "
+                "it anew"
+            )
     network.load_state_dict({**initial, **loaded})
     line = f"Weights of {source}: {len(loaded)} tensors loaded"
     if prefix:
@@ -493,3 +502,16 @@ def _prefix(tensors: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> str
 def _fits(value: Tensor, place: Tensor) -> bool:
     """Return whether a tensor has the shape of a network's; that of a lazy layer is unknown."""
     return is_lazy(place) or value.shape == place.shape
+
+
+def _form(tensor: Tensor) -> str:
+    """Return the kind of a tensor's values; a cast to another kind would lose some."""
+    if tensor.is_meta:
+        return "without values (meta)"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout != torch.strided:
+        return "sparse"
+    if tensor.is_complex():
+        return "complex"
+    return "floating-point" if tensor.is_floating_point() else "integer"
