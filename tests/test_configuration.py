@@ -15,9 +15,11 @@ from app.command.resolved import Resolved
 from app.command.run_options import default_name
 from app.errors import UserError
 from app.modules import FashionMLP
+from app.training import register_strategies
 
 
 def trainer(**settings: object) -> Resolved:
+    register_strategies()
     defaults = {"accelerator": "cpu", "devices": "auto", "strategy": "auto", "num_nodes": 1}
     return Resolved(Namespace(trainer=Namespace(defaults | settings)))
 

@@ -102,7 +102,6 @@ class Arguments:
         argv: The arguments of `python -m app`, such as `fit --trainer.devices 2`.
 
     Attributes:
-        command: The command as a list of one word; an empty list if there is no command.
         tokens: Flags in the order that jsonargparse needs: configs, classes, settings.
         configs: Content of each config file, by its path.
 
@@ -111,7 +110,6 @@ class Arguments:
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.command = list(argv[:1])
         self.configs: dict[str, dict[str, Any]] = {}
         tokens = [self._read(token) for token in tokenise(argv[1:])]
         # a later --trainer.strategy replaces an earlier one, with its settings

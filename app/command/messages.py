@@ -44,10 +44,6 @@ def rejection(
         return f"{match[1]}: a value without a flag: did you mean --config {match[1]}?"
     if match:
         return f"{match[1]}: there is no such flag{nearest(match[1], flags)}"
-    match = re.match(r"Subcommand '(\w+)' does not accept option '([^']+)'", text)
-    if match:
-        near = nearest(f"--{match[2]}", flags)
-        return f"{match[2]} in the config: {match[1]} has no such setting{near}"
     key = re.search(r'Parser key "([^"]+)"', text)
     if key is None:
         return text.removeprefix("argument ")

@@ -209,10 +209,10 @@ def root_cause(
         message = message_of(failure.error_file_data)
         has_lost = message.startswith(RankLostError.__name__)
         was_stopped = stopped(failure) is not None
-        # on a single node, a signal causes lost connections; elsewhere, the launcher may have sent
-        # it after a loss prefer a message that names the lost node to one that says "another rank".
-        # The watchdog kills a hung rank by SIGKILL, and other ranks time out. Prefer their timeout,
-        # because only its message names the hung rank
+        # On a single node, a signal causes lost connections; elsewhere, the launcher may have sent
+        # it after a loss. Prefer a message that names the lost node to one that says "another
+        # rank". The watchdog kills a hung rank by SIGKILL, and other ranks time out. Prefer their
+        # timeout, because only its message names the hung rank.
         is_killed = failure.exitcode == -signal.SIGKILL
         return (
             was_stopped and nodes > 1,
