@@ -1,4 +1,7 @@
-"""Pytest hooks. Only processes that run tests load the plugin with the fixtures, because its imports take seconds."""
+"""Pytest hooks. Only processes that run tests load the plugin with the fixtures.
+
+The plugin's imports take seconds.
+"""
 
 import pytest
 from fork_server import start_server

@@ -1,4 +1,6 @@
-"""Fake `cuda:0` for a machine without a GPU. It computes on FakeTensors, and counts what makes the host wait.
+"""Fake `cuda:0` for a machine without a GPU.
+
+It computes on FakeTensors, and counts operations that make the host wait.
 
 Streams that race fail the test: see `Streams`.
 """
@@ -142,7 +144,10 @@ class Streams:
         self.memory(tensor, self.current).kept_for.add(stream)
 
     def exchange(self, operations: Sequence[distributed.P2POp]) -> list[Any]:
-        """Replacement for `batch_isend_irecv`. NCCL communicates on a stream of its own, gloo only from the host."""
+        """Replacement for `batch_isend_irecv`.
+
+        NCCL communicates on a stream of its own, gloo only from the host.
+        """
         link = Stream()
         link.wait_stream(self.current)
         for operation in operations:
@@ -156,7 +161,10 @@ class Streams:
 
 
 class Future:
-    """Future whose result is on a device: the stream that waits for it continues after the stream that set it."""
+    """Future whose result is on a device.
+
+    The stream that waits for it continues after the stream that set it.
+    """
 
     def __init__(self, streams: Streams, devices: Any = None) -> None:
         self.streams = streams
@@ -231,7 +239,7 @@ class Event:
 
 
 def fake_device(args: Any) -> torch.device:
-    """Return the device that `prim::device` reports to autograd's engine: `meta` for a tensor on the fake GPU.
+    """Return the device that `prim::device` reports to autograd: `meta` for a fake GPU's tensor.
 
     On `meta`, the engine runs the backward pass in this thread, and needs no driver for contexts
     and streams. Python code does not see `meta`, because it reads `FakeTensor.device`.
@@ -243,7 +251,7 @@ def fake_device(args: Any) -> torch.device:
 
 
 def known(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's real values, or None if they are unknown. Values that the host created are known."""
+    """Return a tensor's real values, or None if unknown. Values created by the host are known."""
     return getattr(tensor, "value", tensor.constant) if isinstance(tensor, FakeTensor) else tensor
 
 
@@ -262,7 +270,7 @@ def answer(tensor: Tensor) -> Tensor:
 
 
 def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Callable[..., Any]:
-    """Wrap FakeTensor's dispatch: count operations that make the host wait, and let reads return `answer`.
+    """Wrap FakeTensor's dispatch: count operations that make the host wait; reads return `answer`.
 
     Args:
         plain: The original dispatch.
@@ -434,10 +442,13 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     patch(torch.nn.Module, "_apply", convert)
     patch(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     constants = {
-        "is_available": True, "device_count": 1, "is_bf16_supported": True, "get_device_capability": (9, 0),
+        "is_available": True, "device_count": 1, "is_bf16_supported": True,
+        "get_device_capability": (9, 0),
         "get_device_name": "a fake GPU", "mem_get_info": (2**37, 2**37), "max_memory_allocated": 0,
-        "max_memory_reserved": 0, "memory_reserved": 0, "reset_peak_memory_stats": None, "empty_cache": None,
-        "set_device": None, "is_current_stream_capturing": False, "manual_seed": None, "manual_seed_all": None,
+        "max_memory_reserved": 0, "memory_reserved": 0, "reset_peak_memory_stats": None,
+        "empty_cache": None,
+        "set_device": None, "is_current_stream_capturing": False,
+        "manual_seed": None, "manual_seed_all": None,
         "get_rng_state": torch.get_rng_state(), "set_rng_state": None, "get_rng_state_all": [],
         "set_rng_state_all": None,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fork server for all of pytest's workers: a process that imports everything once, and runs commands in forks."""
+"""Fork server for pytest's workers: imports everything once, and runs commands in forks."""
 
 import gc
 import importlib
@@ -25,7 +25,10 @@ ADDRESS = "APP_TEST_SERVER"  # environment variable with the path of the server'
 
 
 def start_server() -> Callable[[], None]:
-    """Start the server, and return a function that ends it. The server imports nothing before its first connection."""
+    """Start the server, and return a function that ends it.
+
+    The server imports nothing before its first connection.
+    """
     folder = tempfile.mkdtemp()
     os.environ[ADDRESS] = f"{folder}/socket"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -33,7 +36,8 @@ def start_server() -> Callable[[], None]:
         listener.listen(99)
         number = listener.fileno()
         server = subprocess.Popen(
-            [sys.executable, "-c", f"import fork_server; fork_server.serve({number})"], pass_fds=[number], cwd=ROOT,
+            [sys.executable, "-c", f"import fork_server; fork_server.serve({number})"],
+            pass_fds=[number], cwd=ROOT,
             stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS},
         )  # fmt: skip
 
@@ -47,7 +51,7 @@ def start_server() -> Callable[[], None]:
 
 
 def serve(number: int) -> None:
-    """Fork a process for each connection, until stdin is closed. A connection's jobs run one at a time."""
+    """Fork a process per connection, until stdin closes. A connection's jobs run one at a time."""
     listener = socket.socket(fileno=number)
     while listener in select.select([listener, 0], [], [])[0]:
         connection, _ = listener.accept()
@@ -81,7 +85,7 @@ def prepare() -> None:
 
 
 def run_jobs(connection: socket.socket) -> None:
-    """Run each command in a fork; reply with its process id at once, and with its exit code when it ends."""
+    """Run each command in a fork; send its process id at once, and its exit code at the end."""
     with connection.makefile("rw") as stream:
         for line in stream:
             pid = os.fork()

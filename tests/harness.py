@@ -119,7 +119,7 @@ def on_cpu(strategy: str, devices: int = 2, **settings: object) -> list[str]:
 
 
 def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
-    """Run a command twice at the same time, as two nodes on this machine, and return the results of both."""
+    """Run a command twice at once, as two nodes on this machine; return the results of both."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ThreadPoolExecutor(2) as pool:
         nodes = [
@@ -130,13 +130,13 @@ def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
 
 
 def output_of(code: int, out: str, expected: int = 0) -> str:
-    """Return the output of a command. Check that its exit code is the expected one, by default 0."""
+    """Return a command's output. Check that its exit code is the expected one, by default 0."""
     assert code == expected, out
     return out
 
 
 def error_of(code: int, out: str) -> str:
-    """Return a command's error line. Check that it is the only one, and the last line of the output."""
+    """Return a command's error line. Check that it is the only one, and the output's last line."""
     assert code == 2, out
     assert "Traceback" not in out
     lines = [line for line in out.splitlines() if line.startswith("error: ")]
@@ -163,7 +163,7 @@ def record_of(run: Path) -> dict[str, Any]:
 
 
 def record(root: Path, version: int = 0) -> dict[str, Any]:
-    """Return the record of the only run below a folder. If the run has none yet, return a record without epochs."""
+    """Return the record of the only run below a folder, without epochs if it has none yet."""
     run = next(root.glob(f"*/version_{version}/run.json"), None)
     return record_of(run.parent) if run else {"epochs": []}
 
@@ -202,7 +202,7 @@ def assert_same(run: Path, expected: Path, tolerance: float = 1e-5) -> None:
 
 
 def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
-    """Make drawing functions write empty pictures and reports, because drawing takes half a short run's time.
+    """Patch drawing to write empty pictures and reports: it takes half of a short run's time.
 
     Args:
         patch: Function that sets a dotted name to a value, such as `monkeypatch.setattr`.
@@ -219,7 +219,7 @@ def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
 
 
 def remember_signatures() -> None:
-    """Patch jsonargparse to read a class's signature and documentation once per process, not once per command."""
+    """Patch jsonargparse to read a class's signature and documentation once per process."""
     path, signature, documentation = map(
         cache, (get_import_path, get_signature_parameters, parse_docstring)
     )
@@ -257,7 +257,7 @@ TINY |= {"max_epochs": 2, "repeats": 1, "time_limit": 60}
 
 
 def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
-    """Write JPEG and PNG files of different sizes into class folders. `train=12` writes 12 files per class."""
+    """Write JPEG and PNG files of different sizes. `train=12` writes 12 files per class folder."""
     rng = np.random.default_rng(0)
     for (split, count), label in itertools.product(splits.items(), labels):
         (folder / split / label).mkdir(parents=True)
@@ -270,7 +270,7 @@ def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
 
 
 def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
-    """Return the number of pixels of each colour of a page in Chromium. Check that the page logs nothing."""
+    """Return a page's number of pixels of each colour in Chromium. Check that it logs nothing."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no chromium")
@@ -294,7 +294,7 @@ def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
 
 
 def family(mark: str) -> set[int]:
-    """Return the ids of all living processes whose environment contains a mark, whatever their parents are."""
+    """Return the ids of all living processes whose environment has a mark, whatever the parent."""
     pids = set()
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -307,7 +307,10 @@ def family(mark: str) -> set[int]:
 
 
 def listening(processes: Iterable[int]) -> set[str]:
-    """Return the addresses on which processes listen. Unlike psutil, read each process's own network namespace."""
+    """Return the addresses on which processes listen.
+
+    Unlike psutil, read each process's own network namespace.
+    """
     addresses = set()
     for place in (Path(f"/proc/{pid}") for pid in processes):
         with suppress(OSError):  # the process has ended
@@ -340,14 +343,15 @@ class Running:
             **env,
         }
         self.process = subprocess.Popen(
-            [*(launcher or [sys.executable]), "-m", "app", *map(str, words)], cwd=cwd, start_new_session=True,
+            [*(launcher or [sys.executable]), "-m", "app", *map(str, words)],
+            cwd=cwd, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={name: value for name, value in variables.items() if value is not None},
         )  # fmt: skip
 
     @property
     def directory(self) -> Path:
-        """Directory of the newest run below `--run.root`; before the first run, `--run.root` itself."""
+        """Directory of the newest run below `--run.root`; before the first run, `--run.root`."""
         root = Path(self.words[self.words.index("--run.root") + 1])
         return max(
             root.glob("*/version_*"),
@@ -362,7 +366,7 @@ class Running:
         )
 
     def get(self, name: str, whom: str) -> "Running":
-        """Send a signal to the first process (`main`), to its process group (`group`), or to all processes (`all`)."""
+        """Send a signal to the first process (`main`), its group (`group`), or all (`all`)."""
         for pid in family(self.mark) if whom == "all" else [self.process.pid]:
             with suppress(ProcessLookupError):
                 (os.killpg if whom == "group" else os.kill)(pid, getattr(signal, name))
@@ -381,7 +385,10 @@ class Running:
         return self
 
     def on_loopback(self) -> str:
-        """Wait for the end, and return the output. Check that the run listened, and only on the loopback interface."""
+        """Wait for the end, and return the output.
+
+        Check that the run listened, and only on the loopback interface.
+        """
         seen, out = set(), ""
         while self.process.returncode is None:
             seen |= listening(family(self.mark))
@@ -392,7 +399,10 @@ class Running:
         return out
 
     def end(self, seconds: float = 120, code: int | None = None) -> str:
-        """Wait for the end, and return the output. Check the exit code, and that all processes end within 10 s more."""
+        """Wait for the end, and return the output.
+
+        Check the exit code, and that all processes end within 10 s more.
+        """
         out, _ = self.process.communicate(timeout=seconds)
         awaited(lambda: not family(self.mark), 10)
         return output_of(
@@ -407,7 +417,7 @@ def running(
     env: Environment | None = None,
     cwd: Path = ROOT,
 ) -> Iterator[Running]:
-    """Start a command with `python` or a launcher. At the end of the block, kill its remaining processes."""
+    """Start a command with `python` or a launcher; kill remaining processes after the block."""
     run = Running(words, launcher, env or {}, cwd)
     try:
         yield run
@@ -495,7 +505,7 @@ class ForkServer:
         signal_after: Signal = None,
         env: Environment | None = None,
     ) -> tuple[int, str]:
-        """Run a command, and return its exit code and output. If a signal ended it, the exit code is negative.
+        """Run a command, and return its exit code, negative after a signal, and its output.
 
         Args:
             args: Arguments of the command.
@@ -537,7 +547,7 @@ def _server() -> ForkServer:
 def fork_app(
     *args: str | Path, timeout: int = 240, env: Environment | None = None
 ) -> tuple[int, str]:
-    """Run a command line as `start_app` does, but 5 s faster: in a fork of a process that has imported everything.
+    """Run a command line as `start_app` does, but 5 s faster: in a fork with everything imported.
 
     Tests use it unless they test the start of processes. Under `ddp_fork`, the ranks are forks,
     too.
@@ -552,7 +562,7 @@ def fork_app(
 def fork_run(
     command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **more: Any
 ) -> Forked | subprocess.Popen[bytes]:
-    """Replace `Popen` in `app.lab.runs`: start a fork, or a new process if the run has several nodes."""
+    """Replace `Popen` in `app.lab.runs`: start a fork, or a process for one of several nodes."""
     if "--cluster.node_rank" in command:
         return subprocess.Popen(command, stdout=stdout, env=env, **more)
     variables = {name: value for name, value in env.items() if name != STARTER}

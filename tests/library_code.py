@@ -1,4 +1,4 @@
-"""Prints each public class and function of the libraries that a flag accepts though it is not of the flag's type."""
+"""Prints the libraries' classes and functions that a flag accepts despite their wrong type."""
 
 import importlib
 import pkgutil

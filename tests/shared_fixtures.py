@@ -1,4 +1,4 @@
-"""Fixtures: tiny data sets in their real formats, the real command, a SLURM cluster, and a network of hosts."""
+"""Fixtures: tiny data sets in real formats, the real command, a SLURM cluster, networked hosts."""
 
 import atexit
 import gc
@@ -50,7 +50,7 @@ def drawn() -> None:
 
 @pytest.fixture(autouse=True)
 def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread per process and no tracker, and unset variables that earlier tests may have set."""
+    """Use one thread per process and no tracker; unset variables that earlier tests may set."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
         leave_undrawn(monkeypatch.setattr)
@@ -89,7 +89,7 @@ def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def app(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None
 ) -> Callable[..., tuple[int, str]]:
-    """Run `python -m app …` in this process, with runs under tmp_path; return exit code and output."""
+    """Run `python -m app …` in this process, runs under tmp_path; return exit code and output."""
 
     def run(*args: str | Path) -> tuple[int, str]:
         capfd.readouterr()
@@ -109,7 +109,7 @@ def app(
 
 @pytest.fixture
 def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write files in CIFAR-10's format, with 10 images in each batch, and patch torchvision's checksums."""
+    """Write files in CIFAR-10's format, 10 images per batch, and patch torchvision's checksums."""
     cls = torchvision.datasets.CIFAR10
     folder = tmp_path / "data" / cls.base_folder
     folder.mkdir(parents=True)
@@ -170,7 +170,7 @@ def image_root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes an experiment file with the settings of TINY, updated by its arguments."""
+    """Return a writer of experiment files with the settings of TINY, updated by its arguments."""
 
     def write(**settings: Any) -> Path:
         path = tmp_path / "tiny.yaml"
@@ -196,5 +196,5 @@ def hosts() -> Iterator[Network]:
 
 @pytest.fixture
 def tally(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
-    """Return a function that adds a fault's name, and how often it was survived, to the table after the tests."""
+    """Return a function that adds a fault and its survival count to the table after the tests."""
     return record_property

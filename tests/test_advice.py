@@ -108,8 +108,8 @@ LOADS = [
         0.5,
         1,
         False,
-        # without the other programs, `slow` would be at most twice as fast, but FOUR is 3.6 times as
-        # fast
+        # without the other programs, `slow` would be at most twice as fast, but FOUR is 3.6 times
+        # as fast
     ),
     (0.75, 1, True),
     (3.0, 1, True),

@@ -128,7 +128,8 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     good = json.loads(path.read_text())
     odd = {
         "steps": ["four", 4.5, 10**400, []], "train_s": ["x", float("inf"), float("nan"), {}],
-        "global_batch_size": [0], "launchers": [[3]], "epochs": [3, [None], [{}]], "ranks": [[{"rank": 0, "node": 0}]],
+        "global_batch_size": [0], "launchers": [[3]], "epochs": [3, [None], [{}]],
+        "ranks": [[{"rank": 0, "node": 0}]],
         "throughput": [{"median": 0}, {"max": 10**400}], "course": [{"samples_per_s": [["x", 1]]}],
     }  # fmt: skip
     for name, values in odd.items():

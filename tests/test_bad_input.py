@@ -249,7 +249,7 @@ def test_shortages_name_a_remedy(error: Exception, message: str) -> None:
 
 
 def test_foreign_modules_need_trust(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules in the current folder are trusted. Modules elsewhere are trusted only with `--trust`."""
+    """Modules in the current folder are trusted, modules elsewhere only with `--trust`."""
     Path("mine.py").write_text(
         "from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n"
     )

@@ -83,7 +83,7 @@ def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle
 def test_weighted_losses_are_means_over_optimizer_steps(
     world_size: int, accumulated: int, virtual_devices: int | None
 ) -> None:
-    """The weighted losses of ranks and batches add up to a plain loop's mean, also in a smaller last batch."""
+    """Weighted losses of ranks and batches sum to a plain loop's mean, even in a short batch."""
     count = 22
     losses = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     trainer = SimpleNamespace(
@@ -204,7 +204,7 @@ def test_drop_last() -> None:
 def test_batches_for_an_accelerator_are_pinned_and_one_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Images, labels and draws are copied once, into page-locked memory, while the previous batch is in use."""
+    """Images, labels and draws are copied once, page-locked, while the previous batch is used."""
     pinned: list[torch.Size] = []
 
     def without(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""Checkpoints are written whole or not at all, even if the process or the disk fails; changed content is detected."""
+"""Checkpoints are written whole or not at all, despite failures; changed content is detected."""
 
 import errno
 import os
@@ -96,7 +96,7 @@ def test_previous_last_checkpoint_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_save_after_a_kill_between_link_and_replace(tmp_path: Path) -> None:
-    """After a kill has interrupted a save, the next save keeps both checkpoints and leaves no temporary file.
+    """After a kill during a save, the next save keeps both checkpoints, and no temporary file.
 
     A kill after linking `last-1`, but before replacing `last`, leaves both names as hard links to
     one file. Renaming one of them to the other does nothing.
@@ -110,7 +110,7 @@ def test_save_after_a_kill_between_link_and_replace(tmp_path: Path) -> None:
 
 
 def test_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the disk is full, the error is one line, the earlier file is unchanged, and no unfinished file remains."""
+    """A full disk gives a one-line error, keeps the earlier file, and leaves no unfinished file."""
     last = tmp_path / LAST
     CheckpointFiles().save_checkpoint(content(1), last)
     monkeypatch.setattr(

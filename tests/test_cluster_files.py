@@ -35,7 +35,8 @@ def run_nodes(
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     nodes = [
         subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
             env={**os.environ, "PATH": path, **environment},
         )
         for command, environment in zip(commands, variables, strict=True)
@@ -70,7 +71,7 @@ def test_slurm_script() -> None:
 
 
 def test_containers(app: App) -> None:
-    """Both images have the Python version and files that pyproject.toml needs; their commands exist.
+    """Both images have the Python and files that pyproject.toml needs; their commands exist.
 
     Sources of instructions and sections: docs.docker.com/reference/dockerfile,
     apptainer.org/docs/user/latest.

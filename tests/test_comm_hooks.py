@@ -1,4 +1,4 @@
-"""Communication of gradients: the ring, hooks on a CPU, strategies' options, and rejected strategies and options."""
+"""Communication of gradients: ring, hooks on a CPU, options, rejected strategies and options."""
 
 import itertools
 from collections.abc import Sequence
@@ -41,7 +41,10 @@ def forked(strategy: str, *options: str) -> list[str]:
 
 
 def rings(rank: int, store: str, is_staged: bool) -> None:
-    """Check the ring against the built-in all-reduce, on groups of 2 to 8 ranks. Each of eight processes calls this."""
+    """Check the ring against the built-in all-reduce, on groups of 2 to 8 ranks.
+
+    Each of eight processes calls this.
+    """
     if is_staged:
         torch.Tensor.cpu = torch.Tensor.clone  # type: ignore[method-assign]  # copy, as from a GPU
     dist.init_process_group(
@@ -108,7 +111,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_effect(root: Path, exact: Path, effect: bool) -> None:
-    """Check that a run's weights equal those of one device, or, with an `effect`, that they differ slightly."""
+    """Check that a run's weights equal one device's or, with an `effect`, differ slightly."""
     changed = difference(root / "x" / "version_0", exact)
     assert 1e-9 < changed < 1e-2 if effect else changed < 1e-12
 

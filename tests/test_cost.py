@@ -1,4 +1,4 @@
-"""Cost of a step in counts that are equal on every machine: Python calls, operations, reads of the device.
+"""Cost of a step in counts equal on every machine: Python calls, operations, device reads.
 
 `tests/benchmarks` measures times. Every count covers the second epoch, from its first step to its
 last.
@@ -45,7 +45,7 @@ STEP = ImageClassifier.training_step.__code__
 
 
 class Counting(TorchDispatchMode):
-    """Counter of operations by name. Views and empty tensors do not count, because they launch no kernel."""
+    """Counter of operations by name, without views and empty tensors, which launch no kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
 def calls_per_step(
     app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step: CodeType = STEP
 ) -> list[int]:
-    """Return the number of Python calls in each step of the second epoch; a call of `step` begins a step."""
+    """Return the Python calls per step of the second epoch; a call of `step` begins a step."""
     count, marks = 0, []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
@@ -95,7 +95,7 @@ def calls_per_step(
 def operations_per_step(
     app: App, patch: pytest.MonkeyPatch, *flags: str | Path
 ) -> list[Counter[str]]:
-    """Count the tensor operations of each step of the second epoch. A step begins when `training_step` is called."""
+    """Count the second epoch's tensor operations per step; `training_step` begins a step."""
     mode, marks = Counting(), []
     training_step = ImageClassifier.training_step
 
@@ -130,7 +130,7 @@ def operations_per_step(
 
 
 def raw_operations() -> int:
-    """Return the number of operations in a hand-written step of LeNet with uint8 images, mean loss and SGD."""
+    """Count the operations of a hand-written LeNet step with uint8 images, mean loss and SGD."""
     images, labels = (
         torch.zeros(64, 3, 32, 32, dtype=torch.uint8),
         torch.zeros(64, dtype=torch.long),
@@ -157,14 +157,14 @@ def raw_operations() -> int:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop the progress bar's clock, because each redraw would read the logged values from the device."""
+    """Stop the progress bar's clock, because redraws would read logged values from the device."""
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
 # for comparison, calls per step: stock Trainer 3,750, or 4,169 with bar, CSV and checkpoints;
 # hand-written loop 209
 def test_python_calls(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes at most 1,000 Python calls on average. Callbacks that override nothing add none."""
+    """A step averages at most 1,000 Python calls. Callbacks that override nothing add none."""
     calls = calls_per_step(app, monkeypatch, *MLP)
     assert mean(calls) <= 1000
     idle = "--trainer.callbacks+=lightning.pytorch.Callback"
@@ -179,7 +179,7 @@ def test_python_calls_of_the_fast_config(app: App, monkeypatch: pytest.MonkeyPat
 
 
 def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step clock takes at most 1 % of a step's Python calls. Its calls at the end of an epoch do not count."""
+    """The step clock takes at most 1 % of a step's Python calls, its epoch-end calls excepted."""
     ours: Counter[str] = Counter()
     steps = 0
 
@@ -211,9 +211,9 @@ def check_reads(steps: list[Counter[str]]) -> None:
 
 
 def test_operations(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LeNet's step has at most 8 operations more than a hand-written one. Crop, flip and cutout add at most 14.
+    """LeNet's step has at most 8 operations more than a hand-written one.
 
-    Only the last step of a logging window reads the device.
+    Crop, flip and cutout add at most 14. Only the last step of a logging window reads the device.
     """
     steps = operations_per_step(app, monkeypatch, *LENET)
     check_reads(steps)
@@ -245,7 +245,10 @@ def test_reads_of_the_device(flags: list[str], app: App, monkeypatch: pytest.Mon
 
 
 class CountsReads(CIFARCNN):
-    """Model that counts tensor reads in the second epoch. Each rank writes the count before each step into a file."""
+    """Model that counts tensor reads in the second epoch.
+
+    Each rank writes the count before each step into a file.
+    """
 
     def on_train_epoch_start(self) -> None:
         self.reads, self.mode = [], Counting()
@@ -267,7 +270,7 @@ class CountsReads(CIFARCNN):
 
 @pytest.mark.slow
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
-    """Only a logging window's last step reads the device, even though the ranks must agree on stopping."""
+    """Only a logging window's last step reads the device, although ranks must agree on stopping."""
     ddp = [
         "--trainer.strategy",
         "ddp",

@@ -109,7 +109,9 @@ VARIABLES = {
     ("name", "before"), [(name, value) for name, values in VARIABLES.items() for value in values]
 )
 def test_variables_for_cuda(name: str, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS is ready for a later deterministic training, because torch reads the variable at the first product only.
+    """cuBLAS is ready for later deterministic training.
+
+    torch reads cuBLAS's variable at the first product only.
 
     NCCL leaves a failed process to Python: its variable becomes 2 if unset or 1, because torch
     elastic sets 1.
@@ -241,7 +243,7 @@ EVERY += ["--last_checkpoint.every_n_train_steps", "7"]
 @on_gpu
 @pytest.mark.parametrize("model", ["CIFARCNN", "FashionMLP"])
 def test_float32_is_that_of_the_cpu(model: str, app: App, tmp_path: Path) -> None:
-    """By default, the losses on a GPU equal those on a CPU, because TF32 is off, even in convolutions."""
+    """By default, losses on GPU and CPU are equal, because TF32 is off, even in convolutions."""
     like = ["--data.like", "FashionMNIST" if model == "FashionMLP" else "CIFAR10"]
     for name, device in (("cpu", CPU), ("gpu", ON_GPU)):
         output_of(*app("fit", "--model", model, *SGD, *STEPS, *like, *device, "--run.name", name))
@@ -285,10 +287,12 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
 def test_out_of_memory_is_said_in_one_line(
     app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error line and the record name the requested and the free memory, and a setting that needs less."""
+    """Error line and record name the requested and free memory, and a setting that needs less."""
     message = (
-        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 5.56 MiB is "
-        "free. Process 1 has 1.0 GiB memory in use. Of the allocated memory 1 GiB is allocated by PyTorch."
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has "
+        "a total capacity of 79.10 GiB of which 5.56 MiB is free. "
+        "Process 1 has 1.0 GiB memory in use. "
+        "Of the allocated memory 1 GiB is allocated by PyTorch."
     )
 
     def training_step(*_: object) -> None:
@@ -299,7 +303,10 @@ def test_out_of_memory_is_said_in_one_line(
     assert error.startswith(
         "error: out of memory on the CUDA: 20.00 MiB were requested, and 5.56 MiB are free: give "
     )
-    remedy = "give --data.batch_size 32 with --trainer.accumulate_grad_batches 2, for the same training step, or "
+    remedy = (
+        "give --data.batch_size 32 with --trainer.accumulate_grad_batches 2, "
+        "for the same training step, or "
+    )
     assert remedy in error, "half of the batch at once"
     record = record_of(tmp_path / "runs" / "LeNet-Synthetic" / "version_0")
     assert (record["status"], record["error"]) == ("failed", error.removeprefix("error: "))

@@ -43,7 +43,10 @@ MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(BESIDE_CODE)]
 KINDS = ("*.yaml", "*.sbatch", "*.def", "Dockerfile")
 CONFIGS = sorted(path for kind in KINDS for path in ROOT.glob(f"configs/**/{kind}"))
 DOCUMENTS = [*MARKDOWN, *CONFIGS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
-PROGRAMS = "python|pip|apptainer|docker|pytest|torchrun|sbatch|srun|salloc|kubectl|sky|wandb|bash|ruff|mypy|export"
+PROGRAMS = (
+    "python|pip|apptainer|docker|pytest|torchrun|sbatch|srun|salloc|kubectl|sky"
+    "|wandb|bash|ruff|mypy|export"
+)
 START = re.compile(rf"(?:\w+=\S+ )*(?:{PROGRAMS}) ")
 # values of the documents' placeholders: paths from fixtures, or any valid values
 PLACES = {
@@ -72,7 +75,7 @@ NAME = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 
 def text(document: Path) -> str:
-    """Return a document's text as Markdown: a notebook's Markdown cells, a config's comments, or the whole document.
+    """Return a document as Markdown: a notebook's Markdown cells, a config's comments, or all text.
 
     Indented lines of a config's comments are repeated as a `bash` block.
     """
@@ -103,7 +106,7 @@ def spans(document: Path) -> list[str]:
 
 
 def commands(document: Path) -> list[str]:
-    """Return every command of a document: all lines of `bash` blocks, and texts elsewhere that look like commands."""
+    """Return a document's commands: lines of `bash` blocks, and text that looks like a command."""
     calls = []
     for language in ("bash", ""):
         for block in blocks(document, language):
@@ -121,7 +124,7 @@ def commands(document: Path) -> list[str]:
 
 
 def words_of(command: str) -> list[str]:
-    """Return a command's words, without ellipses and leading variables. Replace placeholders by valid values."""
+    """Return a command's words without ellipses and leading variables; fill in placeholders."""
     words = [PLACES.get(word, word) for word in shlex.split(command) if word != "…"]
     while re.fullmatch(r"\w+=.*", words[0]):
         words.pop(0)
@@ -312,7 +315,7 @@ def test_a_wrong_command_is_found(command: str, reader: Path) -> None:
 
 @pytest.mark.slow
 def test_flags_in_the_prose() -> None:
-    """Each flag in the prose belongs to one of our commands, or to a program that a document starts."""
+    """Each flag in prose belongs to one of our commands, or to a program that a document starts."""
     from torch.distributed.run import get_args_parser
 
     fit = capture_parser(Flags, ["fit"])
@@ -344,7 +347,7 @@ def test_flags_in_the_prose() -> None:
 
 
 def small(command: str) -> list[str] | None:
-    """Return a command of `fit`, `validate`, `test` or `predict` with small sizes, or None if it cannot run here.
+    """Return a small `fit`, `validate`, `test` or `predict` command, or None if it cannot run here.
 
     Processes are forked, because the start of processes is not tested here.
     """
@@ -414,7 +417,7 @@ def test_commands_run(reader: Path, tmp_path: Path) -> None:
 
 
 def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Path) -> None:
-    """The README's script runs. The module that replaces it has the same losses on one device and on two."""
+    """The README's script runs; the module in its place has equal losses on one device and two."""
     before = reader / "train.py"
     assert len([line for line in before.read_text().splitlines() if line and line[0] != "#"]) <= 15
     (reader / "data").symlink_to(cifar_root)
@@ -457,7 +460,7 @@ def test_links(document: Path) -> None:
 
 
 def test_examples_in_other_languages(reader: Path) -> None:
-    """YAML examples parse as experiments. Python examples compile, and the names that they import exist."""
+    """YAML examples parse as experiments; Python examples compile, and their imports exist."""
     for document in MARKDOWN:
         for block in blocks(document, "yaml"):
             (reader / "example.yaml").write_text(block)

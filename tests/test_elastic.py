@@ -49,7 +49,8 @@ def test_rank_zero_has_terminal_and_debugger(tmp_path: Path) -> None:
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "app", "fit", *flags],
-        cwd=ROOT, stdin=tty, stdout=tty, stderr=tty, env={**os.environ, "APP_TEST_MARK": str(tmp_path)},
+        cwd=ROOT, stdin=tty, stdout=tty, stderr=tty,
+        env={**os.environ, "APP_TEST_MARK": str(tmp_path)},
     )  # fmt: skip
     os.close(tty)
     received = b""

@@ -82,7 +82,7 @@ def test_execution_does_not_change_training(
 
 @pytest.mark.parametrize("before", ["true", "false"])
 def test_resume_converts_momentum_to_the_layout(before: str, app: App, tmp_path: Path) -> None:
-    """On resume, the checkpoint's momentum is converted to the memory layout of the new run's weights."""
+    """On resume, the checkpoint's momentum takes the memory layout of the new run's weights."""
     flags = ["fit", *SMALL, *CNN, *STEPS, "--run.name", "x"]
     output_of(*app(*flags, "--trainer.max_epochs", "1", "--model.channels_last", before))
     after = "false" if before == "true" else "true"
@@ -169,7 +169,7 @@ def test_fused_by_default_on_a_gpu(cls: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
-    """A resumed run uses its own implementation of the update, fused or not, whatever the checkpoint's was."""
+    """A resumed run uses its own update, fused or not, whatever the checkpoint's was."""
     model = nn.Linear(2, 2)
     saved = torch.optim.Adam(model.parameters(), lr=0.25, fused=not fused)
     model(torch.ones(1, 2)).sum().backward()

@@ -80,7 +80,7 @@ def test_a_step_never_waits_for_the_gpu(
 
 
 def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
-    """The test's confusion matrix and the predictions are written, and Lightning prints no advice."""
+    """The test's confusion matrix and predictions are written; Lightning prints no advice."""
     out = output_of(*app("fit", *ON_FAKE, *options(test=True), "--run.name", "x"))
     assert "Tensor Cores" not in out
     assert "LOCAL_RANK" not in out
@@ -126,7 +126,10 @@ def bucket_of(layer: nn.Module) -> Any:
 def test_streams_wait_for_each_other(
     count: int | None, size: int, backend: str, fake_cuda: FakeCUDA, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Averages of gradients over `count` virtual devices, or in a ring, race on no rank; gloo gets host memory only."""
+    """Gradient averages over `count` virtual devices, or in a ring, race on no rank.
+
+    gloo gets host memory only.
+    """
     monkeypatch.setattr(distributed, "get_backend", lambda *_: backend)
     monkeypatch.setattr(virtual_devices, "DistributedDataParallel", SimpleNamespace)
     for rank in range(size):
@@ -187,7 +190,7 @@ def loader_of(rank: int, size: int) -> GlobalBatches:
 
 
 def cost_of_a_rank(size: int) -> tuple[int, int, Counter[str]]:
-    """Return the numbers of Python calls, sent bytes and operations of a DDP rank's set-up and first step."""
+    """Return a DDP rank's Python calls, sent bytes and operations in set-up and first step."""
     calls, sent, counting = 0, [], Counting()
 
     def profile(*_: Any) -> None:

@@ -102,7 +102,8 @@ def test_killed_inside_accumulation_windows(
     done: list[int] = []
 
     @settings(
-        max_examples=6 * TIMES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        max_examples=6 * TIMES, deadline=None, database=None, derandomize=True,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(st.integers(2, 5), intervals, kills)

@@ -67,7 +67,7 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(
 
 
 def test_a_call_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limits of a call add up to its deadline. An item that begins too late to finish is skipped."""
+    """A call's limits add up to its deadline. An item that begins too late to finish is skipped."""
     now, limits = [0.0], {}
 
     def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:

@@ -51,7 +51,8 @@ from app.modules import ImageClassifier
 
 class Wide(ImageClassifier):
     def __init__(self, width: int = 8, num_classes: int = 10):
-        layers = nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        layers = nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), \
+nn.AdaptiveAvgPool2d(2), nn.Flatten()
         super().__init__(nn.Sequential(*layers, nn.Linear(4 * width, num_classes)), num_classes)
 """
 
@@ -155,9 +156,9 @@ def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained: Path, app:
         for path in ("checkpoints/bst.ckpt", ""):
             message = error_of(*app(command, "--ckpt_path", mistyped / path))
             right = trained / path.replace("bst", "best")
-            assert (
-                message
-                == f"error: --ckpt_path {mistyped / path}: there is no such file: did you mean {right}?"
+            assert message == (
+                f"error: --ckpt_path {mistyped / path}: there is no such file: "
+                f"did you mean {right}?"
             )
     message = error_of(*app("predict", "--ckpt_path", trained.parent))
     assert message.endswith(f"there is no such file: {trained.parent} has version_0")
@@ -268,8 +269,8 @@ def test_export_needs_a_run_and_its_packages(
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     message = error_of(*app("export", "--ckpt_path", trained / "checkpoints" / "best.ckpt"))
     assert (
-        '--format onnx needs onnxruntime: pip install "data-parallel-lab[export]", or onnx onnxscript'
-        in message
+        '--format onnx needs onnxruntime: pip install "data-parallel-lab[export]", '
+        "or onnx onnxscript" in message
     )
 
 

@@ -50,7 +50,7 @@ def test_runs(notebook: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_is_stored_with_its_pictures(notebook: Path) -> None:
-    """A notebook shows its pictures where people find it, and nothing of the machine that executed it."""
+    """A notebook shows its pictures where people find it, and nothing of the executing machine."""
     content = nbformat.read(notebook, as_version=nbformat.NO_CONVERT)
     nbformat.validate(content)
     assert (content.nbformat, content.nbformat_minor) == (4, 5)

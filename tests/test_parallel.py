@@ -57,7 +57,7 @@ def test_somebodys_own_model_and_data(strategy: str, app: App, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_torch_checks_collective_calls(tmp_path: Path) -> None:
-    """A gloo run in mixed precision completes with TORCH_DISTRIBUTED_DEBUG=DETAIL, although torch's DDP would crash."""
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, mixed precision runs on gloo; torch's DDP crashes."""
     flags = [*SMALL, *on_cpu("ddp_fork", 2, precision="bf16-mixed", max_epochs=1, root=tmp_path)]
     output_of(*start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}))
 
@@ -72,7 +72,8 @@ def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
 
 COMMUNICATION = [
     (
-        "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:51",
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+        "[10.0.0.2]:51",
         "gone",
     ),
     ("socketProgress: Connection closed by remote peer h2<42921>", "gone"),
@@ -90,7 +91,7 @@ COMMUNICATION = [
 
 @pytest.mark.parametrize(("message", "kind"), COMMUNICATION)
 def test_what_an_error_of_a_communication_tells(message: str, kind: str | None) -> None:
-    """Error messages of gloo and NCCL tell whether a rank is lost or silent; other messages tell neither.
+    """Errors of gloo and NCCL tell whether a rank is lost or silent; other messages tell neither.
 
     NCCL's messages are copied from its source, because no test here can provoke them.
     """
@@ -107,7 +108,9 @@ def test_what_cannot_be_pickled_is_named(app: App) -> None:
 
 
 def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) -> None:
-    """A user's module has the same weights and validation loss on one and two ranks; `validate` loads its checkpoint.
+    """A user's module has the same weights and validation loss on one and two ranks.
+
+    `validate` loads its checkpoint.
 
     97 training and 33 validation images in batches of 32 leave last batches of one image, and rank
     1 gets none of it.
@@ -151,7 +154,7 @@ def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:
 
 
 def test_dp_keeps_the_running_statistics_of_replica_0_only() -> None:
-    """As in `nn.DataParallel`, only replica 0's buffers are kept, and attributes set by any replica are lost."""
+    """As in `nn.DataParallel`, only replica 0's buffers are kept; replicas' attributes are lost."""
     model = Normalises()
     trainer = Trainer(
         barebones=True,

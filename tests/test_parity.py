@@ -43,7 +43,10 @@ SLOW = pytest.mark.slow
 
 
 def check_same(run: Path, expected: Path, tolerance: float = TOLERANCE) -> None:
-    """Compare samples, rates, losses, gradients, weights, evaluation and optimizer over 60 steps, as `verify` does."""
+    """Compare 60 steps, as `verify` does.
+
+    The comparison covers samples, rates, losses, gradients, weights, evaluation and optimizer.
+    """
     np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=tolerance)
     here, there = Recorded(run), Recorded(expected)
     assert len(here.steps) == len(there.steps) == 60
@@ -128,7 +131,7 @@ def test_accumulated_gradients(
 
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
 def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
-    """The app on one device has the losses and weights of a plain torch loop over the same batches."""
+    """On one device, the app has a plain torch loop's losses and weights over the same batches."""
     flags = ["--seed_everything", "7", *options(flip=False, crop_padding=0, precision="32-true")]
     output_of(*app("fit", *MODELS[model], *STEPS, *flags))
     (run,) = tmp_path.glob("runs/*/version_0")

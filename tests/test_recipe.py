@@ -1,4 +1,4 @@
-"""Recipes: any network, pretrained weights, frozen blocks, schedules, losses, mixed images, balanced classes.
+"""Recipes: networks, pretrained weights, frozen blocks, schedules, losses, mixed, balanced data.
 
 test_parity.py and test_resume.py train a recipe in every way of running, and resume it.
 """
@@ -56,7 +56,7 @@ class Net(nn.Sequential):
 
 
 # -- networks
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["squeezenet1_1", "timm/test_resnet", "test_recipe.Net"])
@@ -94,15 +94,25 @@ WRONG = {
     "--model.network test_recipe.make_text": "returns str: return a torch.nn.Module",
     "--model.network os.system": "its code is not trusted: give --trust os to run it",
     "--model.weights nowhere.pth": "nowhere.pth: there is no such file",
-    "--model.network lenet --model.weights DEFAULT": "DEFAULT is for networks of torchvision and timm",
+    "--model.network lenet --model.weights DEFAULT": (
+        "DEFAULT is for networks of torchvision and timm"
+    ),
     "--model.freeze 99": "--model.freeze 99: ResNet has 11 blocks: give less",
     "--model.ema 1.5": "--model.ema 1.5: give more than 0, less than 1",
-    "--model.no_decay norms": "--model.no_decay norms: expected one of norm, bias, norm,bias: did you mean norm?",
+    "--model.no_decay norms": (
+        "--model.no_decay norms: expected one of norm, bias, norm,bias: did you mean norm?"
+    ),
     "--model.warmup 3e": "--model.warmup 3e: give steps, such as 500, or epochs, such as 5ep",
-    "--model.schedule cosine --model.warmup 5ep": "--model.warmup is 15 steps, but the run has only 3: give less",
-    "--model.schedule linear --trainer.max_epochs -1": "needs the run's length: give --trainer.max_epochs",
+    "--model.schedule cosine --model.warmup 5ep": (
+        "--model.warmup is 15 steps, but the run has only 3: give less"
+    ),
+    "--model.schedule linear --trainer.max_epochs -1": (
+        "needs the run's length: give --trainer.max_epochs"
+    ),
     "--model.schedule step --model.scheduler StepLR --model.scheduler.step_size 1": "leave one out",
-    "--data.mixup 0.2 --data.batch_size 1": "mix images of a batch: give a larger --data.batch_size",
+    "--data.mixup 0.2 --data.batch_size 1": (
+        "mix images of a batch: give a larger --data.batch_size"
+    ),
 }
 
 
@@ -117,7 +127,7 @@ def test_wrong_recipes_are_rejected(flags: str, message: str, app: App) -> None:
 
 
 def test_whitened_patches_are_uncorrelated() -> None:
-    """A patch's 12 whitened values are uncorrelated and have variance 1; their negatives follow as 12 more values."""
+    """A patch's 12 whitened values are uncorrelated, of variance 1; their negatives follow."""
     images = torch.einsum(
         "ij,njhw->nihw", torch.rand(3, 3) + torch.eye(3), torch.randn(64, 3, 9, 9)
     )
@@ -221,12 +231,15 @@ CONTAINERS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_weights_are_found_under_any_prefix(name: str, tmp_path: Path) -> None:
-    """Weights are found in any containers and under any prefixes; one line names the set that is taken."""
+    """Weights are found in any container and under any prefix; one line names the chosen set."""
     content, origin = CONTAINERS[name]
     torch.save(content, tmp_path / "x.pth")
     network = make_network("squeezenet1_1", 4)
     line = load_weights(network, read_weights(str(tmp_path / "x.pth"), "squeezenet1_1"), "x.pth")
-    expected = f"Weights of x.pth: 50 tensors loaded{origin}, classifier.1 starts anew for another number of classes"
+    expected = (
+        f"Weights of x.pth: 50 tensors loaded{origin}, "
+        "classifier.1 starts anew for another number of classes"
+    )
     assert line == expected
     assert image_settings(str(tmp_path / "x.pth"), None) == {}
     torch.testing.assert_close(
@@ -245,7 +258,10 @@ def test_weights_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_weights_without_counters_and_head() -> None:
-    """Weights of old versions of torch have no counters of BatchNorm, averages have floats; a backbone has no head."""
+    """Weights load without BatchNorm's counters, with floats in averages, and without a head.
+
+    Old versions of torch have no counters, averages have floats, and a backbone has no head.
+    """
     backbone = {
         k: v.float() for k, v in make_network("resnet18", 10).state_dict().items() if "fc" not in k
     }
@@ -282,7 +298,7 @@ UNFIT: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_weights_that_do_not_fit(name: str, tmp_path: Path) -> None:
-    """Weights that another kind, shape or name would lose are rejected; the message names the first ones."""
+    """Weights lost by another kind, shape or name are rejected; the message names the first."""
     content, problem = UNFIT[name]
     torch.save(content, tmp_path / "x.pth")
     with pytest.raises(UserError, match=rf"^--model.weights x.pth.*{re.escape(problem)}"):
@@ -298,7 +314,10 @@ def test_files_without_weights_are_rejected(tmp_path: Path) -> None:
     bit_flipped(shutil.copy(tmp_path / "good.pth", tmp_path / "flipped.pth"))
     os.mkfifo(tmp_path / "pipe.safetensors")
     for name, problem in {
-        "model.pth": "it holds torch.nn.modules.linear.Linear, but only tensors and plain values are loaded: save",
+        "model.pth": (
+            "it holds torch.nn.modules.linear.Linear, but "
+            "only tensors and plain values are loaded: save"
+        ),
         "program.pth": "it holds a TorchScript program, but only tensors",
         "flipped.pth": "damaged (good/data/",
         "pipe.safetensors": "not a file",
@@ -325,10 +344,11 @@ def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_images_of_published_weights() -> None:
-    """The image settings of published weights, such as mean and size, are known without a download."""
+    """Image settings of published weights, such as mean and size, are known without a download."""
     known = image_settings("DEFAULT", "resnet50")
     assert known == {
-        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bilinear", "size": 224,
+        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225],
+        "interpolation": "bilinear", "size": 224,
         "resize": 232,
     }  # fmt: skip
     assert image_settings("DEFAULT", "timm/resnet18")["size"] == 224
@@ -491,8 +511,12 @@ def test_metrics_of_many_classes() -> None:
 
 
 def test_the_average_is_evaluated_and_saved(app: App, tmp_path: Path) -> None:
-    output_of(*app("fit", *tiny(40, 8, model="CIFARCNN"), *options(max_epochs=2, test=False), "--run.name", "x",
-                   "--model.ema", "0.5", "--model.optimizer.lr", "0.1"))  # fmt: skip
+    output_of(
+        *app(
+            "fit", *tiny(40, 8, model="CIFARCNN"), *options(max_epochs=2, test=False),
+            "--run.name", "x", "--model.ema", "0.5", "--model.optimizer.lr", "0.1",
+        )
+    )  # fmt: skip
     last = torch.load(tmp_path / "runs/x/version_0/checkpoints/last.ckpt", weights_only=True)
     average, current = (
         last[name]["network.features.0.weight"] for name in ("state_dict", "current_model_state")

@@ -112,7 +112,7 @@ def test_resume_within_an_epoch_is_exact(model: str, app: App, tmp_path: Path) -
 
 
 def test_last_continues_a_finished_training(app: App, tmp_path: Path) -> None:
-    """`--ckpt_path last` continues a training for longer, and remembers the best checkpoint so far."""
+    """`--ckpt_path last` prolongs a training, and remembers the best checkpoint so far."""
     flags = [*CNN[:-2], *options(test=False, name="x")]
     runs = tmp_path / "runs" / "x"
     # the third run resumes the second one
@@ -137,14 +137,14 @@ def test_last_continues_a_finished_training(app: App, tmp_path: Path) -> None:
         )
     )
     assert (
-        "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, whose value is 0.05"
-        in text
+        "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, whose "
+        "value is 0.05" in text
     )
 
 
 @pytest.mark.parametrize("model", ["AccuracyFalls", "LossRises"])
 def test_resumed_run_remembers_the_best_checkpoint(model: str, app: App, tmp_path: Path) -> None:
-    """A resumed run keeps the first epoch's checkpoint as the best, because the metric gets worse with each epoch."""
+    """A resumed run keeps the first epoch's checkpoint as the best: later metrics are worse."""
     flags = ["--model", f"user_code.{model}", "--data", "user_code.TheirData", "--run.name", "x"]
     for count, resume in (("2", []), ("4", ["--ckpt_path", "last"])):
         output_of(*app("fit", *flags, *resume, "--trainer.max_epochs", count))
@@ -155,7 +155,7 @@ def test_resumed_run_remembers_the_best_checkpoint(model: str, app: App, tmp_pat
 
 
 def test_config_of_a_run_selects_that_run(app: App, tmp_path: Path) -> None:
-    """A run's config selects this run instead of the newest of its name; a finished training is rejected."""
+    """A run's config selects this run, not its name's newest; a finished training is rejected."""
     flags = [*CNN[:-2], *options(test=False, name="x")]
     runs = tmp_path / "runs" / "x"
     for seed in ("1", "2"):
@@ -205,7 +205,7 @@ def positions(folder: Path) -> set[int]:
 
 @pytest.mark.parametrize("loop", SAVES)
 def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path: Path) -> None:
-    """No checkpoint is written inside a window, because it would lose the gradients of the window's first batches.
+    """No checkpoint is written inside a window, because it would lose the first batches' gradients.
 
     A resumed run has not saved its first step, and an interval of time ends after any batch.
     """
@@ -233,7 +233,7 @@ def test_a_stop_inside_an_accumulation_window_waits_for_its_end(
 
 
 def test_checkpoints_inside_accumulation_windows_are_refused(app: App, tmp_path: Path) -> None:
-    """A user's call, a validation that would save, and a checkpoint of another number of batches are rejected."""
+    """A user's call, a saving validation, and a checkpoint of another batch count are rejected."""
     message = error_of(*app("fit", *IN_WINDOWS, *acts("save", 7)))
     assert "call it where (batch_idx + 1) % 3 is 0, or with weights_only=True" in message
     message = error_of(*app("fit", *IN_WINDOWS, "--trainer.val_check_interval", "0.5"))
@@ -270,7 +270,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_run_stopped_by_max_steps_resumes_exactly(
     steps: tuple[int, ...], every: int, whole: Path, app: App, tmp_path: Path
 ) -> None:
-    """A run that is stopped and resumed several times has the weights and records of an uninterrupted run.
+    """A run that stops and resumes several times has an uninterrupted run's weights and records.
 
     A checkpoint due after an epoch's last step is written at the epoch's end, with validation and
     mean loss.
@@ -306,7 +306,7 @@ def test_early_stopping_saves_where_it_stops(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_resume_across_strategies(app: App, tmp_path: Path) -> None:
-    """A checkpoint written under ddp resumes under ddp bit for bit, and under other strategies up to rounding."""
+    """A checkpoint of ddp resumes under ddp bit for bit, under other strategies up to rounding."""
     for name in ("whole", "resumed"):
         resume = (
             ["--ckpt_path", str(checkpoints(tmp_path / "whole" / "version_0")[21])]
@@ -342,7 +342,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_p
 
 
 def test_changed_settings_start_a_new_run(app: App, tmp_path: Path) -> None:
-    """A changed setting, an earlier checkpoint, or a run in progress leads to a new run; one line gives the reason."""
+    """A changed setting, earlier checkpoint or run in progress starts a new run, with a reason."""
     runs, newest = tmp_path / "runs" / "x", ["--ckpt_path", "auto"]
     flags = [*CNN, *EVERY, *options(test=False, name="x"), "--trainer.max_epochs"]
     output_of(*app("fit", *flags, "1"))
@@ -389,7 +389,7 @@ FLAGS = [*CNN[:-2], *options(name="x", test=False), "--trainer.max_epochs"]
 
 
 def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path) -> None:
-    """A damaged checkpoint is rejected by name or path; `auto` renames it and takes the previous one.
+    """A damaged checkpoint is rejected by name or path; `auto` renames it and takes the previous.
 
     If no checkpoint is intact, `auto` rejects the run instead of starting it anew.
     """
@@ -414,8 +414,8 @@ def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path) ->
     (folder / "best.ckpt").unlink()
     out = output_of(*app("fit", *FLAGS, "3", "--ckpt_path", "auto"))
     assert (
-        f"{last} is damaged: it is kept as last.ckpt.damaged, and the run continues from {folder}/last-1.ckpt"
-        in out
+        f"{last} is damaged: it is kept as last.ckpt.damaged, and "
+        f"the run continues from {folder}/last-1.ckpt" in out
     )
     second = record_of(tmp_path / "runs" / "x" / "version_0")
     assert (second["resumed_from"], len(second["epochs"])) == (str(folder / "last-1.ckpt"), 3)
@@ -460,7 +460,7 @@ def test_checkpoint_without_a_needed_part_is_rejected(app: App, tmp_path: Path) 
 
 
 def test_last_is_found_without_the_record(app: App, tmp_path: Path) -> None:
-    """`--ckpt_path last` finds the checkpoint's file, although the record does not list it or cannot be read."""
+    """`--ckpt_path last` finds the checkpoint's file if the record lacks it or is unreadable."""
     output_of(*app("fit", *FLAGS, "1"))
     run = tmp_path / "runs" / "x" / "version_0"
     record = record_of(run)

@@ -1,4 +1,4 @@
-"""A hook, method or optimizer that is replaced in mid-epoch takes effect at once, as in Lightning's step."""
+"""A hook, method or optimizer replaced in mid-epoch acts at once, as in Lightning's step."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The straight step makes the same calls in the same order as Lightning's, with the same losses and checkpoints."""
+"""The straight step makes Lightning's calls in order, with the same losses and checkpoints."""
 
 import pickle
 import shutil
@@ -62,7 +62,7 @@ MODULE_HOOKS = [
 
 
 class Calls(list[tuple[Any, ...]]):
-    """Recorded calls: for each, the hook, the hook name that `self.log` sees, the global step, and the arguments."""
+    """Recorded calls: hook, hook name that `self.log` sees, global step, and arguments."""
 
     def note(self, hook: str, module: Any, *args: Any) -> None:
         described = map(_described, args)
@@ -96,7 +96,7 @@ def recorder(calls: Calls, hooks: list[str]) -> Callback:
 
 
 def recording(calls: Calls, base: type, hooks: list[str], whose: str) -> type:
-    """Return a subclass of a module or data module that overrides these hooks, and records their calls."""
+    """Return a subclass of a module or data module that records the calls of these hooks."""
 
     def overriding(name: str) -> Callable[..., Any]:
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +235,7 @@ def trained(
     hooks: Any = CALLBACK_HOOKS,
     **flags: Any,
 ) -> tuple[Calls, dict[str, Any], str | None]:
-    """Train, by default for two epochs of five batches; return the calls, the checkpoint, and the loop's reason.
+    """Train, by default two epochs of five batches; return calls, checkpoint and the loop's reason.
 
     The reason says why the straight loop used Lightning's step. Otherwise, it is None.
     """
@@ -348,7 +348,7 @@ def test_module_hooks(hooks: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hook", BATCH_HOOKS)
 def test_data_module_hook(hook: str, tmp_path: Path) -> None:
-    """If the data module and the module both override a hook, the straight step calls the same one as Lightning."""
+    """If module and data module override a hook, the straight step calls the same as Lightning."""
     model = recording(CALLS, Plain, [hook], "module")
     assert_alike(tmp_path, model=model, data=recording(CALLS, TheirData, [hook], "data"), hooks=[])
 
@@ -432,7 +432,7 @@ def test_every_config(
 
 
 def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
-    """Check that the straight loop and Lightning's agree; the second run uses the first run's saved config."""
+    """Check that straight loop and Lightning's agree; the second run uses the first's config."""
     CALLS.clear()
     output_of(*app("fit", *flags, *RECORDED))
     calls = Calls(CALLS)
@@ -467,7 +467,10 @@ def test_variants(more: list[str], app: App, tmp_path: Path) -> None:
 
 
 class Pickles(Callback):
-    """Callback that pickles the Trainer, as a loader does that spawns workers with a data module's `collate_fn`."""
+    """Callback that pickles the Trainer.
+
+    So does a loader that spawns workers with a data module's `collate_fn`.
+    """
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == 1:

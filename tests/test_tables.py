@@ -111,7 +111,10 @@ def test_wrong_cell_or_column_is_named(image_root: Path, table: pd.DataFrame) ->
         "file\tlabel\tsplit\na.png\tcat\ttrain\nb.png\tdog\ttrain\nc.png\tcat\tval",
         "file,label,split\r\na.png,cat,train\r\n\r\nb.png,dog,train\r\nc.png,cat,val\r\n,,\r\n",
         "Split, File, Label \rtrain, a.png, cat\rTRAIN, b.png, dog \rVal , c.png, cat\r",
-        '"file";"label";note;"split"\n"a.png";"cat ";",,";"train"\nb.png;"dog";"one; two";train;\nc.png;cat;;valid\n',
+        (
+            '"file";"label";note;"split"\n"a.png";"cat ";",,";"train"\n'
+            'b.png;"dog";"one; two";train;\nc.png;cat;;valid\n'
+        ),
         "file,label,split\n.\\a.png,cat,train\n./b.png,dog,train\n{folder}/c.png,cat,val\n",
     ],
     ids=["comma", "tab", "blank rows", "spaces", "quotes", "paths"],
@@ -279,7 +282,10 @@ TEXT = Value("string")
     ("train", "test", "names", "numbers"),
     [
         ((BOTH, [1, 0]), (DOG, [0, 0]), "cat dog", [[1, 0], [1, 1]]),
-        ((ClassLabel(names=["b", "a", "a "]), [0, 1, 2]), (TEXT, ["a", " b"]), "b a", [[0, 1, 1], [1, 0]]),
+        (
+            (ClassLabel(names=["b", "a", "a "]), [0, 1, 2]), (TEXT, ["a", " b"]),
+            "b a", [[0, 1, 1], [1, 0]],
+        ),
         ((TEXT, ["b", "a"]), (ClassLabel(names=["b", "a"]), [0, 1]), "a b", [[1, 0], [1, 0]]),
         ((Value("int64"), [-1, 1]), (Value("int64"), [1, -1]), "-1 1", [[0, 1], [1, 0]]),
         ((Value("bool"), [True, False]), (Value("bool"), [True]), "False True", [[1, 0], [1]]),
@@ -304,10 +310,22 @@ def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_pa
 @pytest.mark.parametrize(
     ("train", "test", "problem"),
     [
-        ((List(BOTH), [[0, 1], [1]]), None, "column label has several labels per sample: give a column"),
-        ((Value("float32"), [0.0, 1.0]), None, "column label has float32 values: give a column with one name"),
-        ((TEXT, ["cat", "dog"]), (TEXT, ["dog", "cow"]), "row 1 of test has label 'cow', which no training image has"),
-        ((BOTH, [0, 1]), (ClassLabel(names=["Dog"]), [0]), "row 0 of test has label 'Dog', others have 'dog'"),
+        (
+            (List(BOTH), [[0, 1], [1]]), None,
+            "column label has several labels per sample: give a column",
+        ),
+        (
+            (Value("float32"), [0.0, 1.0]), None,
+            "column label has float32 values: give a column with one name",
+        ),
+        (
+            (TEXT, ["cat", "dog"]), (TEXT, ["dog", "cow"]),
+            "row 1 of test has label 'cow', which no training image has",
+        ),
+        (
+            (BOTH, [0, 1]), (ClassLabel(names=["Dog"]), [0]),
+            "row 0 of test has label 'Dog', others have 'dog'",
+        ),
         ((TEXT, ["cat", "dog"]), (TEXT, ["dog", None]), "row 1 of test has no label"),
         ((BOTH, [0, -1]), None, "row 1 of train has no label"),
     ],

@@ -81,7 +81,7 @@ def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_fast_recipe(tmp_path: Path) -> None:
-    """A run that stops on one process and resumes on two has the bits of an uninterrupted run on one process."""
+    """A run that stops on one process and resumes on two has an uninterrupted run's bits."""
     flags = [
         "--config",
         str(ROOT / "configs/speed/cifar10_cpu.yaml"),
@@ -103,7 +103,7 @@ def test_the_fast_recipe(tmp_path: Path) -> None:
 
 
 def test_elastic(alone: Path, tmp_path: Path) -> None:
-    """A run has the same bits if it stops in mid-epoch on three processes, resumes on two, and ends on one."""
+    """A run has the same bits if it stops on three processes, resumes on two, and ends on one."""
     for ranks, steps in ((3, 3), (2, 8), (1, -1)):
         more = (
             ["--ckpt_path", tmp_path / "CIFARCNN/version_0/checkpoints/last.ckpt"]
@@ -123,7 +123,7 @@ def test_elastic(alone: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
-    """After torchrun loses one of two nodes, the other one ends with the same bits as an uninterrupted run."""
+    """After torchrun loses one of two nodes, the other ends with an uninterrupted run's bits."""
     flags = [*SHARDED, "--trainer.max_epochs", "20", "--last_checkpoint.every_n_train_steps", "3"]
     at = [
         "--nnodes",
@@ -201,7 +201,7 @@ def test_a_checkpoint_of_other_shards_or_threads(flag: str, alone: Path, app: Ap
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_one_order_of_additions(count: int) -> None:
-    """In whatever order the shards are added, their sum has the same bits and includes every shard."""
+    """In any order of addition, the shards' sum has the same bits and includes every shard."""
     tree, values = Tree(count), torch.randn(count, generator=torch.Generator().manual_seed(1))
     sums = set()
     for order in list(permutations(range(count)))[:: 1 if count < 8 else 997]:
@@ -230,7 +230,7 @@ PLAIN += options(global_order=True, test=False, threads=1, max_epochs=2, log_eve
 def plain(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[str], Path]:
-    """Flags for a module and a loader of plain Lightning, and the directory of their run on one process."""
+    """Flags for plain Lightning's module and loader, and the directory of a run on one process."""
     flags = [*PLAIN, "--run.virtual_devices", "4", "--data.kind", request.param]
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
 
@@ -264,7 +264,7 @@ def test_anybodys_buffers(tmp_path: Path) -> None:
 
 
 def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) -> None:
-    """A run that stops in mid-epoch on two processes and ends on one has the weights of a run on one process."""
+    """A run that stops mid-epoch on two processes and ends on one has one process's weights."""
     flags, alone = plain
     train(tmp_path, flags, 2, "--trainer.max_steps", "4")
     run = train(
@@ -294,25 +294,45 @@ def test_shares_without_virtual_devices(accumulated: str, tmp_path: Path) -> Non
 REFUSED = {
     "--trainer.strategy dp --trainer.devices 2": "use --trainer.strategy ddp",
     "--trainer.strategy ddp --trainer.devices 6": "each process needs a shard: give 6 or more",
-    "--run.virtual_devices null --run.balance true": "--run.balance true distributes shards: add --run.virtual",
+    "--run.virtual_devices null --run.balance true": (
+        "--run.balance true distributes shards: add --run.virtual"
+    ),
     "--data.batch_size 4": "a global batch of 4 has fewer samples than shards: give 4 or less",
     "--data.batch_size 0.03": "a global batch of 3 has fewer samples than shards: give 3 or less",
-    "--model user_code.Unrepeatable --trainer.deterministic true": "put_ does not have a deterministic implementation",
-    "--trainer.benchmark true": "with --trainer.benchmark: cuDNN would ignore determinism: leave it out",
+    "--model user_code.Unrepeatable --trainer.deterministic true": (
+        "put_ does not have a deterministic implementation"
+    ),
+    "--trainer.benchmark true": (
+        "with --trainer.benchmark: cuDNN would ignore determinism: leave it out"
+    ),
     "--trainer.deterministic warn": "with --trainer.deterministic warn: give true, or leave it out",
-    "--trainer.deterministic false": "with --trainer.deterministic false: give true, or leave it out",
+    "--trainer.deterministic false": (
+        "with --trainer.deterministic false: give true, or leave it out"
+    ),
     "--run.loop lightning": "only the straight loop has shards",
     "--trainer.profiler simple": "does not work with a profiler",
-    "--model user_code.TwoOptimizers --data user_code.TheirData": "does not work with manual optimization",
+    "--model user_code.TwoOptimizers --data user_code.TheirData": (
+        "does not work with manual optimization"
+    ),
     "--model user_code.TheirModel --data user_code.TheirData": "add --run.global_order true",
     "--run.global_order true": "which has a global order already: leave it out",
-    "--model plain_code.PlainModel --data plain_code.PlainData --run.global_order true --data.batch_size 3": "3 or",
+    (
+        "--model plain_code.PlainModel --data plain_code.PlainData "
+        "--run.global_order true --data.batch_size 3"
+    ): "3 or",
 }
 OWN_LOADERS = {
     "own_sampler": "has a OwnSampler, whose order cannot be seeded: use one of RandomSampler",
-    "own_batches": "has a batch sampler of its own, or no batches: give the DataLoader a batch_size",
-    "torchs_batches": "has a batch sampler of its own, or no batches: give the DataLoader a batch_size",
-    "iterable": "reads an iterable data set, which has no order: use a data set with __getitem__ and __len__",
+    "own_batches": (
+        "has a batch sampler of its own, or no batches: give the DataLoader a batch_size"
+    ),
+    "torchs_batches": (
+        "has a batch sampler of its own, or no batches: give the DataLoader a batch_size"
+    ),
+    "iterable": (
+        "reads an iterable data set, which has no order: "
+        "use a data set with __getitem__ and __len__"
+    ),
     "several": "returns CombinedLoader: return one DataLoader",
 }
 THEIRS = (
@@ -338,7 +358,7 @@ class LogsItsOwn(PlainModel):
 
 
 def test_a_value_of_a_rank(tmp_path: Path) -> None:
-    """Lightning advises sync_dist for the value that validation_step logs, but for none that training_step logs."""
+    """Lightning advises sync_dist for validation_step's logged value, not for training_step's."""
     flags = [
         "--model",
         "test_virtual_devices.LogsItsOwn",

@@ -1,4 +1,4 @@
-"""Models, data and callbacks of a user: classes of plain Lightning, and subclasses of this application's."""
+"""A user's models, data and callbacks: plain Lightning's classes, and subclasses of the app's."""
 
 import json
 import os
@@ -79,7 +79,7 @@ class PoisonedUpdate(CIFARCNN):
 
 
 class BuildsLate(TheirModel):
-    """Model for CIFAR-10 images that creates one layer in `__init__`, and the others in `configure_model`."""
+    """CIFAR-10 model that creates one layer in `__init__`, the others in `configure_model`."""
 
     def __init__(self) -> None:
         LightningModule.__init__(self)
@@ -170,21 +170,21 @@ class OddModel(TheirModel):
 
 
 class OddData(TheirData):
-    """Data module whose arguments have the names of arguments of `ImageData`, but other meanings."""
+    """Data module whose arguments have the names of `ImageData`'s, but other meanings."""
 
     def __init__(self, seed: str = None, data_seed: int = -1) -> None:  # noqa: RUF013
         super().__init__()
 
 
 class Float16(MixedPrecision):
-    """Plugin for float16 with a gradient scaler on the CPU; Lightning's own plugin works on a GPU only."""
+    """Plugin for float16 with a gradient scaler on the CPU; Lightning's plugin needs a GPU."""
 
     def __init__(self) -> None:
         super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
 class OneCycle(CIFARCNN):
-    """CIFARCNN that reads the number of steps before Lightning restores the loop's state: Lightning's issue 20550."""
+    """CIFARCNN that reads the step count before Lightning restores the loop (issue 20550)."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
@@ -348,7 +348,7 @@ def speaking_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
 
 
 class SaysWhereImagesLie(Callback):
-    """Callback that writes one note per rank: the path of the file that backs the training images, and checksums."""
+    """Callback that writes a note per rank: the path of the training images' file, checksums."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -389,7 +389,7 @@ class ReadsWhenTold(Synthetic):
 
 
 class OwnLauncher(LightningEnvironment):
-    """A user's launcher that has started the processes, and describes them in environment variables of its own."""
+    """A user's launcher that started the processes, and describes them in its own variables."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -409,7 +409,10 @@ class OwnLauncher(LightningEnvironment):
 
 
 class Talks(CIFARCNN):
-    """CIFARCNN whose ranks print whether they write to a terminal. `stops` enters the debugger in the first step."""
+    """CIFARCNN whose ranks print whether they write to a terminal.
+
+    `stops` enters the debugger in the first step.
+    """
 
     def __init__(self, stops: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -434,7 +437,7 @@ class FailsOnce(Callback):
 
 
 class ActsAfter(Callback):
-    """Exits, fails, stops or saves after a number of batches, counted over all epochs and resumed runs."""
+    """Exits, fails, stops or saves after some batches, counted over epochs and resumed runs."""
 
     def __init__(self, action: str, batches: int) -> None:
         self.action, self.batches = action, batches
@@ -452,7 +455,7 @@ class ActsAfter(Callback):
 
 
 class CountsLabels(CIFARCNN):
-    """CIFARCNN that sums labels in an integer buffer, whose mean over shards would need rounding."""
+    """CIFARCNN that sums labels in an integer buffer; its mean over shards would need rounding."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes=num_classes)

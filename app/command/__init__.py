@@ -1,1 +1,1 @@
-"""Commands `fit`, `validate`, `test` and `predict`: one command line, resolved, its ranks, its Trainer, its outcome."""
+"""Commands `fit`, `validate`, `test` and `predict`: command line, ranks, Trainer and outcome."""

@@ -129,7 +129,7 @@ def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
 
 
 def patch(trainer: Trainer, config: Namespace) -> None:
-    """Replace the Trainer's loop and, in a recorded run, its handling of signals and checkpoints."""
+    """Replace the Trainer's loop and, in a recorded run, its signal and checkpoint handling."""
     run = config.run
     if is_recorded(config.trainer):
         Signals.put_into(trainer)

@@ -422,7 +422,7 @@ class FashionMNISTSource(TorchvisionSource):
         self.archives = ", ".join(archives)
 
     def load(self, split: SplitName) -> Split:
-        """Read a split, after comparing the files with the archives beside them, if there are any."""
+        """Read a split; first compare the files with the archives beside them, if any."""
         for file, (name, checksum) in zip(self.files, self.dataset.resources, strict=True):
             archive = file.with_name(name)
             if not archive.is_file():

@@ -163,7 +163,7 @@ def run_fit(
 
 
 def last_lines(folder: Path) -> list[str]:
-    """Return the last 12 output lines of a failed run, preferably of a node with an error message."""
+    """Return a failed run's last 12 output lines, preferably of a node with an error message."""
     nodes = map(_lines, sorted(folder.glob("output_node*.txt")))
     lines = max(nodes, key=lambda lines: "error: " in "\n".join(lines))
     return [line[:300] for line in lines[-12:]]

@@ -81,7 +81,7 @@ class Variant:
         return Resolved(self.settings).replicas
 
     def nodes(self) -> list[dict[str, str]]:
-        """Return each node's environment variables. The nodes divide this machine's GPUs or cores."""
+        """Return each node's environment variables. Nodes divide this machine's GPUs or cores."""
         count = self.settings.trainer.num_nodes
         if count == 1:
             return [inherited()]

@@ -85,14 +85,17 @@ def launch(
                 on_end(note.read_text(), end)
 
         def end_by(signal_name: str) -> int:
-            """Return the exit code after a signal. If ranks did not end in order, they have not marked the record."""
+            """Return the exit code after a signal.
+
+            If ranks did not end in order, they have not marked the record.
+            """
             end = ExitStatus.stopped_by(signal_name)
             if not files(f"*/{STOPPED}") and len(files(f"*/{ENDED}")) < processes:
                 mark(end)
             return end.code
 
         def early_ends() -> dict[int, ProcessFailure]:
-            """Return the ranks that ended with exit code 0 before the end of the run, as by `os._exit(0)`."""
+            """Return the ranks that exited with 0 before the run's end, as by `os._exit(0)`."""
             failures = {}
             for file in files(f"*/{PROCESS}*"):
                 process = int(file.name.removeprefix(PROCESS))
@@ -111,7 +114,7 @@ def launch(
                 raise explain(rank, failure)
 
         def refuse_restart() -> None:
-            """Raise after a signal or a UserError, to prevent a restart; else print the reason for the restart."""
+            """Raise after a signal or UserError, to prevent a restart; else print its reason."""
             reason = "a rank has failed"
             for file in files("*/error.json"):
                 kind, _, text = (cause := message_of(json.loads(file.read_text()))).partition(": ")
@@ -120,7 +123,10 @@ def launch(
                 if (
                     not kind.startswith("Rank") and lost(text) is None
                 ):  # not a consequence of another rank's failure
-                    reason = f"rank {rendezvous.rank * processes + int(file.parent.name)} has failed: {cause}"
+                    reason = (
+                        f"rank {rendezvous.rank * processes + int(file.parent.name)} "
+                        f"has failed: {cause}"
+                    )
             for file in files(f"*/{STOPPED}"):
                 raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))
             print(f"{reason}: restarting all ranks", file=sys.stderr, flush=True)
@@ -192,7 +198,10 @@ def launch(
 
 @contextmanager
 def _agent(processes: int, timeout: float) -> Iterator[None]:
-    """Set the agent's environment and logging; afterwards, restore the environment and the signal handlers."""
+    """Set the agent's environment and logging.
+
+    Afterwards, restore the environment and the signal handlers.
+    """
     before = os.environ.copy()
     os.environ[AGENT] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))

@@ -1,4 +1,4 @@
-"""Rendezvous of nodes without a launcher: at a TCP address, through a shared file, or by environment variables.
+"""Rendezvous of nodes without a launcher: by TCP address, shared file or environment variables.
 
 Extends torch elastic's static rendezvous: reports missing nodes, rejects nodes with other flags,
 and raises an error if another program uses the port.
@@ -87,7 +87,10 @@ class Deadline:
             self.due = min(2 * self.due, self.due + 30)
 
     def within(self, call: Callable[[], T], missing: str, quiet: bool = False) -> T:
-        """Call a blocking function in a thread, and return its result. Abandon the thread and raise at the deadline."""
+        """Call a blocking function in a thread, and return its result.
+
+        At the deadline, abandon the thread and raise.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -103,7 +106,7 @@ class Deadline:
 
 
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
-    """Host a store that listens on `address` only, or on all addresses if no interface of this machine has `address`.
+    """Host a store that listens only on `address`, or on all addresses if no interface has it.
 
     Behind NAT, no interface has this machine's public address. The store also listens on all
     addresses if `address` resolves to 127.0.1.1, as a host's own name may on Debian, because other
@@ -128,7 +131,8 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
             listener = socket.create_server(("", port), backlog=1024)
         except (OSError, OverflowError) as error:
             raise UserError(
-                f"this machine cannot listen on port {port} ({error}): end the program that uses it, or "
+                f"this machine cannot listen on port {port} ({error}): "
+                "end the program that uses it, or "
                 "give another --cluster.init_method or MASTER_PORT"
             ) from error
     return TCPStore(
@@ -144,13 +148,18 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
 
 
 def reach_store(address: str, port: int) -> TCPStore:
-    """Connect to another process's store. Raise at once if no program listens, because torch would retry and log."""
+    """Connect to another process's store.
+
+    Raise at once if no program listens, because torch would retry and log.
+    """
     socket.create_connection((address, port), timeout=5).close()
     return TCPStore(address, port, timeout=timedelta(seconds=5))
 
 
 class NodeRendezvous(StaticTCPRendezvous):
-    """Rendezvous of nodes at one address, or of a single node. `app.command.rules` has checked the flags.
+    """Rendezvous of nodes at one address, or of a single node.
+
+    `app.command.rules` has checked the flags.
 
     Args:
         cluster: The flags of rendezvous and launch.
@@ -232,7 +241,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         return self._store
 
     def _host(self, deadline: Deadline) -> TCPStore:
-        """Host the store on node 0, write its address to the shared file, and wait for the other nodes."""
+        """Host the store on node 0, write its address to the file, and wait for the other nodes."""
         store = host_store(self.master_addr, self.master_port, deadline.seconds)
         self.master_port = store.port
         store.set("flags", json.dumps(self.flags))
@@ -244,7 +253,10 @@ class NodeRendezvous(StaticTCPRendezvous):
                     {"id": self.run_id, "address": self.master_addr, "port": self.master_port},
                 )
             except OSError as error:
-                message = f"--cluster.init_method {self.method}: {error.strerror}: name a file that can be created"
+                message = (
+                    f"--cluster.init_method {self.method}: {error.strerror}: "
+                    "name a file that can be created"
+                )
                 raise UserError(message) from error
         try:
             self._wait_for_all(store, deadline)
@@ -281,7 +293,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         for flag, value in json.loads(store.get("flags")).items():
             if value != self.flags[flag]:
                 raise UserError(
-                    f"{flag} is {value} on node 0 and {self.flags[flag]} on node {self.rank}: give the same"
+                    f"{flag} is {value} on node 0 and {self.flags[flag]} on node {self.rank}: "
+                    "give the same"
                 )
         store.set(f"node{self.rank}", self.run_id)
 

@@ -1,4 +1,4 @@
-"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`: if one process fails, all processes end."""
+"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`: if one process fails, all end."""
 
 import multiprocessing
 import os
@@ -120,7 +120,8 @@ class SpawnLauncher(_MultiProcessingLauncher):
         if "pickle" in str(error).lower():
             return UserError(
                 f"ddp_spawn cannot pickle model and data for its processes ({error}): use "
-                "--trainer.strategy ddp, or define its class or function at the top level of a module"
+                "--trainer.strategy ddp, or define its class or function at the top level of a "
+                "module"
             )
         return error
 
@@ -139,7 +140,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
             self._wait()
 
     def _wait(self) -> None:
-        """Wait until all processes have ended. If one fails, or ends before its run, end the others.
+        """Wait until all processes end. If one fails, or ends before its run, end the others.
 
         Lightning would not notice an early end with exit code 0, as by `os._exit(0)`.
 

@@ -231,7 +231,7 @@ class ImageClassifier(LightningModule):
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the batch's loss: a sum, weighted so that each sample of an optimizer step counts equally."""
+        """Return the batch's loss: a sum in which an optimizer step's samples count equally."""
         images, labels = batch
         trainer = self.trainer
         losses = self._training_losses(images, labels, batch_idx)

@@ -34,7 +34,8 @@ LOADING = {  # code that loads the file and classifies `images`, by format
 import json, onnxruntime
 session = onnxruntime.InferenceSession("{file}")
 names = json.loads(session.get_modelmeta().custom_metadata_map["class_names"])
-probabilities = session.run(None, {{"images": images}})[0]  # images: array, uint8 (B, {shape}), sized as in training
+probabilities = session.run(None, {{"images": images}})[0]  # images: array, uint8 (B, {shape}), \
+sized as in training
 print([names[label] for label in probabilities.argmax(1)])""",
     "torch": """\
 import json, torch
@@ -81,8 +82,8 @@ def run(arguments: list[str]) -> int:
         raise
     except ImportError as error:
         raise UserError(
-            f'--format {options.format} needs {error.name}: pip install "data-parallel-lab[export]",'
-            " or onnx onnxscript onnxruntime"
+            f'--format {options.format} needs {error.name}: pip install "data-parallel-lab[export]"'
+            ", or onnx onnxscript onnxruntime"
         ) from error
     except OSError as error:
         raise UserError(

@@ -59,7 +59,7 @@ class Classifier(nn.Module):
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return probabilities (B, classes) of images in the training's shape, uint8 (B, C, H, W)."""
+        """Return probabilities (B, classes) of images in training shape, uint8 (B, C, H, W)."""
         return self.module(self.transform(images)).float().softmax(1)
 
     @torch.inference_mode()

@@ -219,8 +219,10 @@ def lenet_raw() -> dict[str, float]:
     """A hand-written loop over resident images in channels_last, with pooling before ReLU."""
     images, labels = synthetic("CIFAR10", 50_000)
     network = nn.Sequential(
-        nn.Conv2d(3, 6, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(6, 16, 5), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+        nn.Conv2d(3, 6, 5), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Conv2d(6, 16, 5), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(),
+        nn.Linear(84, 10),
     ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # fmt: skip
     resident = (images.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
     return loop(network, SGD(network.parameters(), fused=True), shuffled(resident, labels, 64), 3)

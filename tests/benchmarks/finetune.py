@@ -16,7 +16,10 @@ BOTH = """
 fit --model resnet18 --data ImageFolder --data.flip true --data.crop_padding 4
 --model.schedule cosine --run.test false
 """
-FIRST = "--data.batch_size 128 --model.optimizer.lr 0.1 --model.optimizer.weight_decay 5e-4 --model.warmup 1ep"
+FIRST = (
+    "--data.batch_size 128 --model.optimizer.lr 0.1 --model.optimizer.weight_decay 5e-4 "
+    "--model.warmup 1ep"
+)
 TUNED = "--data.batch_size 32 --model.optimizer.lr 0.01 --model.head_lr 10"
 FRESH = "--model.optimizer.lr 0.05 --model.warmup 1ep"
 FEW = 200  # images of each class for fine-tuning, and as many again for validation

@@ -85,7 +85,7 @@ def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
 
 
 def main(chosen: Sequence[str], folder: Path) -> None:
-    """Run the chosen items, by default all. The name of a group in `CALLS` stands for the items of the group.
+    """Run the chosen items, by default all. A group's name in `CALLS` stands for its items.
 
     Print each item's status, and exit with 1 if an item failed or timed out.
     """

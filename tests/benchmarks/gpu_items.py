@@ -72,7 +72,8 @@ def start(
     command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **(env or {})}, timeout=timeout, check=False, text=True,
+            command, cwd=ROOT, env={**os.environ, **(env or {})},
+            timeout=timeout, check=False, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
@@ -109,7 +110,7 @@ def newest(name: str) -> Path:
 
 
 def rate(name: str, *flags: str | Path, alone: bool = False) -> float | None:
-    """Train, record the rate in samples/s, and return it. If the training fails, record its error, and return None."""
+    """Train; record and return the rate in samples/s, or record an error and return None."""
     try:
         record = record_of(fit(name.replace(" ", "_"), *flags, alone=alone))
     except (Exception, SystemExit) as error:
@@ -131,7 +132,7 @@ def versions() -> None:
 
 
 def step() -> None:
-    """Record the rates of training with images on the device and on the host, and of a hand-written loop."""
+    """Record the training rates with images on device and host, and of a hand-written loop."""
     for placement in ("memory",) if CPU else ("device", "memory"):
         rate(f"images in {placement}", *DATA, *SPEED, *SGD, "--data.placement", placement)
     raw = Raw(LeNet(), SIZE, 64)
@@ -178,7 +179,7 @@ WATCHED = r"(cudaLaunchKernel|cudaGraphLaunch|cudaMemcpy|cuda\w*Synchronize|aten
 
 
 class Watch(Callback):
-    """Callback that counts synchronizations by line in steps 60 to 90, and profiles steps 100 to 130."""
+    """Callback that counts synchronizations by line in steps 60–90, and profiles steps 100–130."""
 
     latest: "Watch"  # the newest one
 
@@ -226,7 +227,7 @@ def watched(*flags: str) -> Any:
 
 
 def synchronisations() -> None:
-    """Record synchronizations by source line in 30 steps, and the numbers of launches and copies per step."""
+    """Record 30 steps' synchronizations by source line, and launches and copies per step."""
     cases = [[], ["--data.placement", "memory"], BF16, FLOAT16]
     for flags in cases[:1] if CPU else cases:
         watch = watched(*flags)
@@ -268,7 +269,7 @@ class Raw:
 
 
 def lenet() -> None:
-    """Time LeNet with `fit` and with a hand-written loop, in turns: 5 epochs of 50,000 images at batch 64."""
+    """Time LeNet in `fit` and a hand-written loop, in turns: 5 epochs, 50,000 images, batch 64."""
     epochs, images = (1, SIZE) if CPU else (5, 50_000)
     raw = Raw(LeNet(), images, 64)
     flags = [
@@ -310,7 +311,10 @@ def of_resnet() -> list[str]:
 
 
 def resnet() -> None:
-    """Measure resnet18_cifar at batch 512 in four precisions, then in bf16 with one changed setting at a time."""
+    """Measure resnet18_cifar at batch 512 in four precisions.
+
+    Then measure bf16 with one changed setting at a time.
+    """
     flags = of_resnet()
     rate("float32", *flags)
     if CPU:
@@ -334,7 +338,7 @@ def apart() -> None:
 
 
 def mlp() -> None:
-    """Measure the rates of the MLP at two input widths, and record them also as shares of the roofline.
+    """Measure the MLP's rates at two input widths; record them also as shares of the roofline.
 
     The roofline is the FLOP rate of a large matrix product. A sample costs six FLOP per weight.
     """
@@ -376,7 +380,7 @@ def mlp() -> None:
 
 
 def gpu_tests() -> None:
-    """Run the tests that need a GPU; record their progress, failures and final counts as they appear.
+    """Run the tests that need a GPU; record progress, failures and final counts as they appear.
 
     On the CPU, only collect them.
     """
@@ -402,7 +406,10 @@ def gpu_tests() -> None:
 
 
 def dp() -> None:
-    """Record the largest difference of weights between two replicas and one. The last batch has a single image."""
+    """Record the largest weight difference between two replicas and one.
+
+    The last batch has a single image.
+    """
     for precision in ("32-true", "bf16-mixed"):
         states = []
         for several in (False, True):
@@ -410,8 +417,10 @@ def dp() -> None:
             model = CIFARCNN()
             replicas = DataParallelStrategy([torch.device("cpu" if CPU else "cuda:0")] * 2)
             trainer = Trainer(
-                accelerator=DEVICE.type, devices=1, strategy=replicas if several else "auto", max_epochs=1,
-                precision=precision, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                accelerator=DEVICE.type, devices=1,
+                strategy=replicas if several else "auto", max_epochs=1,
+                precision=precision, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False,
                 enable_model_summary=False,
             )  # fmt: skip
             trainer.fit(
@@ -423,7 +432,9 @@ def dp() -> None:
 
 
 def same_bits() -> None:
-    """Compare ranks on one device with one process; over virtual devices, the weights must have the same bits.
+    """Compare ranks on one device with one process.
+
+    Over virtual devices, the weights must have the same bits.
 
     One rank of `ddp` uses NCCL. Two or three ranks, each a "node", share the device and use gloo.
     """
@@ -473,7 +484,10 @@ def same_bits() -> None:
 
 
 def commands() -> None:
-    """Record a run's memory, by the run's record and by nvidia-smi, and results of doctor, plan, compare and verify."""
+    """Record a run's memory, by its record and by nvidia-smi.
+
+    Record also the results of doctor, plan, compare and verify.
+    """
     memory = record_of(fit("memory", *DATA, "--trainer.max_epochs", "1", "--run.test", "false"))[
         "peak_memory"
     ][0]

@@ -53,7 +53,8 @@ def feed_torchvision() -> dict[str, float]:
     images, _ = synthetic("CIFAR10", 512)
     transform = v2.Compose(
         [
-            v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True),
+            v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(),
+            v2.ToDtype(torch.float32, scale=True),
             v2.Normalize((0.5,) * 3, (0.5,) * 3), v2.RandomErasing(1.0, (0.0625, 0.0625), (1, 1)),
         ]
     )  # fmt: skip

@@ -40,7 +40,10 @@ class Host:
         first = f"hostname {name}; {mounts}; ip link set lo up; read go"
         with self.log.open("w") as log:
             self.outer = subprocess.Popen(
-                [*apart.split(), "--fork", "--kill-child", "sh", "-ec", f"{first}; {command} & wait"],
+                [
+                    *apart.split(), "--fork", "--kill-child", "sh", "-ec",
+                    f"{first}; {command} & wait",
+                ],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
                 env={**os.environ, "SLURM_CONF": f"{place}/slurm.conf"},
             )  # fmt: skip

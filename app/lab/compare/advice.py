@@ -170,7 +170,8 @@ def _of_one_processor(rows: pd.DataFrame, baseline: str, cores: int) -> list[str
     if baseline not in several.index and alone >= cores > 1:
         sentences.append(
             f"{plain(baseline)} already uses all {cores} cores, with {alone} threads: more devices "
-            "add no cores, so no ideal is shown. `OMP_NUM_THREADS=1` compares one core with several."
+            "add no cores, so no ideal is shown. `OMP_NUM_THREADS=1` compares one core with "
+            "several."
         )
     return sentences
 
@@ -199,7 +200,7 @@ def ranks(table: pd.DataFrame) -> dict[str, int]:
 
 
 def _limit(row: pd.Series, cores: int) -> list[str]:
-    """Return a sentence with a remedy for each limit of a variant: memory, and its steps' bottleneck."""
+    """Return a remedy sentence for each limit of a variant: memory, and its steps' bottleneck."""
     fullest = row[["memory_main_percent", "memory_others_percent"]].max()
     name = plain(row.name)
     sentences = []

@@ -143,7 +143,7 @@ def _has_learnt(losses: pd.DataFrame, outcomes: Sequence[Outcome]) -> bool:
 
 
 def _alike(losses: pd.DataFrame, baseline: str) -> pd.Series:
-    """Return the largest difference from the baseline's curve, for each curve that coincides with it.
+    """Return each coinciding curve's largest difference from the baseline's curve.
 
     If the baseline has no curve, compare with the first curve.
     """

@@ -174,7 +174,7 @@ def _number(value: Any, form: str = ",.6g") -> str:
 def _ranking(
     results: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, places: dict[str, int]
 ) -> str:
-    """Return the table of variants in order of speed; unmeasured ones come last, with the reason."""
+    """Return the table of variants by speed; unmeasured variants come last, with the reason."""
     rows = []
     for row, outcome in zip(results.to_dict("records"), outcomes, strict=True):
         name = row["variant"]
@@ -241,14 +241,16 @@ def _method(experiment: Experiment, head: dict[str, Any]) -> str:
         gpus = f"{', '.join(machine['gpus'])} (driver {head['driver']})"
     versions = ", ".join(f"{name} {number}" for name, number in head["versions"].items() if number)
     return (
-        f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each variant). "
+        f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each "
+        "variant). "
         "samples/s is the median over a run's logging windows after "
         f"{experiment.warmup_epochs} epoch(s) of warm-up, then over the runs; ± is the largest "
         "deviation of a run. Two variants differ when the ranges of their runs do not overlap, and "
         "their medians differ by more than either range. Training time includes validation; set-up "
         "lasts until the first step. Peak memory is torch's on an accelerator, the process's on a "
         "CPU. Phases are those of 20 early steps on rank zero, scaled to samples/s.\n\n"
-        f"Measured on {machine['cpu']}, {machine['cores']} cores, {gpus}, at {head['date'] or '—'}, "
+        f"Measured on {machine['cpu']}, {machine['cores']} cores, {gpus}, "
+        f"at {head['date'] or '—'}, "
         f"with {versions}, "
         f"by\n\n{code(head['command'])}"
     )
