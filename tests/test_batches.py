@@ -204,7 +204,10 @@ def test_drop_last() -> None:
 def test_batches_for_an_accelerator_are_pinned_and_one_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Images, labels and draws are copied once, page-locked, while the previous batch is used."""
+    """Images, labels and draws are copied once, into page-locked memory.
+
+    They are copied while the previous batch is in use.
+    """
     pinned: list[torch.Size] = []
 
     def without(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""Communication of gradients: ring, hooks on a CPU, options, rejected strategies and options."""
+"""Communication of gradients: ring, hooks on a CPU, strategies' options, rejected settings."""
 
 import itertools
 from collections.abc import Sequence

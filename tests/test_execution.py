@@ -169,7 +169,7 @@ def test_fused_by_default_on_a_gpu(cls: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
-    """A resumed run uses its own update, fused or not, whatever the checkpoint's was."""
+    """A resumed run uses its own kind of update, fused or not, whatever the checkpoint used."""
     model = nn.Linear(2, 2)
     saved = torch.optim.Adam(model.parameters(), lr=0.25, fused=not fused)
     model(torch.ones(1, 2)).sum().backward()

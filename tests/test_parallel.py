@@ -57,7 +57,10 @@ def test_somebodys_own_model_and_data(strategy: str, app: App, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_torch_checks_collective_calls(tmp_path: Path) -> None:
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, mixed precision runs on gloo; torch's DDP crashes."""
+    """A gloo run in mixed precision completes with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+    torch's DDP would crash.
+    """
     flags = [*SMALL, *on_cpu("ddp_fork", 2, precision="bf16-mixed", max_epochs=1, root=tmp_path)]
     output_of(*start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}))
 
@@ -154,7 +157,10 @@ def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:
 
 
 def test_dp_keeps_the_running_statistics_of_replica_0_only() -> None:
-    """As in `nn.DataParallel`, only replica 0's buffers are kept; replicas' attributes are lost."""
+    """As in `nn.DataParallel`, only replica 0's buffers are kept.
+
+    Attributes set by any replica are lost.
+    """
     model = Normalises()
     trainer = Trainer(
         barebones=True,

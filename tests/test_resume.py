@@ -155,7 +155,10 @@ def test_resumed_run_remembers_the_best_checkpoint(model: str, app: App, tmp_pat
 
 
 def test_config_of_a_run_selects_that_run(app: App, tmp_path: Path) -> None:
-    """A run's config selects this run, not its name's newest; a finished training is rejected."""
+    """A run's config selects this run instead of the newest of its name.
+
+    A finished training is rejected.
+    """
     flags = [*CNN[:-2], *options(test=False, name="x")]
     runs = tmp_path / "runs" / "x"
     for seed in ("1", "2"):
@@ -233,7 +236,7 @@ def test_a_stop_inside_an_accumulation_window_waits_for_its_end(
 
 
 def test_checkpoints_inside_accumulation_windows_are_refused(app: App, tmp_path: Path) -> None:
-    """A user's call, a saving validation, and a checkpoint of another batch count are rejected."""
+    """A user's save, a validation's save, and a checkpoint of another batch count are rejected."""
     message = error_of(*app("fit", *IN_WINDOWS, *acts("save", 7)))
     assert "call it where (batch_idx + 1) % 3 is 0, or with weights_only=True" in message
     message = error_of(*app("fit", *IN_WINDOWS, "--trainer.val_check_interval", "0.5"))
@@ -342,7 +345,10 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_p
 
 
 def test_changed_settings_start_a_new_run(app: App, tmp_path: Path) -> None:
-    """A changed setting, earlier checkpoint or run in progress starts a new run, with a reason."""
+    """A changed setting, an earlier checkpoint, or a run in progress leads to a new run.
+
+    One line gives the reason.
+    """
     runs, newest = tmp_path / "runs" / "x", ["--ckpt_path", "auto"]
     flags = [*CNN, *EVERY, *options(test=False, name="x"), "--trainer.max_epochs"]
     output_of(*app("fit", *flags, "1"))
@@ -389,7 +395,7 @@ FLAGS = [*CNN[:-2], *options(name="x", test=False), "--trainer.max_epochs"]
 
 
 def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path) -> None:
-    """A damaged checkpoint is rejected by name or path; `auto` renames it and takes the previous.
+    """A damaged checkpoint is rejected by name or path; `auto` renames it and uses an earlier one.
 
     If no checkpoint is intact, `auto` rejects the run instead of starting it anew.
     """

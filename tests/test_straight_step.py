@@ -348,7 +348,7 @@ def test_module_hooks(hooks: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hook", BATCH_HOOKS)
 def test_data_module_hook(hook: str, tmp_path: Path) -> None:
-    """If module and data module override a hook, the straight step calls the same as Lightning."""
+    """If module and data module override a hook, the straight step makes Lightning's choice."""
     model = recording(CALLS, Plain, [hook], "module")
     assert_alike(tmp_path, model=model, data=recording(CALLS, TheirData, [hook], "data"), hooks=[])
 

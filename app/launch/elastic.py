@@ -114,7 +114,10 @@ def launch(
                 raise explain(rank, failure)
 
         def refuse_restart() -> None:
-            """Raise after a signal or UserError, to prevent a restart; else print its reason."""
+            """Raise after a signal or a UserError, to prevent a restart.
+
+            Otherwise, print the reason for the restart.
+            """
             reason = "a rank has failed"
             for file in files("*/error.json"):
                 kind, _, text = (cause := message_of(json.loads(file.read_text()))).partition(": ")

@@ -1,4 +1,4 @@
-"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`: if one process fails, all end."""
+"""Launcher of `ddp_spawn`, `ddp_fork` and `ddp_notebook`: if one process fails, the others end."""
 
 import multiprocessing
 import os
