@@ -8,8 +8,7 @@ commands:
   test       measure a checkpoint on the test split
   predict    write predictions.csv for the test split, or for images and folders
   export     write a trained model as one file, for ONNX Runtime or torch
-  compare    measure which strategy and settings train fastest on this machine, with report and \
-advice
+  compare    measure which strategy and settings train fastest here, with report and advice
   verify     prove that all strategies give the same training, on your model and data
   replay     repeat one step of a run, and print its samples by loss
   plan       predict the speed-up from more devices or nodes

@@ -34,46 +34,46 @@ def examples(times: int) -> settings:
 
 ODD = ["", " ", "[1,", "{a: 1}", "x" * 3000, "\u202e", "a\nb", "\t"]
 ODD_WORDS = """
-    -1 0 1 -0.0 0.5 1e400 -1e400 nan .inf 1e-400 100000000000000000000 null true [] {} [[1]] \
-!!python/object:os.system
-    *a &a ~ ' 名前 ü %s ${x} $HOME ../.. / /dev/null /proc/self/mem os.system torch.nn.Linear \
-torch.optim.Adam
+    -1 0 1 -0.0 0.5 1e400 -1e400 nan .inf 1e-400 100000000000000000000 null true [] {} [[1]]
+        !!python/object:os.system
+    *a &a ~ ' 名前 ü %s ${x} $HOME ../.. / /dev/null /proc/self/mem os.system torch.nn.Linear
+        torch.optim.Adam
     app.modules.CIFARCNN Adam ddp dp cuda auto
 """
 ODD += ODD_WORDS.split()
 SETTINGS = {
     "trainer": """
-        accelerator strategy devices num_nodes precision logger plugins max_epochs min_epochs \
-max_steps min_steps
-        max_time fast_dev_run limit_train_batches limit_val_batches limit_test_batches \
-limit_predict_batches
-        overfit_batches val_check_interval check_val_every_n_epoch callbacks num_sanity_val_steps \
-log_every_n_steps
-        enable_checkpointing profiler accumulate_grad_batches gradient_clip_val \
-gradient_clip_algorithm deterministic
-        benchmark inference_mode detect_anomaly barebones sync_batchnorm \
-reload_dataloaders_every_n_epochs nope
-        default_root_dir strategy.ddp_comm_hook strategy.bucket_cap_mb strategy.static_graph \
-strategy.class_path
-        strategy.find_unused_parameters strategy.process_group_backend strategy.start_method \
-strategy.nope
+        accelerator strategy devices num_nodes precision logger plugins max_epochs min_epochs
+        max_steps min_steps
+        max_time fast_dev_run limit_train_batches limit_val_batches limit_test_batches
+        limit_predict_batches
+        overfit_batches val_check_interval check_val_every_n_epoch callbacks num_sanity_val_steps
+        log_every_n_steps
+        enable_checkpointing profiler accumulate_grad_batches gradient_clip_val
+        gradient_clip_algorithm deterministic
+        benchmark inference_mode detect_anomaly barebones sync_batchnorm
+        reload_dataloaders_every_n_epochs nope
+        default_root_dir strategy.ddp_comm_hook strategy.bucket_cap_mb strategy.static_graph
+        strategy.class_path
+        strategy.find_unused_parameters strategy.process_group_backend strategy.start_method
+        strategy.nope
     """,
     "model": """
-        network loss optimizer optimizer.lr optimizer.momentum scheduler scheduler.step_size \
-scheduler_interval hidden
+        network loss optimizer optimizer.lr optimizer.momentum scheduler scheduler.step_size
+        scheduler_interval hidden
         repeats channels_last compile matmul_precision nope
     """,
     "data": """
-        like size data_seed batch_size val_size placement cache num_workers crop_padding flip \
-cutout augment seed
+        like size data_seed batch_size val_size placement cache num_workers crop_padding flip
+        cutout augment seed
         drop_last root nope
     """,
     "run": "name root test wandb project group tags warmup_epochs on_nonfinite nope",
     "cluster": "init_method node_rank timeout max_restarts log_dir",
     "best_checkpoint": "filename monitor mode save_top_k",
     "last_checkpoint": """
-        filename monitor mode save_top_k every_n_train_steps train_time_interval every_n_epochs \
-dirpath
+        filename monitor mode save_top_k every_n_train_steps train_time_interval every_n_epochs
+        dirpath
     """,
     "lr_monitor": "logging_interval",
 }

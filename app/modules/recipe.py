@@ -1,5 +1,6 @@
 """Recipe of a training: loss, optimizer, learning-rate schedule, frozen blocks, averaging."""
 
+import functools
 import inspect
 import math
 from functools import partial
@@ -22,6 +23,8 @@ from app.system.patches import expects
 
 Loss = Literal["cross_entropy", "smooth_l1"]
 Schedule = Literal["constant", "cosine", "linear", "onecycle", "step"]
+
+averaging = functools.cache(get_ema_multi_avg_fn)  # to make the function anew costs 40 calls
 
 
 def name_defaults(cls: type) -> type:
@@ -246,7 +249,7 @@ class MovingAverage(WeightAveraging):
 
     def __init__(self, decay: float, device: torch.device) -> None:
         super().__init__(device)
-        self._update = get_ema_multi_avg_fn(decay)
+        self._decay = decay
         self._updated_step = 0
         self._averages: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -261,7 +264,7 @@ class MovingAverage(WeightAveraging):
             self._pair(pl_module)
         pairs = self._counts
         if self._updated_step:
-            self._update(self._averages, self._values, 0)
+            averaging(self._decay)(self._averages, self._values, 0)
         else:  # the first update copies the weights
             pairs = [*pairs, *zip(self._averages, self._values, strict=True)]
         for average, value in pairs:
