@@ -34,8 +34,7 @@ LOADING = {  # code that loads the file and classifies `images`, by format
 import json, onnxruntime
 session = onnxruntime.InferenceSession("{file}")
 names = json.loads(session.get_modelmeta().custom_metadata_map["class_names"])
-# images: array, uint8 (B, {shape}), sized as in training
-probabilities = session.run(None, {{"images": images}})[0]
+probabilities = session.run(None, {{"images": images}})[0]  # uint8 (B, {shape}), as in training
 print([names[label] for label in probabilities.argmax(1)])""",
     "torch": """\
 import json, torch
