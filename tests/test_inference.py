@@ -51,9 +51,9 @@ from app.modules import ImageClassifier
 
 class Wide(ImageClassifier):
     def __init__(self, width: int = 8, num_classes: int = 10):
-        layers = nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), \
-nn.AdaptiveAvgPool2d(2), nn.Flatten()
-        super().__init__(nn.Sequential(*layers, nn.Linear(4 * width, num_classes)), num_classes)
+        layers = [nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(2)]
+        layers += [nn.Flatten(), nn.Linear(4 * width, num_classes)]
+        super().__init__(nn.Sequential(*layers), num_classes)
 """
 
 

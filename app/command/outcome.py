@@ -105,7 +105,7 @@ def close(
         model: The model.
         data: The data module.
     """
-    if sys.exc_info()[0] is not None:
+    if sys.exc_info()[0] is not None:  # otherwise, a late signal still ends the command
         end_undisturbed()
     record = record_of(trainer, callback)
     if fitted and record.run_dir:

@@ -137,7 +137,7 @@ def build(cli: Flags) -> None:
 
 
 def connect_ranks(cli: Flags) -> None:
-    """Connect the processes of the run that have been started."""
+    """Set timeout and launcher, and connect the processes that a launcher has started."""
     trainer = cli.trainer
     timeout = cli.config.cluster.timeout
     lightning_patches.set_timeout(trainer.strategy, timeout)
@@ -237,6 +237,7 @@ def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> i
     # Lightning resets the seed only in a run of several processes. Without this call, a hook that
     # draws weights would draw other ones in a run of one process
     reset_seed()
+    # errors are explained inside `watched`, because its stacks tell which rank hangs
     with watched(timeout, stacks, trainer.global_rank), ended_in_time(stacks), explaining_errors():
         try:
             arguments = {"datamodule": cli.datamodule, "ckpt_path": checkpoint}

@@ -157,6 +157,9 @@ class GlobalOrder:
         divides by the optimizer step's number of samples instead. Gradients of virtual devices
         are summed, so that their weights only divide.
 
+        `ImageClassifier.training_step` weights each sample's loss. The loss of a user's module is
+        a mean, which the training loop weights: `StraightLoop`, or `ShardedLoop` for each shard.
+
         Example: 10 samples in global batches of 4, 3 ranks, accumulation over 2 batches. The
         weight of a single sample's loss, and those of the ranks' mean losses:
 

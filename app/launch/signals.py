@@ -1,7 +1,7 @@
-"""Signals (Ctrl-C, SIGTERM, SLURM's warning): training stops after the step with a checkpoint.
+"""Signals (Ctrl-C, SIGTERM, SIGHUP, SLURM's warning): training stops with a checkpoint.
 
-Signal handlers only set a flag. With several ranks, all stop at the same step, one step later, so
-that no rank blocks in a collective call.
+Signal handlers only set a flag, and training stops after the step. With several ranks, all stop at
+the same step, one step later, so that no rank blocks in a collective call.
 """
 
 import multiprocessing
@@ -255,7 +255,10 @@ class StopTogether(Callback):
 
 
 def stop_training(trainer: Trainer, batch_idx: int) -> None:
-    """Stop after the current step, so that a resumed run neither repeats nor skips work."""
+    """Stop after the current step, so that a resumed run neither repeats nor skips work.
+
+    `app.command.checkpoints.RunCheckpoint` then saves `last.ckpt`.
+    """
     trainer.should_stop = True
     trainer.fit_loop.min_epochs = None
     trainer.fit_loop.epoch_loop.min_steps = None

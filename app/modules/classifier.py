@@ -231,7 +231,11 @@ class ImageClassifier(LightningModule):
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the batch's loss: a sum in which an optimizer step's samples count equally."""
+        """Return the batch's loss.
+
+        With this application's data, it is a sum in which all samples of an optimizer step count
+        equally. Elsewhere, it is the mean, which the training loop weights, as it does a user's.
+        """
         images, labels = batch
         trainer = self.trainer
         losses = self._training_losses(images, labels, batch_idx)

@@ -98,7 +98,8 @@ class RunRecord(Callback):
         if not trainer.is_global_zero or directory is None:
             return
         path = Path(directory, "run.json")
-        if self.path is None and path.exists():  # spawned ranks continue the parent's record
+        # a spawned rank continues its parent's record, and a resumed run that of the run before
+        if self.path is None and path.exists():
             with suppress(ValueError):
                 self.record = Record.load(path)
             if self.record.parts:
@@ -114,6 +115,7 @@ class RunRecord(Callback):
         """Complete the record, and log it to the tracker."""
         if self.path is None:
             return
+        # a training that reached its end is complete, also if a signal then ends the command
         signal = None if self.record.finished else cause(trainer)
         self.record.status = "interrupted" if signal else "completed"
         self.record.error = f"by {signal}" if signal else None

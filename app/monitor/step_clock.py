@@ -21,7 +21,7 @@ from app.system.machine import time_when_done
 from app.training import SplitForward
 
 MEASURED = (*PHASES, "forward", "backward", "launch")
-# phase of each action that Lightning's loop reports to the profiler, by the action's name
+# phase of each action that the loops report to the profiler, by the action's name
 ACTIONS = {
     "train_dataloader_next": "data",
     "batch_to_device": "data",

@@ -11,7 +11,7 @@ from app.system.machine import time_when_done
 
 
 class Windows:
-    """Samples/s of all ranks over windows of `log_every_n_steps` steps (or an epoch, if shorter).
+    """Samples/s of all ranks over windows of `log_every_n_steps` batches, or of an epoch.
 
     The device is synchronised only at the end of a window. Validation is excluded.
 
@@ -20,7 +20,7 @@ class Windows:
 
     Attributes:
         rates: Samples/s of each window after the run's first window and `warmup_epochs` epochs.
-        samples_per_step: Samples per step of the same windows.
+        samples_per_step: Samples per batch of the same windows.
         epoch_rates: Samples/s of all windows of the epoch.
         course: Samples/s of all windows over the seconds since the first step.
         rate: Samples/s of the last window; None before the first window's end.

@@ -1,4 +1,4 @@
-"""Parts of the straight step that use Lightning's private names. The rest is in `step.py`.
+"""Parts of the training loops that use Lightning's private names.
 
 When you upgrade Lightning, compare
 
