@@ -282,7 +282,7 @@ class MetricsFile(CSVLogger):
         columns = sorted(set(self._columns).union(*rows))
         size = 0
         try:
-            if columns == self._columns:
+            if columns == self._columns and self._path.exists():
                 size = self._path.stat().st_size
                 with self._path.open("a", newline="") as file:
                     csv.DictWriter(file, columns).writerows(rows)
