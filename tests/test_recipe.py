@@ -36,8 +36,9 @@ from app.data.sources import Split
 from app.data.transforms import Mix, draw_mix
 from app.errors import UserError
 from app.modules import CIFARCNN, ImageClassifier
-from app.modules.networks import image_settings, load_weights, make_network, read_weights
+from app.modules.networks import make_network
 from app.modules.recipe import Recipe, rate
+from app.modules.weights import image_settings, load_weights, read_weights
 
 QUICK = [*tiny(40, 16), *options(max_epochs=1, test=False, accelerator="cpu")]
 

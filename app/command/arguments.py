@@ -247,7 +247,7 @@ def subclasses(cls: type) -> list[type]:
 
 
 class _UniqueKeys(yaml.BaseLoader):
-    """YAML loader that rejects repeated keys, of which YAML would drop all but the last."""
+    """YAML loader that rejects repeated keys. YAML keeps only the last of them."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping, after a check of its keys."""

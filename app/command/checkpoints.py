@@ -21,7 +21,7 @@ from app.data import ImageData
 from app.errors import UserError
 from app.modules import ImageClassifier
 from app.modules.execution import IMPLEMENTATION
-from app.modules.networks import checkpoint_of
+from app.modules.weights import checkpoint_of
 from app.record import Record
 from app.record.words import listed
 from app.system.lightning_patches import is_stopped

@@ -26,7 +26,7 @@ from app.command.run_options import LimitedTrainer, Run, requested_checkpoint
 from app.errors import ExitStatus, UserError, one_line
 from app.launch.process import trust_flags
 from app.launch.rendezvous import Cluster
-from app.modules.networks import checkpoint_of, image_settings
+from app.modules.weights import checkpoint_of, image_settings
 from app.monitor.loggers import RateMonitor, SaveConfig
 from app.system.torch_files import check_exists
 from app.training import register_strategies

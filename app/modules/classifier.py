@@ -26,18 +26,10 @@ from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.errors import UserError
 from app.modules.execution import Compile, Execution, MatmulPrecision, fastest
-from app.modules.networks import (
-    MLP,
-    SIZES,
-    WhitenedCNN,
-    load_weights,
-    make_network,
-    read_weights,
-    shape_problem,
-    title,
-)
+from app.modules.networks import MLP, SIZES, WhitenedCNN, make_network, shape_problem, title
 from app.modules.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults
 from app.modules.sums import Sums, log_window
+from app.modules.weights import load_weights, read_weights
 
 
 class ImageClassifier(LightningModule):

@@ -19,7 +19,7 @@ from app.data.image_files import FileSplit, files_in, pixels
 from app.data.transforms import Transform
 from app.errors import UserError, one_line
 from app.modules import ImageClassifier
-from app.modules.networks import checkpoint_of, load_weights
+from app.modules.weights import checkpoint_of, load_weights
 
 
 class Prediction(NamedTuple):
