@@ -1,11 +1,19 @@
 """End of a rank's process at each stage of a run: named rank, exit code and record."""
 
 import itertools
+import multiprocessing
+import os
 import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness import fork_app, on_cpu, options, record, tiny
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import record as torch_record
+
+from app.launch.failures import ErrorFile, callstack, message_of
 
 SLOW = pytest.mark.slow
 ENDS = {  # exit code, and pattern of the record's error
@@ -70,3 +78,30 @@ def test_end_of_a_single_process(stage: str, end: str, tmp_path: Path) -> None:
     expected, pattern = ENDS[end]
     assert code == expected, out
     assert re.fullmatch(pattern.removeprefix("rank 1: "), record(tmp_path)["error"])
+
+
+def test_error_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is killed while it writes leaves no half file, which its launcher would read."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    def fail() -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        torch_record(fail, ErrorFile())()
+    failure = ProcessFailure(0, 1, 1, str(file))
+    assert message_of(failure.error_file_data) == "RuntimeError: mine"
+    assert "in fail" in callstack(failure)
+    file.unlink()
+    process = multiprocessing.get_context("fork").Process(target=_killed_while_writing, args=[fail])
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert not file.exists()
+
+
+def _killed_while_writing(fail: Callable[[], None]) -> None:
+    """Die at the moment when the file's content reaches the disk."""
+    os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    torch_record(fail, ErrorFile())()

@@ -25,7 +25,7 @@ from app.data.global_order import put_in_order
 from app.errors import ExitStatus, UserError
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.elastic import ENDED, PROCESS, RUN_DIR, launch, note
-from app.launch.failures import explaining_errors
+from app.launch.failures import ErrorFile, explaining_errors
 from app.launch.process import end_in_order, end_undisturbed
 from app.launch.rendezvous import NodeRendezvous
 from app.launch.signals import ended_in_time
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
         RankError: When another rank has failed.
     """
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        return record(_run)(argv) or 0
+        return record(_run, ErrorFile())(argv) or 0
     return _run(argv)
 
 

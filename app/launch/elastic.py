@@ -25,6 +25,7 @@ from app.errors import CAUSES, ExitStatus, RankError, RankLostError, UserError
 from app.launch.failures import explain, lost, message_of, root_cause, stopped
 from app.launch.process import AGENT, heard, restored_signals, stop_only_once
 from app.launch.rendezvous import NodeRendezvous
+from app.system.files import write_text
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of lines to print from the end of a failed rank's output
@@ -231,4 +232,4 @@ def note(name: str, text: str = "") -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if AGENT in os.environ and error_file:
         with suppress(OSError):  # $TMPDIR is full
-            Path(error_file).with_name(name).write_text(text)
+            write_text(Path(error_file).with_name(name), text)

@@ -1,16 +1,18 @@
 """Root cause of a failed run, and one-line messages for the user."""
 
+import os
 import re
 import signal
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
 from app.errors import (
     CAUSES,
@@ -22,6 +24,7 @@ from app.errors import (
     shortage,
 )
 from app.launch import watchdog
+from app.system.files import write_json
 from app.system.lightning_patches import complaint
 from app.system.torch_patches import abort_process_group
 from app.system.tracebacks import blamed, users_part
@@ -264,6 +267,20 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
     elif code == 0:
         how = "ended with exit code 0 before the end of the run"
     return RankError(f"rank {rank} (process {failure.pid}) {how}", 2 if code == 2 else 1)
+
+
+class ErrorFile(ErrorHandler):
+    """Writes a rank's exception into its error file, atomically.
+
+    The launcher may kill the rank while it writes, and then reads the file.
+    """
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write the content that `ProcessFailure` expects; leave no file if the disk is full."""
+        details = {"py_callstack": traceback.format_exc(), "timestamp": int(time.time())}
+        content = {"message": f"{type(e).__name__}: {e}", "extraInfo": details}
+        with suppress(OSError):
+            write_json(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), {"message": content})
 
 
 def message_of(error_file: Mapping[str, Any]) -> str:

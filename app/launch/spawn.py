@@ -16,7 +16,14 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 
 from app.errors import CAUSES, EXIT_CODES, RankError, UserError
-from app.launch.failures import callstack, explain, explaining_errors, root_cause, stopped
+from app.launch.failures import (
+    ErrorFile,
+    callstack,
+    explain,
+    explaining_errors,
+    root_cause,
+    stopped,
+)
 from app.launch.process import SPAWNED, end_with_parent, heard, restored_signals, stop_only_once
 from app.launch.rendezvous import host_store
 from app.launch.signals import Signals, ended_in_time
@@ -187,7 +194,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         hide_lines()
         MADE_BY.update(self.made_by)
         try:
-            result = record(self._run)(index, function, *args, **kwargs)
+            result = record(self._run, ErrorFile())(index, function, *args, **kwargs)
         finally:
             end_process_group()
         self._mark(index).touch()
