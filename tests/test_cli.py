@@ -58,7 +58,7 @@ PAGES = [
     (["--trainer.help"], "--trainer.deterministic"),
     (["--last_checkpoint.help"], "--last_checkpoint.every_n_train_steps"),
     (["--model.optimizer.help", "AdamW"], "weight_decay"),
-    (["--trainer.strategy.help", "app.training.PowerSGD"], "matrix_approximation_rank"),
+    (["--trainer.strategy.help", "app.training.DDP"], "bucket_cap_mb"),
 ]
 
 
@@ -258,5 +258,5 @@ def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path: Path) 
 
 
 def test_strategy_named_by_its_class(app: App) -> None:
-    out = output_of(*app("fit", *SMALL, "--trainer.strategy", "PowerSGD", "--print_config"))
-    assert yaml.safe_load(out)["trainer"]["strategy"]["class_path"] == "app.training.PowerSGD"
+    out = output_of(*app("fit", *SMALL, "--trainer.strategy", "FP16", "--print_config"))
+    assert yaml.safe_load(out)["trainer"]["strategy"]["class_path"] == "app.training.FP16"

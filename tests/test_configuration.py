@@ -64,25 +64,11 @@ def test_invalid_devices(devices: object) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "nodes", "processes"),
-    [
-        ("auto", 1, 3),
-        ("ddp", 2, 3),
-        ("ddp_spawn", 1, 3),
-        ("dp", 1, 1),
-        ("ddp_dp", 2, 1),
-        ("single_device", 1, 1),
-    ],
+    [("auto", 1, 3), ("ddp", 2, 3), ("ddp_spawn", 1, 3), ("dp", 1, 1), ("single_device", 1, 1)],
 )
 def test_processes_and_replicas(strategy: str, nodes: int, processes: int) -> None:
     config = trainer(strategy=strategy, devices=3, num_nodes=nodes)
     assert (config.processes, config.replicas) == (processes, 3 * nodes)
-
-
-def test_an_option_of_a_strategy_names_its_class() -> None:
-    words = "--data Synthetic --trainer.strategy ddp_dp --trainer.strategy.bucket_cap_mb 1"
-    words += " --trainer.num_nodes 2 --trainer.devices 4"
-    config = Resolved(resolve(["fit", *words.split()]))
-    assert (config.processes, config.replicas) == (1, 8)
 
 
 @pytest.mark.parametrize("section", ["run", "data"])

@@ -100,7 +100,7 @@ def clean(hosts: Network) -> Any:
             assert host.shared_memory() == []
 
 
-@pytest.mark.parametrize("way", ["torchrun", "env", "ddp_dp"])
+@pytest.mark.parametrize("way", ["torchrun", "env", "file"])
 def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
     """Two hosts with two devices each train like one device, although the second host starts first.
 
@@ -131,12 +131,11 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
                 "--cluster.node_rank",
                 str(node),
             ]
-            flags += ["--trainer.strategy", "ddp_dp"]
         processes.append(fit(host, "--run.root", root, *epochs, *flags, launcher=launcher, env=env))
     out = ended(processes, 300)
     assert [process.returncode for process in processes] == [0, 0], out
     output_of(*app("fit", *STEPS, *epochs))
-    assert record(root)["world_size"] == {"ddp_dp": 2}.get(way, 4)
+    assert record(root)["world_size"] == 4
     run = Path("LeNet-Synthetic", "version_0")
     assert_same(root / run, tmp_path / "runs" / run)
 

@@ -66,7 +66,7 @@ REFUSED = [
         "--cluster.log_dir x has no effect: torchrun starts the processes of this run",
     ),
     ({"run.name": "../x"}, None, "--run.name ../x: give a relative path without .."),
-    (DP | {"trainer.num_nodes": 2}, None, "dp works inside one node, not on 2: use ddp or ddp_"),
+    (DP | {"trainer.num_nodes": 2}, None, "dp works inside one node, not on 2: use ddp"),
     (
         DP | {"trainer.devices": 2},
         TWO,
@@ -130,7 +130,6 @@ WORKS = [
     ({"trainer.devices": 2}, TWO),
     ({}, TWO),
     ({}, Launched("srun", 2, 2, 4)),
-    ({"trainer.strategy": "ddp_dp", "trainer.devices": 4}, Launched("srun", 2, 1, 2)),
     ({"run.name": "a/b.c"}, None),
     ({"trainer.num_nodes": 2, "cluster.init_method": "file:///x", "cluster.node_rank": 1}, None),
     ({"seed_everything": True}, None),

@@ -19,7 +19,7 @@ from app.data import ImageData
 from app.data.shares import shards_beyond
 from app.errors import nearest
 from app.launch.rendezvous import Cluster
-from app.training import DDP, SplitForward
+from app.training import DDP, DataParallelStrategy
 
 # class that each section's flags configure; the user chooses the classes of --model and --data
 MADE = {
@@ -117,7 +117,7 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
 
 def _execution(s: Resolved) -> Iterator[str]:
     """Reject compilation that does not work with the strategy or with other flags."""
-    splits = issubclass(s.strategy, SplitForward) or not issubclass(s.strategy, COMPILES)
+    splits = issubclass(s.strategy, DataParallelStrategy) or not issubclass(s.strategy, COMPILES)
     if s.compiled and splits:
         yield (
             f"--model.compile does not work with --trainer.strategy {s.name}, which copies or "

@@ -20,8 +20,7 @@ DESCRIPTIONS = {  # replaces Lightning's descriptions
     "--config names, else of the newest run of --run.name; `auto`: the newest readable one of "
     "--run.name, if any",
     "trainer.strategy": "`auto`, `ddp`, `ddp_spawn`, `ddp_fork`, `dp`, `ddp_fp16`, `ddp_bf16`, "
-    "`ddp_powersgd`, "
-    "`ddp_ring`, `ddp_dp`, `fsdp` (GPUs), or a class (default: auto)",
+    "`ddp_ring`, `fsdp` (GPUs), or a class (default: auto)",
     "trainer.devices": "Number or list of devices on each node: `2`, `0,1`, `auto` (default: "
     "auto, which is one for "
     "--trainer.strategy auto)",
@@ -64,7 +63,7 @@ CLASS_PAGES = (  # help pages of classes, which jsonargparse prints
     "model.optimizer.help AdamW",
     "model.scheduler.help StepLR",
     "data.augment.help RandAugment",
-    "trainer.strategy.help app.training.PowerSGD",
+    "trainer.strategy.help app.training.DDP",
 )
 END = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # end of a sentence
 

@@ -158,15 +158,10 @@ class Resolved:
 
     @cached_property
     def trainer(self) -> Namespace:
-        """Section `trainer`, with missing numbers of devices and nodes filled in from the launcher.
-
-        The number of devices stays `auto` under a strategy with several devices per process, such
-        as `ddp_dp`, because a launcher counts processes, not devices.
-        """
+        """Section `trainer`; missing numbers of devices and nodes come from the launcher."""
         trainer = self.config.trainer.clone()
         if self.launcher is not None:
-            traits = Resolved(self.config).traits
-            if trainer.devices == "auto" and traits.processes_per_node is None:
+            if trainer.devices == "auto":
                 trainer.devices = self.launcher.per_node or self.launcher.world_size
             if trainer.num_nodes == 1:
                 trainer.num_nodes = self.launcher.nodes
@@ -182,7 +177,7 @@ class Resolved:
         """Number of processes per node."""
         if not issubclass(self.strategy, ParallelStrategy):
             return 1
-        return self.traits.processes_per_node or self.devices
+        return self.devices
 
     @property
     def world_size(self) -> int:

@@ -195,10 +195,7 @@ def _starter(s: Resolved) -> Iterator[str]:
 def _rendezvous(s: Resolved) -> Iterator[str]:
     """Check the rendezvous address and this node's rank."""
     if s.nodes > 1 and (s.traits.single_process or s.spawns):
-        yield (
-            f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp or "
-            "ddp_dp"
-        )
+        yield (f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp")
     if not s.stands_alone or s.nodes == 1 or s.traits.single_process:
         return
     method = s.config.cluster.init_method or "env://"
@@ -275,14 +272,12 @@ def _strategy(s: Resolved) -> Iterator[str]:
             f"{flag}: torch sends bfloat16 only where it was built with NCCL: use "
             "--trainer.strategy ddp_fp16"
         )
-    if s.nodes == 1 and s.traits.needs_several_nodes:
-        yield f"{flag} {s.traits.needs_several_nodes}, or give more --trainer.num_nodes"
 
 
 def _sync_batchnorm(s: Resolved) -> Iterator[str]:
     if not s.sync_batchnorm:
         return
-    if not s.traits.replicas_communicate:
+    if s.traits.single_process:
         yield (
             "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: "
             "use ddp"

@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from app.launch.agree import gather_objects
-from app.training import SplitForward
+from app.training import DataParallelStrategy
 
 
 class BatchShapes(Callback):
@@ -51,7 +51,7 @@ class BatchShapes(Callback):
                     self._print(trainer)
 
         self._handles = [pl_module.register_forward_hook(on_module, with_kwargs=True)]
-        if isinstance(trainer.strategy, SplitForward):
+        if isinstance(trainer.strategy, DataParallelStrategy):
             assert trainer.strategy.replica is not None
             self._handles.append(
                 trainer.strategy.replica.register_forward_hook(on_replica, with_kwargs=True)

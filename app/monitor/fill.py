@@ -25,14 +25,14 @@ from app.record import (
     TrainLoss,
 )
 from app.system.machine import hardware, peak_memory, versions
-from app.training import SplitForward
+from app.training import DataParallelStrategy
 from app.training.step import StraightLoop
 from app.training.virtual_devices import ShardedLoop
 
 
 def devices_of(trainer: Trainer) -> list[torch.device]:
-    """Return the devices of this process; several only under dp and ddp_dp."""
-    if isinstance(trainer.strategy, SplitForward):
+    """Return the devices of this process; several only under dp."""
+    if isinstance(trainer.strategy, DataParallelStrategy):
         return trainer.strategy.parallel_devices
     return [trainer.strategy.root_device]
 

@@ -18,7 +18,7 @@ from app.modules.sums import log_window
 from app.monitor.rank_times import RankTimes
 from app.record import PHASES, Phases, RankTime
 from app.system.machine import time_when_done
-from app.training import SplitForward
+from app.training import DataParallelStrategy
 
 MEASURED = (*PHASES, "forward", "backward", "launch")
 # phase of each action that the loops report to the profiler, by the action's name
@@ -282,7 +282,7 @@ class _PhaseProfiler(PassThroughProfiler):
         self.device = trainer.strategy.root_device
         self.on_gpu = self.device.type != "cpu"
         self._begun: dict[str, float] = {}
-        # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
+        # under dp: start of the forward pass, then replicas' starts and ends
         self._marks: list[float] = []
         self._before = trainer.profiler
         trainer.profiler = self
@@ -291,7 +291,7 @@ class _PhaseProfiler(PassThroughProfiler):
             self._handles.append(optimizer.register_step_post_hook(self._on_stepped))
         strategy = trainer.strategy
         module = trainer.lightning_module
-        if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
+        if isinstance(strategy, DataParallelStrategy) and len(strategy.parallel_devices) > 1:
             assert strategy.replica is not None
             self._handles += [
                 module.register_forward_pre_hook(self._on_scatter),

@@ -5,16 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jsonargparse.typing import PositiveInt, restricted_number_type
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from app.training.ddp import DDP
 from app.training.tree import exchange
-
-TwoOrMore = restricted_number_type("TwoOrMore", int, (">=", 2))
 
 
 class FixedHook(DDP):
@@ -46,52 +42,6 @@ class BF16(FixedHook):
 
     strategy_name = "ddp_bf16"
     fixed_hook = staticmethod(default_hooks.bf16_compress_hook)
-
-
-class PowerSGD(FixedHook):
-    """`ddp` that sends each matrix's gradient as a product of two thin matrices.
-
-    Losses differ from `ddp`'s. Each rank adds the error of its last product to its next gradient.
-    Checkpoints lack this error, so a resumed run differs from an uninterrupted one. Source: Vogels
-    et al., https://arxiv.org/abs/1905.13727; torch's `powerSGD_hook`.
-
-    Args:
-        matrix_approximation_rank: Number of columns of the thin matrices; more columns approximate
-            better.
-        start_powersgd_iter: Number of steps before compression starts; torch suggests 10 % of all
-            steps.
-        kwargs: Arguments of `DDP`.
-    """
-
-    strategy_name = "ddp_powersgd"
-    fixed_hook = staticmethod(powerSGD_hook)
-    not_in_checkpoint = "the error feedback of PowerSGD: the run continues without the last error"
-
-    def __init__(
-        self,
-        matrix_approximation_rank: PositiveInt = 1,
-        start_powersgd_iter: TwoOrMore = 1000,  # type: ignore[valid-type]
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.options = matrix_approximation_rank, start_powersgd_iter
-
-    def comm_state(self) -> PowerSGDState:
-        """Return a new state, without compression errors of an earlier training."""
-        self.state = PowerSGDState(None, *self.options)
-        return self.state
-
-    def on_train_end(self) -> None:
-        """Print the compression rate, or warn if no step was compressed."""
-        super().on_train_end()
-        start = f"--trainer.strategy.start_powersgd_iter {self.state.start_powerSGD_iter}"
-        if self.state.iter <= self.state.start_powerSGD_iter:
-            rank_zero_warn(
-                f"ddp_powersgd: nothing was compressed in {self.state.iter} steps: lower {start}"
-            )
-        else:
-            rate, *_ = self.state.compression_stats()
-            rank_zero_info(f"ddp_powersgd: 1 of {rate:.1f} numbers was sent ({start})")
 
 
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import gather, parallel_apply, replicate
@@ -63,22 +63,28 @@ class Replica(nn.Module):
         """Run the model's forward pass on this replica."""
         inference = torch.inference_mode() if self.inference else nullcontext()
         with inference, self.autocast():
-            # call the class's `forward`, because `SplitForward` replaced the instance's
+            # call the class's `forward`, because the strategy replaced the instance's
             if isinstance(self.module, LightningModule):
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self.module(*args, **kwargs)
 
 
-class SplitForward(Traits, Strategy):
-    """Mixin that splits a model's forward pass over the devices of one process.
+class DataParallelStrategy(Traits, SingleDeviceStrategy):
+    """Strategy that splits every batch over the devices of one process.
+
+    On CUDA it works as `torch.nn.DataParallel`: each forward pass creates new replicas. On a CPU,
+    `devices: N` runs N replicas in threads that share the parameters. As in `DataParallel`, only
+    the running statistics of replica 0's BatchNorm persist.
+
+    Args:
+        parallel_devices: Devices; the first one holds the model and computes the loss.
 
     Attributes:
-        parallel_devices: Devices; the first one holds the model and computes the loss.
         replica: Module to copy to each device.
     """
 
-    replicas_communicate = False  # SyncBatchNorm communicates between processes only
-    parallel_devices: Any  # list[torch.device]; Lightning sets it
+    strategy_name = "dp"
+    single_process = True
     replica: Replica | None = None
     _forwards = 0
     # One thread for each replica, because autograd numbers the operations of each forward thread
@@ -86,6 +92,15 @@ class SplitForward(Traits, Strategy):
     # thread would vary between steps. Then the order of the backward pass's additions would vary,
     # too.
     _threads: Sequence[ThreadPoolExecutor] = ()
+
+    def __init__(self, parallel_devices: list[torch.device] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.parallel_devices = parallel_devices or []
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device that holds the model and computes the loss."""
+        return self.parallel_devices[0]
 
     def setup(self, trainer: Any) -> None:
         """Move the model to the main device, and prepare the replicas."""
@@ -158,30 +173,6 @@ class SplitForward(Traits, Strategy):
             if isinstance(replica.module, LightningModule):
                 set_device(replica.module, devices[index])
         return gather(parallel_apply(replicas, replica_args, replica_kwargs, devices), devices[0])
-
-
-class DataParallelStrategy(SplitForward, SingleDeviceStrategy):
-    """Strategy that splits every batch over the devices of one process.
-
-    On CUDA it works as `torch.nn.DataParallel`: each forward pass creates new replicas. On a CPU,
-    `devices: N` runs N replicas in threads that share the parameters. As in `DataParallel`, only
-    the running statistics of replica 0's BatchNorm persist.
-
-    Args:
-        parallel_devices: Devices; the first one holds the model and computes the loss.
-    """
-
-    strategy_name = "dp"
-    single_process = True
-
-    def __init__(self, parallel_devices: list[torch.device] | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.parallel_devices = parallel_devices or []
-
-    @property
-    def root_device(self) -> torch.device:
-        """Device that holds the model and computes the loss."""
-        return self.parallel_devices[0]
 
 
 def _forward_in_threads(

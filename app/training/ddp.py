@@ -1,13 +1,11 @@
-"""Strategies `ddp`, with one process per device, and `ddp_dp`, with one process per node."""
+"""Strategy `ddp`: one process per device."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from jsonargparse.typing import NonNegativeFloat
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.system.lightning_patches import DDPWithHooks
-from app.training.data_parallel import SplitForward
 from app.training.traits import Traits
 
 
@@ -58,27 +56,3 @@ class DDP(Traits, DDPWithHooks):
         )
         if self.strategy_name == "ddp" and start_method != "popen":
             self.strategy_name = f"ddp_{start_method}"
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, and warn about state that the checkpoint lacks."""
-        super().load_optimizer_state_dict(checkpoint)
-        if self.not_in_checkpoint:
-            rank_zero_warn(
-                f"{self.strategy_name}: the checkpoint does not hold {self.not_in_checkpoint}"
-            )
-
-
-class Hybrid(SplitForward, DDP):
-    """`ddp` between nodes, `dp` within: one process per node splits its share over devices.
-
-    As under `dp`, only the running statistics of replica 0's BatchNorm persist.
-    """
-
-    strategy_name = "ddp_dp"
-    processes_per_node = 1
-    needs_several_nodes = "is for several nodes: use --trainer.strategy dp"
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes on this node."""
-        return self.processes_per_node
