@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from harness import fork_app, on_cpu, options, record, tiny
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.multiprocessing.errors import record as torch_record
 
-from app.launch.failures import ErrorFile, callstack, message_of
+from app.launch.failures import callstack, error_file, message_of
 
 SLOW = pytest.mark.slow
 ENDS = {  # exit code, and pattern of the record's error
@@ -88,10 +87,10 @@ def test_error_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Monke
     def fail() -> None:
         raise RuntimeError("mine")
 
-    with pytest.raises(RuntimeError, match="mine"):
-        torch_record(fail, ErrorFile())()
+    with pytest.raises(RuntimeError, match="mine"), error_file():
+        fail()
     failure = ProcessFailure(0, 1, 1, str(file))
-    assert message_of(failure.error_file_data) == "RuntimeError: mine"
+    assert message_of(failure) == "RuntimeError: mine"
     assert "in fail" in callstack(failure)
     file.unlink()
     process = multiprocessing.get_context("fork").Process(target=_killed_while_writing, args=[fail])
@@ -104,4 +103,5 @@ def test_error_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Monke
 def _killed_while_writing(fail: Callable[[], None]) -> None:
     """Die at the moment when the file's content reaches the disk."""
     os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-    torch_record(fail, ErrorFile())()
+    with error_file():
+        fail()

@@ -247,7 +247,7 @@ def test_killed_rank_of_other_host_is_named(hosts: Network, tmp_path: Path) -> N
     assert [process.returncode for process in processes] == [1, 1], out
     assert "was ended by SIGKILL" in out[1]
     assert "error: rank 2 (process" in out[1]
-    assert "error: lost the connection to node 1: see its messages" in out[0]
+    assert "error: lost the connection to 10.77.0.2: see its messages" in out[0]
 
 
 def test_torchrun_continues_with_fewer_and_more_hosts(

@@ -41,20 +41,10 @@ def launched() -> Launched | None:
         # job, not the step
         even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         per_node = int(even[1]) if even else None
-        if world == 1 and _interactive():
+        if world == 1 and os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
             return None  # an interactive shell, started by `srun --pty bash`
         return Launched("srun", nodes, per_node, world)
     return None
-
-
-def _interactive() -> bool:
-    """Return whether the SLURM job's name is that of an interactive session."""
-    return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-
-
-def in_slurm_job() -> bool:
-    """Return whether this process is a task of a SLURM job that can be requeued."""
-    return is_task_of_srun() and not _interactive()
 
 
 def launch_id() -> str | None:

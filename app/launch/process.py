@@ -5,13 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from app.errors import CAUSES, UserError
-from app.system.trust import chosen_modules
 
 # environment variables
 AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
@@ -23,24 +21,17 @@ ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 # variables of torch elastic's workers
-WORKER = {
-    "TORCHELASTIC_RUN_ID",
+WORKER = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-}
-# variables of launchers; a leftover variable would make a run wait for other processes
-RANKS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
     "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
     "TORCHELASTIC_RUN_ID",
 )
+# variables of launchers; a leftover variable would make a run wait for other processes
+RANKS = (*WORKER, "NODE_RANK")
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
 # variables that srun sets for each of its tasks
 TASK = (
@@ -81,14 +72,6 @@ def check_environment() -> None:
             )
 
 
-def trust_flags() -> list[str]:
-    """Return a `--trust` flag for each module in APP_TRUST; `app.cli` adds the command line's."""
-    flags = []
-    for module in chosen_modules():
-        flags += ["--trust", module]
-    return flags
-
-
 def is_task_of_srun() -> bool:
     """Return whether this process is a task of an srun step, not a batch script or salloc's shell.
 
@@ -101,7 +84,7 @@ def is_task_of_srun() -> bool:
 
 def is_worker() -> bool:
     """Return whether a torch elastic agent, torchrun's or ours, started this process."""
-    return os.environ.keys() >= WORKER
+    return os.environ.keys() >= {*WORKER}
 
 
 def begin() -> None:
@@ -119,11 +102,9 @@ def begin() -> None:
         end_with_parent(int(starter))
     if is_worker():
         end_with_parent(int(os.environ.get(AGENT, os.getppid())))
-    if threading.current_thread() is not threading.main_thread():
-        return
     if is_worker():
         # end at once, because a starting rank has nothing to save
-        _handle(signal.SIG_DFL, signal.SIG_DFL)
+        _handle(signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)  # our agent blocks them
         if os.environ["LOCAL_RANK"] != "0":
             # ignore breakpoint(): only local rank 0 has the terminal
@@ -147,20 +128,19 @@ def end_with_parent(parent: int) -> None:
 
 def end_in_order() -> None:
     """Make later signals raise exceptions in a rank, so that it can clean up."""
-    _handle(signal.default_int_handler, _end)
+    _handle(_end)
 
 
 def end_undisturbed() -> None:
     """Ignore signals in a rank that is ending, because Python would report an exception."""
-    _handle(signal.SIG_IGN, signal.SIG_IGN)
+    _handle(signal.SIG_IGN)
 
 
-def _handle(interrupt: Any, terminate: Any) -> None:
+def _handle(handler: Any) -> None:
     """Set the signal handlers in a rank that an agent started; an ignored signal stays ignored."""
-    if not is_worker():
-        return
-    for number in heard(CAUSES):
-        signal.signal(number, interrupt if number == signal.SIGINT else terminate)
+    if is_worker():
+        for number in heard(CAUSES):
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -172,16 +152,13 @@ def restored_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                if signal.getsignal(number) is not _ignore:
-                    signal.signal(number, handler)
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not _ignore:
+                signal.signal(number, handler)
 
 
 def heard(numbers: Iterable[int]) -> list[int]:
-    """Return the signals to handle: none in a thread, and not those that nohup ignores."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
+    """Return the signals to handle: not those that nohup ignores."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -233,9 +210,9 @@ def environment_of_a_run() -> dict[str, str]:
     A `preexec_fn` is no alternative to STARTER, because it would lose a Ctrl-C that arrives during
     the fork.
     """
-    environment = {STARTER: str(os.getpid())}
-    dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED, STARTER)
+    environment = {}
     for name, value in os.environ.items():
-        if name not in dropped and not name.startswith("SLURM_"):
+        if name not in (*RANKS, *ADDRESSES, BEGAN) and not name.startswith("SLURM_"):
             environment[name] = value
+    environment[STARTER] = str(os.getpid())
     return environment

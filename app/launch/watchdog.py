@@ -67,10 +67,6 @@ class Heartbeat:
         self.values[1] = SET_UP
         self.file.unlink(missing_ok=True)
         faulthandler.register(WRITE_STACKS, stacks, all_threads=True)
-        # prefix of the files that NCCL's flight recorder writes after a timeout; torch 2.10 reads
-        # the second variable
-        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-            os.environ.setdefault(name, f"{folder}/nccl_rank_")
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
@@ -235,19 +231,14 @@ class Place(NamedTuple):
     """Position of a rank in the program.
 
     Attributes:
-        step: Number of the optimizer step, counted from 1.
-        phase: Activity, one of `PHASES`.
-        line: File, line and function, of the user's code if possible.
-        is_users: Whether the line is in the user's code; also true for a process that has written
-            no stack, as after SIGSTOP.
-        communicates: Whether the rank is in a call of torch.distributed.
+        waits: How likely the rank waits for another one, as a sort key: whether it is in the
+            backward pass, in a call of torch.distributed, and in a library. A process that has
+            written no stack, as after SIGSTOP, counts as in the user's code.
+        text: Step or phase, and the line, of the user's code if possible.
     """
 
-    step: int
-    phase: str
-    line: str
-    is_users: bool
-    communicates: bool
+    waits: tuple[bool, bool, bool]
+    text: str
 
     @classmethod
     def read(cls, text: str) -> "Place":
@@ -260,20 +251,21 @@ class Place(NamedTuple):
         users = [frame for frame in frames if not LIBRARY.search(frame[0])]
         hooks = [frame for frame in frames if frame[2].startswith("on_")]
         line = "no stack"
+        communicates = False
         if frames:
             path, number, function = (users or hooks or frames)[0]
             line = f"{Path(path).name}:{number} {function}"
-        communicates = bool(frames) and "/torch/distributed/" in frames[0][0]
-        return cls(int(step), phase, line, bool(users) or not frames, communicates)
+            communicates = "/torch/distributed/" in frames[0][0]
+        if phase == PHASES[EVALUATION]:
+            line = f"the evaluation, {line}"
+        elif phase not in PHASES[:2]:
+            line = f"step {int(step):,}, {line}"
+        is_in_library = not users and bool(frames)
+        return cls((phase == PHASES[GRADIENTS], communicates, is_in_library), line)
 
     def __str__(self) -> str:
         """Format the place: `in …` for the user's code, `at …` for a library that may only wait."""
-        place = self.line
-        if self.phase == PHASES[EVALUATION]:
-            place = f"the evaluation, {place}"
-        elif self.phase not in PHASES[:2]:
-            place = f"step {self.step:,}, {place}"
-        return f"in {place}" if self.is_users else f"at {place}"
+        return f"at {self.text}" if self.waits[-1] else f"in {self.text}"
 
 
 def within_loop(text: str) -> list[Frame]:
@@ -299,27 +291,26 @@ def where(folder: Path, names: str = "rank_*.txt") -> str | None:
         with contextlib.suppress(OSError, AttributeError):  # removed, or not a watchdog's file
             rank = int(file.stem.removeprefix("rank_"))
             places[rank] = Place.read(file.read_text(errors="replace"))
-    gradients = {rank for rank, place in places.items() if place.phase == PHASES[GRADIENTS]}
-    communicating = {rank for rank, place in places.items() if place.communicates}
-    hanging = (places.keys() - gradients - communicating) or (places.keys() - gradients)
-    users = {rank for rank in hanging or places if places[rank].is_users}
-    same_call = communicating == places.keys() and len({p[:3] for p in places.values()}) == 1
-    if same_call:
-        hanging = set()  # no single rank is to blame, as after a cut link
-    elif users:
-        hanging = users
-    elif len(hanging) == len(places) > 1:
-        hanging = set()  # all wait in a library, as after a cut link
-    waiting = sorted(places.keys() - hanging)
-    clauses = [f"rank {rank} is {places[rank]}" for rank in sorted(hanging)]
+    if not places:
+        return None
+    least = min(place.waits for place in places.values())
+    hanging = [rank for rank in sorted(places) if places[rank].waits == least]
+    in_gradients, communicates, is_in_library = least
+    calls = {places[rank].text for rank in hanging}
+    may_wait = in_gradients or (communicates and len(calls) == 1)
+    if len(hanging) == len(places) and (may_wait or (is_in_library and len(places) > 1)):
+        hanging = []  # no single rank is to blame, as after a cut link
+    waiting = sorted(places.keys() - set(hanging))
+    clauses = [f"rank {rank} is {places[rank]}" for rank in hanging]
     if waiting:
         ranks = f"rank {waiting[0]} waits"
         if len(waiting) > 1:
             ranks = f"ranks {', '.join(map(str, waiting))} wait"
         whose = {0: "", 1: "its "}.get(len(hanging), "their ")
-        awaited = "gradients" if gradients & set(waiting) else "answers"
+        is_backward = any(places[rank].waits[0] for rank in waiting)
+        awaited = "gradients" if is_backward else "answers"
         clauses.append(f"{ranks} for {whose}{awaited}")
-    return "; ".join(clauses) or None
+    return "; ".join(clauses)
 
 
 if __name__ == "__main__":

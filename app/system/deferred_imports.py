@@ -15,8 +15,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 from typing import Any
 
-from app.system.patches import expects
-
 
 class _Deferred(MetaPathFinder, Loader):
     """Finder of stand-ins for a module and its submodules, until a real one is loaded."""
@@ -26,7 +24,6 @@ class _Deferred(MetaPathFinder, Loader):
         self.stand_ins = {name: {**values}}
         for function in functions:
             self.stand_ins[name][function] = self.later(name, function)
-        self.undo: list[Callable[[], None]] = []
 
     @property
     def pending(self) -> bool:
@@ -37,8 +34,6 @@ class _Deferred(MetaPathFinder, Loader):
             sys.meta_path.remove(self)
             for stand_in in self.stand_ins:
                 sys.modules.pop(stand_in, None)
-            while self.undo:
-                self.undo.pop()()
         return importlib.import_module(name or self.name)
 
     def later(self, module: str, function: str) -> Callable[..., Any]:
@@ -78,22 +73,11 @@ class _NothingCompiled(type):
         return not DYNAMO.pending and isinstance(instance, DYNAMO.load().OptimizedModule)
 
 
-@expects("torch.optim:Optimizer.zero_grad.__wrapped__")
-def _disable(
-    function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any
-) -> Any:
-    """Replace `torch._dynamo.disable` until the real module is loaded.
-
-    With `wrapping=False`, the result is the function itself. `torch._disable_dynamo` caches this
-    result as the function's attribute `__dynamo_disable`. When the real module is loaded, the
-    attribute is deleted, so that torch calls the real `disable`.
-    """
+def _disable(function: Any = None, *args: Any, **settings: Any) -> Any:
+    """Replace `torch._dynamo.disable` until the real module is loaded."""
     if not isinstance(function, FunctionType):
-        return DYNAMO.load().disable(function, recursive, wrapping=wrapping, **settings)
-    if not wrapping:
-        DYNAMO.undo.append(lambda: delattr(function, "__dynamo_disable"))
-        return function
-    disabled = functools.cache(lambda: DYNAMO.load().disable(function, recursive, **settings))
+        return DYNAMO.load().disable(function, *args, **settings)
+    disabled = functools.cache(lambda: DYNAMO.load().disable(function, *args, **settings))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -50,7 +50,7 @@ def end_process_group() -> None:
     Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does this only for its own
     NCCL group.
     """
-    if distributed.is_available() and distributed.is_initialized():
+    if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
