@@ -201,7 +201,8 @@ def test_stopped_rank_is_killed_on_its_host(
     assert (
         f", no stack; rank {1 - node} waits for its " in out[1 - node]
     )  # then "gradients" or "answers"
-    assert ", no stack; the other ranks timed out, and it was killed" in out[node]
+    assert f"error: rank {node} hangs (stacks: " in out[node]
+    assert "; the other ranks timed out, and it was killed" in out[node]
     assert all(process.returncode for process in processes)
     assert "Traceback" not in "".join(out) or way == "torchrun"  # torchrun prints its own traceback
 
@@ -276,27 +277,29 @@ def test_torchrun_continues_with_fewer_and_more_hosts(
     def newest() -> int:
         return len(list((root / "LeNet-Synthetic").glob("version_*"))) - 1
 
-    def trains(world_size: int, since: int) -> bool:
-        """Return whether the newest run has `world_size` ranks and two more epochs."""
-        latest = record(root, newest())
-        return len(latest["epochs"]) >= since + 2 and latest["world_size"] == world_size
+    def continues(world_size: int) -> None:
+        """Wait until the newest run has `world_size` ranks and two more epochs."""
+        since = len(record(root, newest())["epochs"])
+
+        def trains() -> bool:
+            latest = record(root, newest())
+            trained_on = len(latest["epochs"]) >= since + 2
+            return first.poll() is not None or (trained_on and latest["world_size"] == world_size)
+
+        awaited(trains, 240)
+        assert first.poll() is None, ended([first], 60)
 
     first = join("h1")
     lost = join("h2")
-    awaited(lambda: first.poll() is not None or trains(4, 0), 240)
+    continues(4)
     hosts.hosts["h2"].end()
     lost.communicate(timeout=30)
-    since = len(record(root, newest())["epochs"])
-    awaited(lambda: first.poll() is not None or trains(2, since), 240)
+    continues(2)
     third = join("h3")
-    since = len(record(root, newest())["epochs"])
-    awaited(lambda: first.poll() is not None or trains(4, since), 240)
-    assert first.poll() is None, ended([first, third], 60)
+    continues(4)
     inner(third).send_signal(signal.SIGTERM)
     third.communicate(timeout=60)
-    since = len(record(root, newest())["epochs"])
-    awaited(lambda: first.poll() is not None or trains(2, since), 240)
-    assert first.poll() is None, ended([first], 60)
+    continues(2)
     inner(first).send_signal(signal.SIGTERM)
     out = ended([first], 60)
     final = record(root, newest())

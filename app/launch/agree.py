@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import distributed
 
 from app.errors import UserError
-from app.launch.cluster_environment import launch_id, launched
+from app.launch.cluster_environment import launch_id
 from app.launch.rendezvous import Deadline, host_store, reach_store
 from app.system.interconnect import use_interface_to, use_loopback
 
@@ -112,19 +112,17 @@ def connect(trainer: Trainer, timeout: float) -> None:
     """
     strategy: Any = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
-    launcher = launched()
     if environment is None or trainer.world_size == 1:
         return
-    by = launcher.by if launcher else "the launcher"
-    # a launcher has started the processes, as the user's ClusterEnvironment plugin may report, too
-    if launcher is None and not environment.creates_processes_externally:
+    # whether a launcher, or the user's ClusterEnvironment plugin, has started the processes
+    if not environment.creates_processes_externally:
         return
     if trainer.num_nodes > 1:
         use_interface_to(environment.main_address)
     else:
         use_loopback()
     place = f"{environment.main_address}:{environment.main_port}"
-    missing = f"all {trainer.world_size} processes of {by} at {place}"
+    missing = f"all {trainer.world_size} processes at {place}"
 
     def begin() -> distributed.TCPStore | None:
         store = None

@@ -1,7 +1,6 @@
 """Launcher of this process, such as torchrun or srun, and the address of rank zero."""
 
 import os
-import re
 import signal
 import socket
 from contextlib import suppress
@@ -37,10 +36,10 @@ def launched() -> Launched | None:
     if is_task_of_srun():
         world = int(os.environ["SLURM_STEP_NUM_TASKS"])
         nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
-        # `2(x2)` is two nodes of two tasks; `3,1` is unequal. SLURM_NTASKS_PER_NODE describes the
-        # job, not the step
-        even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
-        per_node = int(even[1]) if even else None
+        # SLURM_NTASKS_PER_NODE describes the job, not the step
+        per_node = world // nodes
+        if "," in os.environ["SLURM_STEP_TASKS_PER_NODE"]:  # `3,1` is unequal, `2(x2)` is not
+            per_node = None
         if world == 1 and os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
             return None  # an interactive shell, started by `srun --pty bash`
         return Launched("srun", nodes, per_node, world)
@@ -83,7 +82,7 @@ class Slurm(environments.SLURMEnvironment):
     """
 
     def __init__(self) -> None:
-        environments.ClusterEnvironment.__init__(self)
+        # not Lightning's __init__, which validates the job's variables
         self.auto_requeue = False
         self.requeue_signal = signal.SIGUSR1
 

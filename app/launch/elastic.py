@@ -16,15 +16,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import psutil
-from torch import distributed
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from app.errors import CAUSES, ExitStatus, RankError, RankLostError, UserError
+from app.errors import CAUSES, ExitStatus, RankError, UserError
 from app.launch.failures import explain, message_of, root_cause, stopped
-from app.launch.process import AGENT, heard, restored_signals, stop_only_once
+from app.launch.process import AGENT, handle, restored_signals, stop_only_once
 from app.launch.rendezvous import NodeRendezvous
 from app.system.files import write_text
 from app.system.machine import usable_cores
@@ -149,7 +148,6 @@ def launch(
         UserError: When a rank raised a UserError.
         RankError: When a rank failed otherwise.
     """
-    error: UserError | RankError
     log_dir = rendezvous.cluster.log_dir
     # our own temporary folder, because torch would not delete the one that it creates
     with (
@@ -169,8 +167,8 @@ def launch(
         folder.mkdir(parents=True, exist_ok=True)
         ranks = Ranks(rendezvous, processes, folder, on_end)
         rendezvous.ranks = ranks
-        for number in heard((signal.SIGTERM, signal.SIGHUP)):
-            signal.signal(number, _stop)
+        handle((signal.SIGTERM, signal.SIGHUP), _stop)
+        is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background
         config = LaunchConfig(
             min_nodes=rendezvous.world_size,
             max_nodes=rendezvous.world_size,
@@ -186,7 +184,7 @@ def launch(
                 tee={0: Std.ALL} if log_dir else Std.NONE,
             ),
             log_line_prefix_template="[${role_name} ${rank}] ",
-            signals_to_handle="SIGINT" if heard([signal.SIGINT]) else "",
+            signals_to_handle="" if is_deaf else "SIGINT",
         )
         try:
             # escape `$`, because torch replaces `${local_rank}`
@@ -197,10 +195,6 @@ def launch(
             return 0
         except SignalException as ended:
             return ranks.end_by(CAUSES[ended.sigval])
-        except distributed.DistError as lost_node:
-            error = RankLostError(
-                f"lost the connection to another node: {str(lost_node).splitlines()[0]}"
-            )
         except ChildFailedError as failed:
             failures = dict(failed.failures)
             for rank, failure in ranks.early_ends().items():

@@ -215,10 +215,8 @@ def stopped(failure: ProcessFailure) -> str | None:
     """
     if message_of(failure):
         return None
-    code = failure.exitcode
-    if code < 0:  # a signal killed the process
-        return CAUSES.get(-code)
-    return CAUSES.get(code - 128)
+    # negative if the signal killed the process
+    return CAUSES.get(-failure.exitcode) or CAUSES.get(failure.exitcode - 128)
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
@@ -237,7 +235,7 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
         how = f"was ended by {signal.Signals(-code).name}"
     elif code == 0:
         how = "ended with exit code 0 before the end of the run"
-    return RankError(f"rank {rank} (process {failure.pid}) {how}", 2 if code == 2 else 1)
+    return RankError(f"rank {rank} (process {failure.pid}) {how}")
 
 
 @contextmanager

@@ -42,6 +42,7 @@ TASK = (
     "SLURM_STEP_ID",
     "SLURM_STEP_NUM_TASKS",
     "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_TASKS_PER_NODE",
 )
 NUMERIC = ("MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED")  # variables that users set
 
@@ -78,7 +79,7 @@ def is_task_of_srun() -> bool:
     Some sites run salloc's shell as a step on a node. The id of such a step is above
     SLURM_MAX_NORMAL_STEP_ID. Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
     """
-    is_task = os.environ.keys() >= {*TASK, "SLURM_STEP_TASKS_PER_NODE"}
+    is_task = os.environ.keys() >= {*TASK}
     return is_task and int(os.environ["SLURM_STEP_ID"]) <= SLURM_MAX_NORMAL_STEP_ID
 
 
@@ -104,14 +105,13 @@ def begin() -> None:
         end_with_parent(int(os.environ.get(AGENT, os.getppid())))
     if is_worker():
         # end at once, because a starting rank has nothing to save
-        _handle(signal.SIG_DFL)
+        handle(CAUSES, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)  # our agent blocks them
         if os.environ["LOCAL_RANK"] != "0":
             # ignore breakpoint(): only local rank 0 has the terminal
             os.environ["PYTHONBREAKPOINT"] = "0"
         return
-    for number in heard((signal.SIGTERM, signal.SIGHUP)):
-        signal.signal(number, _end)
+    handle((signal.SIGTERM, signal.SIGHUP), _end)
     if is_task_of_srun():
         task = os.getpid()
         # a loader's worker inherits this handler, and must not requeue
@@ -127,19 +127,21 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_in_order() -> None:
-    """Make later signals raise exceptions in a rank, so that it can clean up."""
-    _handle(_end)
+    """Make later signals raise exceptions in an agent's rank, so that it can clean up."""
+    if is_worker():
+        handle(CAUSES, _end)
 
 
 def end_undisturbed() -> None:
-    """Ignore signals in a rank that is ending, because Python would report an exception."""
-    _handle(signal.SIG_IGN)
-
-
-def _handle(handler: Any) -> None:
-    """Set the signal handlers in a rank that an agent started; an ignored signal stays ignored."""
+    """Ignore signals in an agent's rank that ends, because Python would report an exception."""
     if is_worker():
-        for number in heard(CAUSES):
+        handle(CAUSES, signal.SIG_IGN)
+
+
+def handle(numbers: Iterable[int], handler: Any) -> None:
+    """Set the handler of signals. A signal that is ignored, as under nohup, stays ignored."""
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
@@ -157,15 +159,9 @@ def restored_signals() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def heard(numbers: Iterable[int]) -> list[int]:
-    """Return the signals to handle: not those that nohup ignores."""
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-
-
 def stop_only_once() -> None:
     """Ignore further SIGTERMs and SIGHUPs, because they would interrupt the end of the process."""
-    for number in heard((signal.SIGTERM, signal.SIGHUP)):
-        signal.signal(number, _ignore)
+    handle((signal.SIGTERM, signal.SIGHUP), _ignore)
 
 
 def _ignore(*_: object) -> None:
@@ -212,7 +208,7 @@ def environment_of_a_run() -> dict[str, str]:
     """
     environment = {}
     for name, value in os.environ.items():
-        if name not in (*RANKS, *ADDRESSES, BEGAN) and not name.startswith("SLURM_"):
+        if name not in (*RANKS, *ADDRESSES) and not name.startswith("SLURM_"):
             environment[name] = value
     environment[STARTER] = str(os.getpid())
     return environment

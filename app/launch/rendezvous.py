@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
@@ -30,7 +30,6 @@ from app.errors import CAUSES, UserError
 from app.system.files import read_json, write_json
 from app.system.interconnect import outward_address, use_interface_to
 
-T = TypeVar("T")
 PAUSE = 0.25  # seconds between two attempts
 
 
@@ -86,12 +85,12 @@ class Deadline:
             print(f"waiting for {missing}, {passed:.0f} s{hint}", flush=True)
             self.due *= 2
 
-    def within(self, call: Callable[[], T], missing: str, quiet: bool = False) -> T:
+    def within(self, call: Callable[[], Any], missing: str, quiet: bool = False) -> Any:
         """Call a blocking function in a thread, and return its result.
 
         At the deadline, abandon the thread and raise.
         """
-        future: Future[T] = Future()
+        future: Future[Any] = Future()
 
         def run() -> None:
             try:
@@ -272,8 +271,6 @@ class NodeRendezvous(StaticTCPRendezvous):
                     self._wait_for_all(store, deadline)
                     store.set_timeout(self.timeout)
                     return store
-            except ConnectionRefusedError:
-                remark = "no program listens there yet"
             except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
                 remark = str(error).splitlines()[0]
             deadline.check(node0, remark)

@@ -31,7 +31,7 @@ from app.errors import CAUSES, ExitStatus
 from app.launch import watchdog
 from app.launch.agree import host_group
 from app.launch.failures import leave_nccl
-from app.launch.process import heard, is_task_of_srun, is_worker, stop_only_once
+from app.launch.process import handle, is_task_of_srun, is_worker, stop_only_once
 from app.record import mark_ended
 from app.system.lightning_patches import do_nothing, leave_out_sigterm_broadcast
 from app.system.patches import expects
@@ -80,10 +80,8 @@ class Signals(_SignalConnector):
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
         self._process = os.getpid()
-        numbers = heard(IN_SLURM) if is_task_of_srun() else heard(CAUSES)
         super().register_signal_handlers()  # saves the current handlers for `teardown`
-        for number in numbers:
-            signal.signal(number, self._note)
+        handle(IN_SLURM if is_task_of_srun() else CAUSES, self._note)
 
     def teardown(self) -> None:
         """Restore the earlier handlers, unless a signal has stopped training."""
@@ -268,5 +266,4 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
 
 def cause(trainer: Trainer) -> str | None:
     """Return the name of the signal that stopped training, such as `Ctrl-C`, or None."""
-    number = getattr(Signals.of(trainer), "stopped_by", 0)
-    return IN_SLURM[number] if number else None
+    return IN_SLURM.get(getattr(Signals.of(trainer), "stopped_by", 0))

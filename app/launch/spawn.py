@@ -24,7 +24,7 @@ from app.launch.failures import (
     root_cause,
     stopped,
 )
-from app.launch.process import SPAWNED, end_with_parent, heard, restored_signals, stop_only_once
+from app.launch.process import SPAWNED, end_with_parent, handle, restored_signals, stop_only_once
 from app.launch.rendezvous import host_store
 from app.launch.signals import Signals, ended_in_time
 from app.launch.watchdog import watched
@@ -79,8 +79,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         os.environ[SPAWNED] = "1"
         with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder, restored_signals():
             self._error_file = f"{folder}/error_{{}}.json"
-            for number in heard(CAUSES):
-                signal.signal(number, self._forward)
+            handle(CAUSES, self._forward)
             # the tracker inherits this mask, so that it does not end with the terminal. Block the
             # other signals later, because the tracker's start unblocks them
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})

@@ -79,10 +79,6 @@ class Heartbeat:
         peers = " ".join(sorted(connections(os.getpid()) - before)[:1000])
         self._memory[PEERS:] = peers.encode().ljust(SIZE - PEERS, b"\0")
 
-    def end(self) -> None:
-        """Suspend the watchdog, because no rank waits for this one any more."""
-        self.values[1] = ELSEWHERE
-
 
 heartbeat: Heartbeat | None = None  # set while this process is watched
 
@@ -101,14 +97,9 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
         yield
         return
     beat = Heartbeat(folder, rank)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    try:  # run the file, because importing the package takes seconds
-        command = [sys.executable, "-IS", __file__, os.getpid(), timeout, beat.file, *beat.files]
-        watchdog = subprocess.Popen(
-            [*map(str, command)], stdin=subprocess.PIPE, pass_fds=beat.files
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # run the file, because importing the package takes seconds
+    command = [sys.executable, "-IS", __file__, os.getpid(), timeout, beat.file, *beat.files]
+    watchdog = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, pass_fds=beat.files)
     heartbeat = beat
     try:
         yield
@@ -137,6 +128,7 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
         beats: File descriptor of the parent's heartbeat.
         stacks: File descriptor of the parent's stacks.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     memory = mmap.mmap(beats, SIZE, prot=mmap.PROT_READ)
     values = memoryview(memory).cast("q")
     still = 0.0  # seconds without progress
@@ -170,8 +162,8 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
         peers = set(memory[PEERS:].rstrip(b"\0").decode().split())
         if still > timeout + LATER and peers - connections(process) and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
-            place = where(file.parent, file.name) or f"process {process} hangs"
-            message = f"error: {place}; the other ranks timed out, and it was killed"
+            hung = f"rank {file.stem.removeprefix('rank_')} hangs (stacks: {file})"
+            message = f"error: {hung}; the other ranks timed out, and it was killed"
             with contextlib.suppress(OSError):  # in case stderr is closed
                 print(message, file=sys.stderr, flush=True)
             return
@@ -201,15 +193,9 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
             if caught is None or not int(caught[1], 16) >> (WRITE_STACKS - 1) & 1:
                 continue
             begin = os.fstat(stacks).st_size
-            size = begin
             os.kill(pid, WRITE_STACKS)
-            for _ in range(20):  # wait until the file stops growing
-                time.sleep(0.05)
-                before = size
-                size = os.fstat(stacks).st_size
-                if begin < size == before:
-                    break
-            text = os.pread(stacks, size - begin, begin).decode(errors="replace")
+            time.sleep(0.5)  # until the handler has written
+            text = os.pread(stacks, 2**20, begin).decode(errors="replace")
             yield f"\nprocess {pid}\n{text}"
 
 
@@ -240,57 +226,52 @@ class Place(NamedTuple):
     waits: tuple[bool, bool, bool]
     text: str
 
-    @classmethod
-    def read(cls, text: str) -> "Place":
-        """Parse a file that `watch` wrote."""
-        head, *stacks = text.split("\nprocess ")
-        step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
-        frames: list[Frame] = []
-        for stack in stacks:  # the main process's stack first
-            frames += within_loop(stack)
-        users = [frame for frame in frames if not LIBRARY.search(frame[0])]
-        hooks = [frame for frame in frames if frame[2].startswith("on_")]
-        line = "no stack"
-        communicates = False
-        if frames:
-            path, number, function = (users or hooks or frames)[0]
-            line = f"{Path(path).name}:{number} {function}"
-            communicates = "/torch/distributed/" in frames[0][0]
-        if phase == PHASES[EVALUATION]:
-            line = f"the evaluation, {line}"
-        elif phase not in PHASES[:2]:
-            line = f"step {int(step):,}, {line}"
-        is_in_library = not users and bool(frames)
-        return cls((phase == PHASES[GRADIENTS], communicates, is_in_library), line)
 
-    def __str__(self) -> str:
-        """Format the place: `in …` for the user's code, `at …` for a library that may only wait."""
-        return f"at {self.text}" if self.waits[-1] else f"in {self.text}"
+def read_place(text: str) -> Place:
+    """Parse a file that `watch` wrote."""
+    head, *stacks = text.split("\nprocess ")
+    step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
+    frames: list[Frame] = []
+    for stack in stacks:  # the main process's stack first
+        frames += within_loop(stack)
+    users = [frame for frame in frames if not LIBRARY.search(frame[0])]
+    hooks = [frame for frame in frames if frame[2].startswith("on_")]
+    line = "no stack"
+    communicates = False
+    if frames:
+        path, number, function = (users or hooks or frames)[0]
+        line = f"{Path(path).name}:{number} {function}"
+        communicates = "/torch/distributed/" in frames[0][0]
+    if phase == PHASES[EVALUATION]:
+        line = f"the evaluation, {line}"
+    elif phase not in PHASES[:2]:
+        line = f"step {int(step):,}, {line}"
+    is_in_library = not users and bool(frames)
+    return Place((phase == PHASES[GRADIENTS], communicates, is_in_library), line)
 
 
 def within_loop(text: str) -> list[Frame]:
     """Return the main thread's frames inside training or evaluation loop, innermost first."""
     main = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)[-1]  # listed last
     frames = []
-    for path, number, function in FRAME.findall(main):
-        if LOOP.search(f"{path} {function}"):
+    for frame in FRAME.findall(main):
+        if LOOP.search(f"{frame[0]} {frame[2]}"):
             break
-        frames.append((path, number, function))
+        frames.append(frame)
     return frames
 
 
-def where(folder: Path, names: str = "rank_*.txt") -> str | None:
+def where(folder: Path) -> str | None:
     """Describe the ranks that wrote stacks: first hung ranks, then ranks that wait for them.
 
     Args:
         folder: A run's folder of stacks.
-        names: Pattern of the files; by default, of all ranks.
     """
     places = {}
-    for file in folder.glob(names):
+    for file in folder.glob("rank_*.txt"):
         with contextlib.suppress(OSError, AttributeError):  # removed, or not a watchdog's file
             rank = int(file.stem.removeprefix("rank_"))
-            places[rank] = Place.read(file.read_text(errors="replace"))
+            places[rank] = read_place(file.read_text(errors="replace"))
     if not places:
         return None
     least = min(place.waits for place in places.values())
@@ -301,7 +282,9 @@ def where(folder: Path, names: str = "rank_*.txt") -> str | None:
     if len(hanging) == len(places) and (may_wait or (is_in_library and len(places) > 1)):
         hanging = []  # no single rank is to blame, as after a cut link
     waiting = sorted(places.keys() - set(hanging))
-    clauses = [f"rank {rank} is {places[rank]}" for rank in hanging]
+    # a library may only wait
+    preposition = "at" if is_in_library else "in"
+    clauses = [f"rank {rank} is {preposition} {places[rank].text}" for rank in hanging]
     if waiting:
         ranks = f"rank {waiting[0]} waits"
         if len(waiting) > 1:

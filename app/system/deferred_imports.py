@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -45,17 +45,18 @@ class _Deferred(MetaPathFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name not in self.stand_ins:
-            return self.load(spec.name)
-        module = _StandIn(spec.name)
-        vars(module).update(self.stand_ins[spec.name], deferred=self)
-        return module
+        if spec.name in self.stand_ins:
+            module = _StandIn(spec.name)
+            vars(module).update(self.stand_ins[spec.name], deferred=self)
+            return module
+        real = self.load(spec.name)
+        spec.loader_state = real.__spec__
+        return real
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: Any) -> None:
         is_real = not isinstance(module, _StandIn)
-        if is_real and getattr(module.__spec__, "loader", None) is self:
-            # Python has replaced the real module's spec
-            module.__spec__ = PathFinder.find_spec(module.__name__, sys.modules[self.name].__path__)
+        if is_real and module.__spec__.loader is self:  # Python has replaced the real module's spec
+            module.__spec__ = module.__spec__.loader_state
 
 
 class _StandIn(ModuleType):

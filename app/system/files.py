@@ -149,13 +149,12 @@ def write_csv(path: Path, lines: Iterable[Iterable[Any]]) -> None:
     Raises:
         OSError: When the file cannot be written.
     """
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    for line in lines:
+        writer.writerow(map(inert, line))
     with whole(path) as file:
-        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        writer = csv.writer(text)
-        for line in lines:
-            writer.writerow(map(inert, line))
-        text.flush()
-        text.detach()
+        file.write(text.getvalue().encode(errors="surrogateescape"))
 
 
 def read_csv(path: Path) -> list[list[str]]:
