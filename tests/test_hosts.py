@@ -60,11 +60,10 @@ def a_rank(process: Process) -> psutil.Process:
     return next(child for child in inner(process).children() if "RANK" in child.environ())
 
 
-def trained(root: Path, processes: list[Process], epochs: int, version: int = 0) -> None:
+def trained(root: Path, processes: list[Process], epochs: int) -> None:
     def ready() -> bool:
-        return len(record(root, version)["epochs"]) >= epochs or any(
-            p.poll() is not None for p in processes
-        )
+        has_ended = any(process.poll() is not None for process in processes)
+        return has_ended or len(record(root)["epochs"]) >= epochs
 
     awaited(ready, 240)
 

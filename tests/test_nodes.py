@@ -25,7 +25,7 @@ def meet(
     method: str, node: int, nodes: int = 2, devices: int = 1, timeout: float = 20
 ) -> NodeRendezvous:
     rendezvous = NodeRendezvous(Cluster(method, node, timeout), nodes, devices)
-    rendezvous.store()
+    rendezvous.next_rendezvous()
     return rendezvous
 
 
@@ -59,8 +59,8 @@ def test_nodes_meet_in_any_order(
             with pytest.raises(TimeoutError):
                 came[node].result(0.3)
     nodes = [came[node].result() for node in range(3)]
-    nodes[0].store().set("said", "by node 0")
-    assert [node.store().get("said") for node in nodes] == [b"by node 0"] * 3
+    nodes[0]._store.set("said", "by node 0")
+    assert [node._store.get("said") for node in nodes] == [b"by node 0"] * 3
     assert len({node.master_port for node in nodes}) == 1
     assert not file.exists()
 

@@ -134,7 +134,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
         return store  # keeps the store alive until the group exists
 
     try:  # in a thread, because torch ignores its timeout if another program listens at the address
-        Deadline(timeout).within(begin, missing, quiet=trainer.local_rank != 0)
+        Deadline(timeout, quiet=trainer.local_rank != 0).within(begin, missing)
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":
@@ -153,16 +153,14 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
         The store. The caller must keep a reference until the process group exists.
     """
     address = os.environ["MASTER_ADDR"]
-    agents = distributed.TCPStore(
-        address, int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=timeout)
-    )
+    agents = reach_store(address, int(os.environ["MASTER_PORT"]))
     store = None
     if rank == 0:
         store = host_store(address, 0, timeout)
         agents.set(STORE, str(store.port))
     while store is None:  # `connect` limits the time
-        # the port may belong to an earlier attempt's closed store
-        with suppress(OSError, distributed.DistNetworkError):
+        # there may be no port yet, or that of an earlier attempt's closed store
+        with suppress(OSError, distributed.DistError):
             store = reach_store(address, int(agents.get(STORE)))
         time.sleep(0.05)
     os.environ["MASTER_PORT"] = str(store.port)

@@ -106,9 +106,9 @@ class Slurm(environments.SLURMEnvironment):
 def environment_of(num_nodes: int) -> environments.ClusterEnvironment:
     """Return the ClusterEnvironment; Lightning's detection would also accept mpirun and LSF."""
     launcher = launched()
-    if launcher is not None and launcher.by == "srun":
-        return Slurm()
     if launcher is not None:
+        if launcher.by == "srun":
+            return Slurm()
         return environments.TorchElasticEnvironment()
     address = os.environ.get("MASTER_ADDR")
     if num_nodes == 1 and address is not None:

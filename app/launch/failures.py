@@ -128,10 +128,9 @@ def _setting_error(error: Exception, flags: Iterable[tuple[str, Any]]) -> UserEr
     value the message contains.
     """
     while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename:
-        wrapped = error.__cause__ or error.__context__
-        if not isinstance(wrapped, Exception):
+        if not isinstance(error.__context__, Exception):
             break
-        error = wrapped
+        error = error.__context__
     known = error if isinstance(error, UserError) else blamed(error)
     if known:
         return known

@@ -103,7 +103,6 @@ def begin() -> None:
         end_with_parent(int(starter))
     if is_worker():
         end_with_parent(int(os.environ.get(AGENT, os.getppid())))
-    if is_worker():
         # end at once, because a starting rank has nothing to save
         handle(CAUSES, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)  # our agent blocks them

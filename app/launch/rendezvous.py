@@ -57,35 +57,39 @@ class Cluster:
 
 
 class Deadline:
-    """Timeout of a wait; prints from time to time which nodes or processes are missing."""
+    """Timeout of a wait; prints from time to time which nodes or processes are missing.
 
-    def __init__(self, seconds: float) -> None:
+    Args:
+        seconds: The timeout.
+        quiet: Whether to print nothing, because another process of this node prints.
+    """
+
+    def __init__(self, seconds: float, quiet: bool = False) -> None:
         self.seconds = seconds
+        self.quiet = quiet
         self.began = time.monotonic()
         self.due = 5.0
 
-    def check(self, missing: str, remark: str = "", quiet: bool = False) -> None:
+    def check(self, missing: str) -> None:
         """Print the missing nodes or processes from time to time; raise after the deadline.
 
         Args:
-            missing: Missing nodes or processes, such as `node 1 of 2 at 10.0.0.1:29500`.
-            remark: Possible cause.
-            quiet: Whether to print nothing, because another process of this node prints.
+            missing: Missing nodes or processes, such as `node 1 of 2 at 10.0.0.1:29500`, and
+                possibly a cause in brackets.
 
         Raises:
             UserError: After the deadline.
         """
         passed = time.monotonic() - self.began
-        hint = f" ({remark})" if remark else ""
         if passed > self.seconds:
             raise UserError(
-                f"waited {self.seconds:g} s (--cluster.timeout) for {missing}{hint}: check it"
+                f"waited {self.seconds:g} s (--cluster.timeout) for {missing}: check it"
             )
-        if passed > self.due and not quiet:
-            print(f"waiting for {missing}, {passed:.0f} s{hint}", flush=True)
+        if passed > self.due and not self.quiet:
+            print(f"waiting for {missing}, {passed:.0f} s", flush=True)
             self.due *= 2
 
-    def within(self, call: Callable[[], Any], missing: str, quiet: bool = False) -> Any:
+    def within(self, call: Callable[[], Any], missing: str) -> Any:
         """Call a blocking function in a thread, and return its result.
 
         At the deadline, abandon the thread and raise.
@@ -100,7 +104,7 @@ class Deadline:
 
         threading.Thread(target=run, daemon=True).start()
         while not wait([future], PAUSE).done:
-            self.check(missing, quiet=quiet)
+            self.check(missing)
         return future.result()
 
 
@@ -211,8 +215,20 @@ class NodeRendezvous(StaticTCPRendezvous):
         if self._rounds:
             self.ranks.refuse_restart()
         self._rounds += 1
-        store = PrefixStore(f"round{self._rounds}", self.store())
-        self._wait_for_all(store, Deadline(self.cluster.timeout))
+        deadline = Deadline(self.cluster.timeout)
+        if self._store is None:
+            if self.rank == 0:
+                self._host()
+            else:
+                self._join(deadline)
+        if self.world_size > 1:
+            use_interface_to(self.master_addr)
+        store = PrefixStore(f"round{self._rounds}", self._store)
+        try:
+            self._wait_for_all(store, deadline)
+        finally:
+            if self.file and self.rank == 0:
+                self.file.unlink(missing_ok=True)
         # block signals, because a starting rank would print a traceback on Ctrl-C; the rank
         # unblocks them in `process.begin`
         signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
@@ -229,51 +245,34 @@ class NodeRendezvous(StaticTCPRendezvous):
         self.ranks.check()
         return 0
 
-    def store(self) -> Store:
-        """Return the nodes' shared store; at the first call, wait for all nodes."""
-        if self._store is None:
-            deadline = Deadline(self.cluster.timeout)
-            if self.rank == 0:
-                self._store = self._host(deadline)
-            else:
-                self._store = self._join(deadline)
-            if self.world_size > 1:
-                use_interface_to(self.master_addr)
-        return self._store
-
-    def _host(self, deadline: Deadline) -> TCPStore:
-        """Host the store on node 0, write its address to the file, and wait for the other nodes."""
-        store = host_store(self.master_addr, self.master_port, deadline.seconds)
+    def _host(self) -> None:
+        """Host the store on node 0, and write its address to the file."""
+        store = host_store(self.master_addr, self.master_port, self.cluster.timeout)
         self.master_port = store.port
         store.set("flags", json.dumps(self.flags))
         store.set("id", self.run_id)
         if self.file:
             place = {"address": self.master_addr, "port": store.port, "id": self.run_id}
             write_json(self.file, place)
-        try:
-            self._wait_for_all(store, deadline)
-        finally:
-            if self.file:
-                self.file.unlink(missing_ok=True)
-        return store
+        self._store = store
 
-    def _join(self, deadline: Deadline) -> TCPStore:
-        """Connect to node 0, and wait for all nodes."""
-        remark = ""
+    def _join(self, deadline: Deadline) -> None:
+        """Connect to node 0's store."""
         node0 = f"node 0 of {self.world_size} at {self.where}"
+        missing = node0
         while True:
             try:
                 place = self._place()
                 if place:
                     store = deadline.within(partial(reach_store, *place[:2]), node0)
                     self._check(store, place[-1])
-                    self.master_addr, self.master_port = place[:2]
-                    self._wait_for_all(store, deadline)
                     store.set_timeout(self.timeout)
-                    return store
+                    self.master_addr, self.master_port = place[:2]
+                    self._store = store
+                    return
             except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
-                remark = str(error).splitlines()[0]
-            deadline.check(node0, remark)
+                missing = f"{node0} ({str(error).splitlines()[0]})"
+            deadline.check(missing)
             time.sleep(PAUSE)
 
     def _check(self, store: TCPStore, name: str | None) -> None:
@@ -288,7 +287,7 @@ class NodeRendezvous(StaticTCPRendezvous):
                 )
 
     def _wait_for_all(self, store: Store, deadline: Deadline) -> None:
-        """Wait until all nodes have called this function."""
+        """Wait until all nodes have called this method."""
         store.set(f"node{self.rank}", "")
         while True:
             missing = [

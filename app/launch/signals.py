@@ -191,7 +191,6 @@ class StopTogether(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the all-reduce, and disable Lightning's broadcast of SIGTERM."""
         leave_out_sigterm_broadcast(trainer)
-        self._work = None
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader

@@ -178,8 +178,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the rank in the new process. Unblock signals first, so that they end the process."""
         index = int(os.environ["LOCAL_RANK"])
-        for number in CAUSES:
-            signal.signal(number, signal.SIG_DFL)
+        handle(CAUSES, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
         end_with_parent(multiprocessing.parent_process().pid)  # type: ignore[union-attr, arg-type]
         os.environ["TORCHELASTIC_ERROR_FILE"] = self._error_file.format(index)
