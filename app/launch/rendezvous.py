@@ -216,11 +216,10 @@ class NodeRendezvous(StaticTCPRendezvous):
             self.ranks.refuse_restart()
         self._rounds += 1
         deadline = Deadline(self.cluster.timeout)
+        if self._store is None and self.rank == 0:
+            self._store = self._host()
         if self._store is None:
-            if self.rank == 0:
-                self._host()
-            else:
-                self._join(deadline)
+            self._store = self._join(deadline)
         if self.world_size > 1:
             use_interface_to(self.master_addr)
         store = PrefixStore(f"round{self._rounds}", self._store)
@@ -245,7 +244,7 @@ class NodeRendezvous(StaticTCPRendezvous):
         self.ranks.check()
         return 0
 
-    def _host(self) -> None:
+    def _host(self) -> TCPStore:
         """Host the store on node 0, and write its address to the file."""
         store = host_store(self.master_addr, self.master_port, self.cluster.timeout)
         self.master_port = store.port
@@ -254,9 +253,9 @@ class NodeRendezvous(StaticTCPRendezvous):
         if self.file:
             place = {"address": self.master_addr, "port": store.port, "id": self.run_id}
             write_json(self.file, place)
-        self._store = store
+        return store
 
-    def _join(self, deadline: Deadline) -> None:
+    def _join(self, deadline: Deadline) -> TCPStore:
         """Connect to node 0's store."""
         node0 = f"node 0 of {self.world_size} at {self.where}"
         missing = node0
@@ -268,8 +267,7 @@ class NodeRendezvous(StaticTCPRendezvous):
                     self._check(store, place[-1])
                     store.set_timeout(self.timeout)
                     self.master_addr, self.master_port = place[:2]
-                    self._store = store
-                    return
+                    return store
             except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
                 missing = f"{node0} ({str(error).splitlines()[0]})"
             deadline.check(missing)

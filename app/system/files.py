@@ -194,9 +194,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         with open_file(path) as file:
             content = json.load(file)
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ValueError(f"{path} cannot be read ({reason})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} cannot be read (no JSON object)")
     return content
