@@ -5,12 +5,12 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import textwrap
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,23 +33,16 @@ def run_nodes(
         TimeoutExpired: When a command does not end in time.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    nodes = [
-        subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-            env={**os.environ, "PATH": path, **environment},
-        )
-        for command, environment in zip(commands, variables, strict=True)
-    ]  # fmt: skip
-    try:
-        outputs = [node.communicate(timeout=100)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            if node.poll() is None:
-                os.killpg(node.pid, signal.SIGKILL)
-                node.communicate()
-    assert [node.returncode for node in nodes] == [0] * len(nodes), outputs
-    return outputs
+    with ThreadPoolExecutor(len(commands)) as pool:
+        nodes = [
+            pool.submit(
+                subprocess.run, command, cwd=cwd, timeout=100, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env={**os.environ, "PATH": path, **environment},
+            )
+            for command, environment in zip(commands, variables, strict=True)
+        ]  # fmt: skip
+    return [output_of(node.result().returncode, node.result().stdout) for node in nodes]
 
 
 def epochs(root: Path) -> list[tuple[int, int]]:
@@ -92,23 +85,9 @@ def test_containers(app: App) -> None:
     version = docker["FROM"][0].removeprefix("python:").removesuffix("-slim")
     assert SpecifierSet(project["requires-python"]).contains(version)
 
-    def copied(lines: Sequence[str]) -> dict[str, str]:
-        places = {}
-        for line in lines:
-            *files, folder = line.split()
-            for file in files:
-                place = folder
-                if folder.endswith("/"):
-                    place += file
-                places[file] = place
-        return places
-
     files = ["pyproject.toml", project["readme"], *project["license-files"], "app", "configs"]
-    assert (
-        copied(docker["COPY"])
-        == copied(sections["files"].splitlines())
-        == {file: f"/lab/{file}" for file in files}
-    )
+    for lines in (docker["COPY"], sections["files"].splitlines()):
+        assert " ".join(line.rpartition(" ")[0].strip() for line in lines).split() == files
     assert all((ROOT / file).exists() for file in files)
     assert docker["RUN"] == [sections["post"]] == ["pip install --no-cache-dir /lab"]
     subprocess.run(
@@ -122,7 +101,7 @@ def test_containers(app: App) -> None:
 
 @pytest.mark.slow
 def test_kubernetes_train_job(tmp_path: Path) -> None:
-    """The job's fields exist in Kubeflow Trainer 2.3, and its command trains in two pods.
+    """The job's command trains in two pods.
 
     Source: github.com/kubeflow/trainer, manifests/base/crds (trainjobs.trainer.kubeflow.org) and
     pkg/runtime/framework/plugins/torch. That plugin sets the variables `PET_…`, refuses them in a
@@ -131,34 +110,19 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
     job = yaml.safe_load((CLUSTER / "trainjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     spec = job["spec"]
-    assert spec.keys() == {"runtimeRef", "trainer", "runtimePatches"}
     assert spec["runtimeRef"] == {"name": "torch-distributed"}, (
         "a ClusterTrainingRuntime, unless its kind is given"
     )
     trainer = spec["trainer"]
-    assert trainer.keys() == {"numNodes", "image", "command", "env", "resourcesPerNode"}
-    assert not [entry for entry in trainer["env"] if entry["name"].startswith("PET_")], (
-        "they are reserved"
-    )
-    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == 4
+    variables = {entry["name"]: entry["value"] for entry in trainer["env"]}
+    assert not [name for name in variables if name.startswith("PET_")], "they are reserved"
     (patch,) = spec["runtimePatches"]
-    assert patch.keys() == {"manager", "trainingRuntimeSpec"}
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = replicated["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert (replicated["name"], container["name"]) == ("node", "node")
-    assert container.keys() == {"name", "volumeMounts"}, (
-        "variables of this container go to the trainer"
-    )
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        volume["name"] for volume in pod["volumes"]
-    }
-    limit = next(
-        entry["value"]
-        for entry in trainer["env"]
-        if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    )
-    assert int(limit) < pod["terminationGracePeriodSeconds"]
+    limit = int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert limit < pod["terminationGracePeriodSeconds"]
 
     command = [
         word.replace("/shared", str(tmp_path))
@@ -178,9 +142,6 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
 def test_skypilot(tmp_path: Path) -> None:
     """The task runs on two nodes with one device each, and continues after a restart."""
     task = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
-    known = {"name", "workdir", "num_nodes", "resources", "envs", "file_mounts", "setup", "run"}
-    assert task.keys() == known, "source: docs.skypilot.co/en/latest/reference/yaml-spec.html"
-    assert task["resources"].keys() == {"accelerators", "use_spot", "job_recovery"}
     (bucket,) = task["file_mounts"].items()
     assert bucket[1]["mode"] == "MOUNT_CACHED", "metrics.csv is appended to"
     assert f"--run.root {bucket[0]} " in task["run"]
@@ -195,12 +156,8 @@ def test_skypilot(tmp_path: Path) -> None:
         outputs = run_nodes([["bash", "-eu", "-c", script]] * nodes, ranks, ROOT)
     assert "resuming from" in outputs[0]
     assert epochs(tmp_path)[-1] == (2, 2)
-    alone = {
-        **common,
-        "SKYPILOT_NUM_NODES": "1",
-        "SKYPILOT_NODE_RANK": "0",
-        "FLAGS": "--print_config",
-    }
+    alone = {**common, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}
+    alone["FLAGS"] = "--print_config"
     assert "num_nodes: 1" in run_nodes([["bash", "-eu", "-c", script]], [alone], ROOT)[0]
 
 

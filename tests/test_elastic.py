@@ -3,6 +3,7 @@
 import os
 import pty
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,14 +23,9 @@ from harness import (
     started,
     tiny,
 )
+from test_torchrun import TORCHRUN
 
 pytestmark = pytest.mark.slow
-TORCHRUN = [
-    str(Path(sys.executable).with_name("torchrun")),
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-]
 SMALL = [*tiny(203, 20, flip=True), *on_cpu("ddp")]
 SHORT = options(max_epochs=1, test=False)
 
@@ -75,17 +71,6 @@ def test_rank_zero_has_terminal_and_debugger(tmp_path: Path) -> None:
     awaited(lambda: not family(str(tmp_path)), 10)
 
 
-def test_log_dir_has_each_ranks_output(tmp_path: Path) -> None:
-    flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--cluster.log_dir", tmp_path / "logs"]
-    with started(tmp_path, *flags) as run:
-        out = run.end(120, code=0)
-    assert "rank 0 writes" in out
-    assert "rank 1 writes" not in out
-    for rank in (0, 1):
-        (log,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stdout.log")
-        assert f"rank {rank} writes to a terminal: False" in log.read_text()
-
-
 @pytest.mark.parametrize("verbose", [True, False])
 def test_agent_logs_only_with_debug(verbose: bool, tmp_path: Path) -> None:
     """The agent logs a signal only with APP_DEBUG, and always deletes its temporary folders."""
@@ -98,20 +83,20 @@ def test_agent_logs_only_with_debug(verbose: bool, tmp_path: Path) -> None:
 
 
 def test_restart_names_its_cause(tmp_path: Path) -> None:
-    flags = [
-        *SMALL,
-        *SHORT,
-        "--trainer.callbacks+=user_code.FailsOnce",
-        "--cluster.max_restarts",
-        "1",
-    ]
+    """The run names the failed rank; `--cluster.log_dir` has each rank's output."""
+    flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--cluster.log_dir", tmp_path / "logs"]
+    flags += ["--trainer.callbacks+=user_code.FailsOnce", "--cluster.max_restarts", "1"]
     with started(tmp_path, *flags) as run:
         out = run.end(120, code=0)
-    assert "rank 1 has failed: RuntimeError: only once: restarting all ranks" in out
+    assert "rank 0 writes" in out
+    assert "rank 1 writes" not in out
+    for rank in (0, 1):
+        (log,) = (tmp_path / "logs").glob(f"*/attempt_1/{rank}/stdout.log")
+        assert f"rank {rank} writes to a terminal: False" in log.read_text()
+    reason = r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only once"
+    assert re.search(f"^{reason}: restarting all ranks$", out, re.MULTILINE)
     first = record_of(run.directory.with_name("version_0"))
-    assert (
-        first["error"] == "rank 1 has failed: RuntimeError: only once, and all ranks were restarted"
-    )
+    assert re.fullmatch(f"{reason}, and all ranks were restarted", first["error"])
 
 
 def test_restart_after_kill_ends_with_same_weights(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from harness import (
     error_of,
     fork_app,
     free_port,
+    on_two_nodes,
     options,
     output_of,
     record_of,
@@ -76,19 +77,14 @@ LEFTOVERS = [
 
 
 @pytest.mark.parametrize(("left", "message"), LEFTOVERS)
-def test_leftover_launcher_variables_are_rejected(
-    left: dict[str, str], message: str, app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftover_launcher_variables_are_rejected(left: dict[str, str], message: str) -> None:
     """If a launcher's variables are left over, the error explains them."""
-    for name, value in left.items():
-        monkeypatch.setenv(name, value)
-    assert message in error_of(*app("fit", *SMALL))
+    assert message in error_of(*fork_app("fit", *SMALL, env=left))
 
 
-def test_port_out_of_range(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "99999"), ("NODE_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    message = error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2"))
+def test_port_out_of_range() -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999", "NODE_RANK": "0"}
+    message = error_of(*fork_app("fit", *SMALL, "--trainer.num_nodes", "2", env=address))
     assert message == "error: MASTER_PORT=99999 in the environment: give a port, 1 to 65535"
 
 
@@ -127,13 +123,9 @@ def run_nodes(
 @SLOW
 def test_two_nodes_equal_one_device(app: App, tmp_path: Path) -> None:
     """Two nodes train, test and predict like one device."""
-    file = tmp_path / "meet"
-    methods = [
-        ["--cluster.init_method", f"file://{file}", "--cluster.node_rank", node] for node in "01"
-    ]
     way = ["--trainer.strategy", "ddp", "--trainer.devices", "1", "--trainer.num_nodes", "2"]
     root = ["--run.root", str(tmp_path / "nodes")]
-    for code, out in run_nodes(["fit", *SMALL, *STEPS, *way, *root], methods):
+    for code, out in on_two_nodes("fit", *SMALL, *STEPS, *way, *root):
         assert code == 0, out
         if "train longer" in out:
             suggested = out.split("use it          python -m app ")[1].split("\n")[0].split()
@@ -147,8 +139,7 @@ def test_two_nodes_equal_one_device(app: App, tmp_path: Path) -> None:
     records = [record_of(run) for run in (ours, single)]
     assert records[0]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
     assert records[0]["world_size"] == 2
-    assert not file.exists()
-    ways = run_nodes(["predict", *SMALL, *STEPS[:2], *way, *root, "--ckpt_path", "best"], methods)
+    ways = on_two_nodes("predict", *SMALL, *STEPS[:2], *way, *root, "--ckpt_path", "best")
     assert [code for code, _ in ways] == [0, 0], ways
     assert record_of(ours / "predict_1")["status"] == "completed"
     suggested = tmp_path / "suggested" / "LeNet-Synthetic" / "version_0"

@@ -12,7 +12,6 @@ from ctypes import CDLL
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
 
-import psutil
 import pytest
 import torch
 from cluster.hosts import awaited
@@ -162,7 +161,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 def test_task_zero_requeues_slurm_job(tmp_path: Path) -> None:
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$0.said"\n')
     (tmp_path / "scontrol").chmod(0o755)
-    task = {**dict.fromkeys([*TASK, "SLURM_STEP_TASKS_PER_NODE"], "0"), "SLURM_JOB_ID": "7"}
+    task = {**dict.fromkeys(TASK, "0"), "SLURM_JOB_ID": "7"}
     task["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     done = subprocess.run(
         [sys.executable, "-c", ASKS],
@@ -183,22 +182,13 @@ def test_task_zero_requeues_slurm_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("strategy", "name"), [("ddp", "SIGINT"), ("ddp_spawn", "SIGTERM")])
 def test_signal_during_start_ends_run(strategy: str, name: str, tmp_path: Path) -> None:
     with started(tmp_path, *SMALL, *on_cpu(strategy)) as run:
-        awaited(lambda: any(map(is_started_rank, family(run.mark))), 60)
+        awaited(lambda: len(family(run.mark)) > 2, 60)  # a rank, beside the multiprocessing tracker
         out = run.get(name, "group").end(code={"SIGINT": 130, "SIGTERM": 143}[name])
     assert "Traceback" not in out
     assert run.record.get("status") in (
         None,
         "interrupted",
     )  # no record if the run had no directory yet
-
-
-def is_started_rank(process: int) -> bool:
-    """Return whether a process is a rank that the main process has started, not a helper."""
-    try:
-        candidate = psutil.Process(process)
-        return "LOCAL_RANK" in candidate.environ() or "spawn_main" in " ".join(candidate.cmdline())
-    except psutil.Error:  # it has ended
-        return False
 
 
 FOR_EVER = ["--trainer.max_epochs", "100000"]

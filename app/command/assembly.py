@@ -139,7 +139,7 @@ def patch(trainer: Trainer, config: Namespace) -> None:
         ShardedLoop.put_into(trainer)
         trainer.fit_loop.epoch_loop.virtual_devices = int(run.virtual_devices)  # type: ignore[attr-defined]
         if isinstance(trainer.strategy, DDP):
-            trainer.strategy.keep_buffers()
+            trainer.strategy.keeps_buffers = True
     elif run.loop == "straight":
         StraightLoop.put_into(trainer)
     else:

@@ -24,11 +24,11 @@ from app.command.parser import Parser, find_class, import_trusted_only, paramete
 from app.command.rules import check, check_flags
 from app.command.run_options import LimitedTrainer, Run, requested_checkpoint
 from app.errors import ExitStatus, UserError, one_line
-from app.launch.process import trust_flags
 from app.launch.rendezvous import Cluster
 from app.modules.weights import checkpoint_of, image_settings
 from app.monitor.loggers import RateMonitor, SaveConfig
 from app.system.torch_files import check_exists
+from app.system.trust import trust_flags
 from app.training import register_strategies
 
 FIT_FLAGS = (

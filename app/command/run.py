@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from app.command.assembly import drop_callbacks, patch, trainer_arguments
 from app.command.checkpoints import check_checkpoint
@@ -25,7 +24,7 @@ from app.data.global_order import put_in_order
 from app.errors import ExitStatus, UserError
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.elastic import ENDED, PROCESS, RUN_DIR, launch, note
-from app.launch.failures import ErrorFile, explaining_errors
+from app.launch.failures import error_file, explaining_errors
 from app.launch.process import end_in_order, end_undisturbed
 from app.launch.rendezvous import NodeRendezvous
 from app.launch.signals import ended_in_time
@@ -53,14 +52,13 @@ def run(argv: Sequence[str]) -> int:
         UserError: For an error that the user can correct.
         RankError: When another rank has failed.
     """
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        return record(_run, ErrorFile())(argv) or 0
-    return _run(argv)
+    with error_file():
+        return _run(argv)
 
 
 def _run(argv: Sequence[str]) -> int:
     lightning_patches.hide_lines()
-    note(f"{PROCESS}{os.getpid()}")
+    note(PROCESS, str(os.getpid()))
     try:
         cli = Flags(argv)
         prepare_process(cli)
@@ -145,7 +143,7 @@ def connect_ranks(cli: Flags) -> None:
     if method:
         rank_timeout = None if trainer.world_size == 1 else timeout
         launcher = SpawnLauncher(trainer.strategy, method, rank_timeout)
-        lightning_patches.replace_launcher(trainer.strategy, launcher)
+        trainer.strategy.own_launcher = launcher  # type: ignore[attr-defined]
     connect(trainer, timeout)
 
 

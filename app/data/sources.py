@@ -51,12 +51,19 @@ def problems(wrong: Errors) -> str:
     return listed([str(wrong[index]).rpartition(": ")[0] for index in sorted(wrong)])
 
 
-def work_apart(worker: int) -> None:
-    """Move a loader worker into its own process group, so that signals reach only the rank."""
+def work_apart(worker: int, then: Callable[[int], None] | None = None) -> None:
+    """Move a loader worker into its own process group, so that signals reach only the rank.
+
+    Args:
+        worker: Number of the worker.
+        then: The user's `worker_init_fn`, which is called last.
+    """
     if sys.platform == "linux":
         # the kernel kills the worker when its rank dies; 1 is PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setpgrp()
+    if then is not None:
+        then(worker)
 
 
 class _Items(Dataset[Any]):

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +12,9 @@ from lightning.pytorch import Trainer
 from torch import distributed
 
 from app.errors import UserError
-from app.launch.cluster_environment import launch_id, launched
-from app.launch.failures import name_nodes
+from app.launch.cluster_environment import launch_id
 from app.launch.rendezvous import Deadline, host_store, reach_store
-from app.system.interconnect import own_addresses, use_interface_to, use_loopback
+from app.system.interconnect import use_interface_to, use_loopback
 
 STORE = "app/store"  # key of rank zero's port in the agents' store
 Decision = dict[str, Any]  # rank zero's decision, picklable
@@ -62,43 +62,41 @@ def agree(
         UserError: On every rank, when settings differ, rank zero cannot decide, or a rank rejects
             the decision.
     """
-    ranks = gather_objects((launch_id(), node, own_addresses(), settings))
-    name_nodes([(number, addresses) for _, number, addresses, _ in ranks], node)
-    ids = set()
-    for rank, (launcher, number, _, rank_settings) in enumerate(ranks):
-        ids.add(launcher)
-        expected = ranks[0][3]
-        for flag in expected | rank_settings:
-            values = [all_flags.get(flag, "not set") for all_flags in (expected, rank_settings)]
-            if values[0] != values[1]:
-                place = f"node {number}" if number else f"rank {rank}"
+    ranks = gather_objects((launch_id(), node, settings))
+    expected = ranks[0][-1]
+    for rank, (_, number, given) in enumerate(ranks):
+        place = f"node {number}" if number else f"rank {rank}"
+        for flag in expected | given:
+            value = expected.get(flag, "not set")
+            other = given.get(flag, "not set")
+            if value != other:
                 raise UserError(
-                    f"--{flag} is {values[0]} on node 0 and {values[1]} on {place}: give the same"
+                    f"--{flag} is {value} on node 0 and {other} on {place}: give the same"
                 )
     decided: Decision | UserError = {}
     if not distributed.is_initialized() or distributed.get_rank() == 0:
+        launchers = {launcher for launcher, _, _ in ranks}
         try:
-            decided = decide(sorted(ids - {None}))
+            decided = decide(sorted(launchers - {None}))
         except UserError as error:
             decided = error
     decided = gather_objects(decided)[0]
     if isinstance(decided, UserError):
         raise decided
     failure: Exception | None = None
-    reason = None
     try:
         check(decided)
     except Exception as error:
         failure = error
-        reason = str(error) or type(error).__name__
+    reason = failure and (str(failure) or type(failure).__name__)
     reasons = gather_objects((node, reason))
     if failure is not None:
         raise failure
-    for other, reason in reasons:
-        if reason is not None and other == node:
-            raise UserError(reason)
+    for other_node, reason in reasons:
         if reason is not None:
-            raise UserError(f"node {other}: {reason}")
+            if other_node != node:
+                reason = f"node {other_node}: {reason}"
+            raise UserError(reason)
     return decided
 
 
@@ -114,19 +112,17 @@ def connect(trainer: Trainer, timeout: float) -> None:
     """
     strategy: Any = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
-    launcher = launched()
     if environment is None or trainer.world_size == 1:
         return
-    by = launcher.by if launcher else "the launcher"
-    # a launcher has started the processes, as the user's ClusterEnvironment plugin may report, too
-    if launcher is None and not environment.creates_processes_externally:
+    # whether a launcher, or the user's ClusterEnvironment plugin, has started the processes
+    if not environment.creates_processes_externally:
         return
     if trainer.num_nodes > 1:
         use_interface_to(environment.main_address)
     else:
         use_loopback()
     place = f"{environment.main_address}:{environment.main_port}"
-    missing = f"all {trainer.world_size} processes of {by} at {place}"
+    missing = f"all {trainer.world_size} processes at {place}"
 
     def begin() -> distributed.TCPStore | None:
         store = None
@@ -138,7 +134,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
         return store  # keeps the store alive until the group exists
 
     try:  # in a thread, because torch ignores its timeout if another program listens at the address
-        Deadline(timeout).within(begin, missing, quiet=trainer.local_rank != 0)
+        Deadline(timeout, quiet=trainer.local_rank != 0).within(begin, missing)
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":
@@ -157,21 +153,16 @@ def use_own_store(rank: int, timeout: float) -> distributed.TCPStore:
         The store. The caller must keep a reference until the process group exists.
     """
     address = os.environ["MASTER_ADDR"]
-    deadline = Deadline(timeout)
-    agents = distributed.TCPStore(
-        address, int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=timeout)
-    )
+    agents = reach_store(address, int(os.environ["MASTER_PORT"]))
     store = None
     if rank == 0:
         store = host_store(address, 0, timeout)
         agents.set(STORE, str(store.port))
-    while store is None:
-        # the port may belong to an earlier attempt's closed store
-        try:
+    while store is None:  # `connect` limits the time
+        # there may be no port yet, or that of an earlier attempt's closed store
+        with suppress(OSError, distributed.DistError):
             store = reach_store(address, int(agents.get(STORE)))
-        except (OSError, distributed.DistNetworkError):
-            deadline.check("rank 0", quiet=True)
-            time.sleep(0.05)
+        time.sleep(0.05)
     os.environ["MASTER_PORT"] = str(store.port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     return store

@@ -1,7 +1,6 @@
 """Launcher of this process, such as torchrun or srun, and the address of rank zero."""
 
 import os
-import re
 import signal
 import socket
 from contextlib import suppress
@@ -37,24 +36,14 @@ def launched() -> Launched | None:
     if is_task_of_srun():
         world = int(os.environ["SLURM_STEP_NUM_TASKS"])
         nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
-        # `2(x2)` is two nodes of two tasks; `3,1` is unequal. SLURM_NTASKS_PER_NODE describes the
-        # job, not the step
-        even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
-        per_node = int(even[1]) if even else None
-        if world == 1 and _interactive():
+        # SLURM_NTASKS_PER_NODE describes the job, not the step
+        per_node = world // nodes
+        if "," in os.environ["SLURM_STEP_TASKS_PER_NODE"]:  # `3,1` is unequal, `2(x2)` is not
+            per_node = None
+        if world == 1 and os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
             return None  # an interactive shell, started by `srun --pty bash`
         return Launched("srun", nodes, per_node, world)
     return None
-
-
-def _interactive() -> bool:
-    """Return whether the SLURM job's name is that of an interactive session."""
-    return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-
-
-def in_slurm_job() -> bool:
-    """Return whether this process is a task of a SLURM job that can be requeued."""
-    return is_task_of_srun() and not _interactive()
 
 
 def launch_id() -> str | None:
@@ -93,7 +82,7 @@ class Slurm(environments.SLURMEnvironment):
     """
 
     def __init__(self) -> None:
-        environments.ClusterEnvironment.__init__(self)
+        # not Lightning's __init__, which validates the job's variables
         self.auto_requeue = False
         self.requeue_signal = signal.SIGUSR1
 
@@ -117,9 +106,9 @@ class Slurm(environments.SLURMEnvironment):
 def environment_of(num_nodes: int) -> environments.ClusterEnvironment:
     """Return the ClusterEnvironment; Lightning's detection would also accept mpirun and LSF."""
     launcher = launched()
-    if launcher is not None and launcher.by == "srun":
-        return Slurm()
     if launcher is not None:
+        if launcher.by == "srun":
+            return Slurm()
         return environments.TorchElasticEnvironment()
     address = os.environ.get("MASTER_ADDR")
     if num_nodes == 1 and address is not None:

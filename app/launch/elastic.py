@@ -4,39 +4,126 @@ Each rank runs `python -m app …` with the same arguments, and reads its rank f
 as under torchrun.
 """
 
-import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
-from torch import distributed
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from app.errors import CAUSES, ExitStatus, RankError, RankLostError, UserError
-from app.launch.failures import explain, lost, message_of, root_cause, stopped
-from app.launch.process import AGENT, heard, restored_signals, stop_only_once
+from app.errors import CAUSES, ExitStatus, RankError, UserError
+from app.launch.failures import explain, message_of, root_cause, stopped
+from app.launch.process import AGENT, handle, restored_signals, stop_only_once
 from app.launch.rendezvous import NodeRendezvous
 from app.system.files import write_text
 from app.system.machine import usable_cores
 
 TAIL = 30  # number of lines to print from the end of a failed rank's output
 # files that a rank writes beside torch's error file: the run's directory, the exit code after a
-# signal, the rank's process, whose id is part of the name, and a mark at the end of the run
+# signal, the rank's process id, and a mark at the end of the run
 RUN_DIR = "run_dir"
 STOPPED = "stopped"
-PROCESS = "process_"
+PROCESS = "process"
 ENDED = "ended"
 
 rendezvous_handler_registry.register("nodes", lambda parameters: parameters.config["handler"])
+
+
+@dataclass
+class Ranks:
+    """Started ranks of this node, observed by the files that they write.
+
+    Attributes:
+        rendezvous: Rendezvous with the other nodes.
+        count: Number of this node's ranks.
+        folder: Folder of all attempts.
+        on_end: Function called with the run's directory and status when ranks fail or are stopped.
+    """
+
+    rendezvous: NodeRendezvous
+    count: int
+    folder: Path
+    on_end: Callable[[str, ExitStatus], None]
+
+    def files(self, pattern: str) -> list[Path]:
+        """Return matching files of the latest attempt."""
+        attempts = self.folder.glob(f"{self.rendezvous.run_id}_*/attempt_*")
+        latest = max(attempts, key=os.path.getmtime, default=None)
+        return sorted(latest.glob(pattern)) if latest else []
+
+    def failures(self, name: str) -> dict[int, ProcessFailure]:
+        """Return the ranks that have written a file, each as a failure with exit code 0."""
+        failures = {}
+        for file in self.files(f"*/{PROCESS}"):
+            if file.with_name(name).exists():
+                local_rank = int(file.parent.name)
+                error_file = str(file.with_name("error.json"))
+                failure = ProcessFailure(local_rank, int(file.read_text()), 0, error_file)
+                failures[self.rendezvous.rank * self.count + local_rank] = failure
+        return failures
+
+    def early_ends(self) -> dict[int, ProcessFailure]:
+        """Return the ranks that exited with 0 before the run's end, as by `os._exit(0)`."""
+        failures = {}
+        for rank, failure in self.failures(PROCESS).items():
+            # look for the process first, because it writes the mark before it ends
+            if not psutil.pid_exists(failure.pid) and rank not in self.failures(ENDED):
+                failures[rank] = failure
+        return failures
+
+    def check(self) -> None:
+        """Raise if a rank has ended early, because the other ranks would wait for it."""
+        failures = self.early_ends()
+        if failures:
+            raise ChildFailedError("app", failures)
+
+    def refuse_restart(self) -> None:
+        """Raise after a signal or a UserError; otherwise, print the reason for the restart."""
+        for file in self.files(f"*/{STOPPED}"):
+            raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))
+        reason = "a rank has failed"
+        failures = self.failures("error.json")
+        if failures:
+            error = explain(*root_cause(failures))
+            if isinstance(error, UserError):
+                raise error
+            reason = str(error)
+        print(f"{reason}: restarting all ranks", file=sys.stderr, flush=True)
+        self.mark(ExitStatus(1, "failed", f"{reason}, and all ranks were restarted"))
+
+    def mark(self, end: ExitStatus) -> None:
+        """Report the run's end."""
+        for file in self.files(f"*/{RUN_DIR}"):
+            self.on_end(file.read_text(), end)
+
+    def end_by(self, signal_name: str) -> int:
+        """Return the exit code after a signal. Ranks that ended in order have reported it."""
+        end = ExitStatus.stopped_by(signal_name)
+        if not self.files(f"0/{ENDED}"):
+            self.mark(end)
+        return end.code
+
+    def print_output(self, rank: int, failure: ProcessFailure) -> None:
+        """Print the end of a failed rank's output, unless the terminal has its traceback.
+
+        Local rank 0 prints its traceback itself, also when it fails while the agent stops it.
+        """
+        for other in self.failures("error.json").values():
+            if other.local_rank == 0 and message_of(other) == message_of(failure):
+                return
+        for log in reversed(self.files(f"{failure.local_rank}/*.log")):  # stdout after stderr
+            for line in log.read_text(errors="replace").splitlines()[-TAIL:]:
+                print(f"[rank {rank}] {line}", file=sys.stderr)
 
 
 def launch(
@@ -61,89 +148,27 @@ def launch(
         UserError: When a rank raised a UserError.
         RankError: When a rank failed otherwise.
     """
-    error: UserError | RankError
-    cluster = rendezvous.cluster
+    log_dir = rendezvous.cluster.log_dir
     # our own temporary folder, because torch would not delete the one that it creates
     with (
         tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as temporary,
-        _agent(processes, cluster.timeout),
+        patch.dict(os.environ),  # restores the environment
+        restored_signals(),
     ):
-        folder = Path(cluster.log_dir or temporary)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as cause:
-            raise UserError(
-                f"--cluster.log_dir {folder}: no folder can be made there ({cause.strerror})"
-            ) from cause
-
-        def files(pattern: str) -> list[Path]:
-            """Return matching files of the latest attempt's ranks."""
-            attempts = sorted(folder.glob(f"{rendezvous.run_id}_*/attempt_*"), key=os.path.getmtime)
-            return sorted(attempts[-1].glob(pattern)) if attempts else []
-
-        def mark(end: ExitStatus) -> None:
-            for note in files(f"*/{RUN_DIR}"):
-                on_end(note.read_text(), end)
-
-        def end_by(signal_name: str) -> int:
-            """Return the exit code after a signal.
-
-            If ranks did not end in order, they have not marked the record.
-            """
-            end = ExitStatus.stopped_by(signal_name)
-            if not files(f"*/{STOPPED}") and len(files(f"*/{ENDED}")) < processes:
-                mark(end)
-            return end.code
-
-        def early_ends() -> dict[int, ProcessFailure]:
-            """Return the ranks that exited with 0 before the run's end, as by `os._exit(0)`."""
-            failures = {}
-            for file in files(f"*/{PROCESS}*"):
-                process = int(file.name.removeprefix(PROCESS))
-                local_rank = int(file.parent.name)
-                # look for the process first, because it writes the mark before it ends
-                if not psutil.pid_exists(process) and not file.with_name(ENDED).exists():
-                    failure = ProcessFailure(
-                        local_rank, process, 0, str(file.with_name("error.json"))
-                    )
-                    failures[rendezvous.rank * processes + local_rank] = failure
-            return failures
-
-        def check_ranks() -> None:
-            """Raise if a rank has ended early, because the other ranks would wait for it."""
-            for rank, failure in early_ends().items():
-                raise explain(rank, failure)
-
-        def refuse_restart() -> None:
-            """Raise after a signal or a UserError, to prevent a restart.
-
-            Otherwise, print the reason for the restart.
-            """
-            reason = "a rank has failed"
-            for file in files("*/error.json"):
-                kind, _, text = (cause := message_of(json.loads(file.read_text()))).partition(": ")
-                if kind == UserError.__name__:
-                    raise UserError(text)
-                if (
-                    not kind.startswith("Rank") and lost(text) is None
-                ):  # not a consequence of another rank's failure
-                    reason = (
-                        f"rank {rendezvous.rank * processes + int(file.parent.name)} "
-                        f"has failed: {cause}"
-                    )
-            for file in files(f"*/{STOPPED}"):
-                raise SignalException("ended in order", signal.Signals(int(file.read_text()) - 128))
-            print(f"{reason}: restarting all ranks", file=sys.stderr, flush=True)
-            mark(ExitStatus(1, "failed", f"{reason}, and all ranks were restarted"))
-
-        def stop(number: int, *_: object) -> None:
-            stop_only_once()
-            raise SignalException("stopped", signal.Signals(number))
-
-        rendezvous.before_restart = refuse_restart
-        rendezvous.while_running = check_ranks
-        for number in heard((signal.SIGTERM, signal.SIGHUP)):
-            signal.signal(number, stop)
+        os.environ[AGENT] = str(os.getpid())
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
+        # seconds for ranks to save their last checkpoint; torch reads this variable from 2.12 on
+        timeout = str(int(rendezvous.cluster.timeout))
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", timeout)
+        log = logging.getLogger("torch.distributed.elastic")
+        log.addHandler(logging.NullHandler())
+        log.propagate = "APP_DEBUG" in os.environ
+        folder = Path(log_dir or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        ranks = Ranks(rendezvous, processes, folder, on_end)
+        rendezvous.ranks = ranks
+        handle((signal.SIGTERM, signal.SIGHUP), _stop)
+        is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background
         config = LaunchConfig(
             min_nodes=rendezvous.world_size,
             max_nodes=rendezvous.world_size,
@@ -152,74 +177,42 @@ def launch(
             role="rank",
             rdzv_backend="nodes",
             rdzv_configs={"handler": rendezvous},
-            max_restarts=cluster.max_restarts,
+            max_restarts=rendezvous.cluster.max_restarts,
             logs_specs=DefaultLogsSpecs(
                 str(folder),
-                redirects=dict.fromkeys(range(0 if cluster.log_dir else 1, processes), Std.ALL),
-                tee={0: Std.ALL} if cluster.log_dir else Std.NONE,
+                redirects=dict.fromkeys(range(0 if log_dir else 1, processes), Std.ALL),
+                tee={0: Std.ALL} if log_dir else Std.NONE,
             ),
             log_line_prefix_template="[${role_name} ${rank}] ",
-            signals_to_handle=",".join(
-                signal.Signals(number).name for number in heard([signal.SIGINT])
-            ),
+            signals_to_handle="" if is_deaf else "SIGINT",
         )
         try:
             # escape `$`, because torch replaces `${local_rank}`
             elastic_launch(config, sys.executable)(
                 "-m", "app", *(argument.replace("$", "$$") for argument in argv)
             )
-            check_ranks()
+            ranks.check()
             return 0
         except SignalException as ended:
-            return end_by(CAUSES[ended.sigval])
-        except RankError as early_end:
-            error = early_end
-        except distributed.DistError as lost_node:
-            error = RankLostError(
-                f"lost the connection to another node: {str(lost_node).splitlines()[0]}"
-            )
+            return ranks.end_by(CAUSES[ended.sigval])
         except ChildFailedError as failed:
-            failures = failed.failures
-            early = {
-                rank: failure for rank, failure in early_ends().items() if rank not in failures
-            }
-            rank, failure = root_cause(early | failures, rendezvous.world_size)
+            failures = dict(failed.failures)
+            for rank, failure in ranks.early_ends().items():
+                failures.setdefault(rank, failure)
+            rank, failure = root_cause(failures, rendezvous.world_size)
             signal_name = stopped(failure)
             if signal_name:
-                return end_by(signal_name)
+                return ranks.end_by(signal_name)
             error = explain(rank, failure)
-            # local rank 0 prints its traceback itself, also when it fails while the agent stops it
-            printed = [message_of(json.loads(file.read_text())) for file in files("0/error.json")]
-            is_printed = message_of(failure.error_file_data) in printed
-            if type(error) is RankError and failure.local_rank and not is_printed:
-                # stdout.log after stderr.log
-                for log in reversed(files(f"{failure.local_rank}/*.log")):
-                    for line in log.read_text(errors="replace").splitlines()[-TAIL:]:
-                        print(f"[rank {rank}] {line}", file=sys.stderr)
-        mark(ExitStatus.of(error))
+            if type(error) is RankError and failure.local_rank:
+                ranks.print_output(rank, failure)
+        ranks.mark(ExitStatus.of(error))
     raise error
 
 
-@contextmanager
-def _agent(processes: int, timeout: float) -> Iterator[None]:
-    """Set the agent's environment and logging.
-
-    Afterwards, restore the environment and the signal handlers.
-    """
-    before = os.environ.copy()
-    os.environ[AGENT] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
-    # seconds for ranks to save their last checkpoint; torch reads this variable from 2.12 on
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(timeout)))
-    log = logging.getLogger("torch.distributed.elastic")
-    log.addHandler(logging.NullHandler())
-    log.propagate = "APP_DEBUG" in os.environ
-    try:
-        with restored_signals():
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def _stop(number: int, *_: object) -> None:
+    stop_only_once()
+    raise SignalException("stopped", signal.Signals(number))
 
 
 def note(name: str, text: str = "") -> None:
@@ -229,7 +222,7 @@ def note(name: str, text: str = "") -> None:
         name: Name of the file, such as `RUN_DIR`.
         text: The run's directory, or the exit code.
     """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if AGENT in os.environ and error_file:
+    if AGENT in os.environ:
+        error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
         with suppress(OSError):  # $TMPDIR is full
-            write_text(Path(error_file).with_name(name), text)
+            write_text(error_file.with_name(name), text)

@@ -1,5 +1,6 @@
 """Root cause of a failed run, and one-line messages for the user."""
 
+import faulthandler
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from app.errors import (
     CAUSES,
@@ -35,44 +36,21 @@ GONE = re.compile(
     "|was aborted"
 )
 SILENT = re.compile("[Tt]imed out|[Tt]imeout")
+# address of the lost rank in these messages, unless it is on this machine
+PEER = re.compile(r"(?:peer |remote=|error )\[(?!127\.|::1)([\w.:]+)\]")
 ANOTHER = "another rank"
 # exceptions with which libraries reject a setting
 SETTING = (MisconfigurationException, ValueError, TypeError, ImportError)
-_has_left = False  # whether `leave_nccl` has aborted the process group
-_nodes: dict[str, int] = {}  # node numbers of the other nodes, by address
-
-
-def name_nodes(nodes: list[tuple[int, list[str]]], this_node: int) -> None:
-    """Store the other nodes' addresses, so that error messages can name a node.
-
-    Addresses that several nodes share, such as 127.0.0.1, are skipped.
-
-    Args:
-        nodes: Number and addresses of each rank's node.
-        this_node: Number of this node.
-    """
-    owners: dict[str, set[int]] = {}
-    for node, addresses in nodes:
-        for address in addresses:
-            owners.setdefault(address, set()).add(node)
-    _nodes.clear()
-    for address, numbers in owners.items():
-        if len(numbers) == 1 and this_node not in numbers:
-            _nodes[address] = min(numbers)
-
-
-def node_of(text: str) -> str | None:
-    """Return the node whose address is in an error message, or None."""
-    for address, node in _nodes.items():
-        if re.search(rf"(?<![\w.:]){re.escape(address)}(?![\w.])", text):
-            return f"node {node}"
-    return None
+# exceptions of a rank that the command raises unchanged
+UNCHANGED = {error.__name__: error for error in (UserError, RankLostError, RankSilentError)}
 
 
 def lost(text: str) -> RankError | None:
     """Return a RankLostError or RankSilentError for a communication error's message, or None."""
     if GONE.search(text):
-        return RankLostError(f"lost the connection to {node_of(text) or ANOTHER}: see its messages")
+        peer = PEER.search(text)
+        other = peer[1] if peer else ANOTHER
+        return RankLostError(f"lost the connection to {other}: see its messages")
     if SILENT.search(text) and "DataLoader" not in text:
         return RankSilentError(
             f"no answer from another rank within --cluster.timeout: {who_hangs()}"
@@ -99,9 +77,7 @@ def leave_nccl() -> None:
     The group's pending calls would block the move of the model to the host, and later the process's
     exit. Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
-    global _has_left
     if distributed.is_initialized() and distributed.get_backend() == "nccl":
-        _has_left = True
         abort_process_group()
 
 
@@ -128,12 +104,11 @@ def explained(
         return RankError(
             f"sys.exit() in {where} ended the run early: set trainer.should_stop to end it in order"
         )
-    has_group = _has_left or distributed.is_initialized()
-    communicates = type(error) is RuntimeError or isinstance(error, distributed.DistError)
-    if (has_group and communicates) or isinstance(error, distributed.DistBackendError):
-        rank_error = lost(str(error))
-        if rank_error:
-            return rank_error
+    # gloo raises RuntimeError
+    is_gloos = type(error) is RuntimeError and distributed.is_initialized()
+    rank_error = lost(str(error))
+    if rank_error and (is_gloos or isinstance(error, distributed.DistError)):
+        return rank_error
     if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
         return error
     message = shortage(error)
@@ -153,10 +128,9 @@ def _setting_error(error: Exception, flags: Iterable[tuple[str, Any]]) -> UserEr
     value the message contains.
     """
     while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename:
-        wrapped = error.__cause__ or error.__context__
-        if not isinstance(wrapped, Exception):
+        if not isinstance(error.__context__, Exception):
             break
-        error = wrapped
+        error = error.__context__
     known = error if isinstance(error, UserError) else blamed(error)
     if known:
         return known
@@ -209,20 +183,19 @@ def root_cause(
     def order(rank: int) -> tuple[bool, ...]:
         """Return a sort key: causes before their consequences."""
         failure = failures[rank]
-        message = message_of(failure.error_file_data)
+        message = message_of(failure)
         has_lost = message.startswith(RankLostError.__name__)
         was_stopped = stopped(failure) is not None
         # On a single node, a signal causes lost connections; elsewhere, the launcher may have sent
-        # it after a loss. Prefer a message that names the lost node to one that says "another
+        # it after a loss. Prefer a message with the lost node's address to one that says "another
         # rank". The watchdog kills a hung rank by SIGKILL, and other ranks time out. Prefer their
         # timeout, because only its message names the hung rank.
-        is_killed = failure.exitcode == -signal.SIGKILL
         return (
             was_stopped and nodes > 1,
             has_lost,
             has_lost and ANOTHER in message,
             was_stopped,
-            is_killed,
+            failure.exitcode == -signal.SIGKILL,
         )
 
     cause = next(iter(failures))
@@ -239,23 +212,18 @@ def stopped(failure: ProcessFailure) -> str | None:
     A rank with an error has failed by itself, even if the launcher has stopped it before its
     process ended.
     """
-    if message_of(failure.error_file_data):
+    if message_of(failure):
         return None
-    code = failure.exitcode
-    if code < 0:  # a signal killed the process
-        return CAUSES.get(-code)
-    return CAUSES.get(code - 128)
+    # negative if the signal killed the process
+    return CAUSES.get(-failure.exitcode) or CAUSES.get(failure.exitcode - 128)
 
 
 def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
     """Return the exception that the command raises when one of its ranks failed."""
-    message = message_of(failure.error_file_data)
+    message = message_of(failure)
     name, _, text = message.partition(": ")
-    if name == UserError.__name__:
-        return UserError(text)
-    kind = {"RankLostError": RankLostError, "RankSilentError": RankSilentError}.get(name)
-    if kind:
-        return kind(text)
+    if name in UNCHANGED:
+        return UNCHANGED[name](text)
     if name == RankError.__name__:
         return RankError(f"rank {rank}: {text}")
     code = failure.exitcode
@@ -266,30 +234,39 @@ def explain(rank: int, failure: ProcessFailure) -> UserError | RankError:
         how = f"was ended by {signal.Signals(-code).name}"
     elif code == 0:
         how = "ended with exit code 0 before the end of the run"
-    return RankError(f"rank {rank} (process {failure.pid}) {how}", 2 if code == 2 else 1)
+    return RankError(f"rank {rank} (process {failure.pid}) {how}")
 
 
-class ErrorFile(ErrorHandler):
-    """Writes a rank's exception into its error file, atomically.
+@contextmanager
+def error_file() -> Iterator[None]:
+    """Write the block's exception into the error file of a rank that torch elastic or we started.
 
-    The launcher may kill the rank while it writes, and then reads the file.
+    The file is written atomically, because the launcher may kill the rank meanwhile, and then reads
+    the file. If the disk is full, there is no file.
     """
-
-    def record_exception(self, e: BaseException) -> None:
-        """Write the content that `ProcessFailure` expects; leave no file if the disk is full."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        faulthandler.enable()
+    try:
+        yield
+    except Exception as error:
         details = {"py_callstack": traceback.format_exc(), "timestamp": int(time.time())}
-        content = {"message": f"{type(e).__name__}: {e}", "extraInfo": details}
-        with suppress(OSError):
-            write_json(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), {"message": content})
+        content = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+        if path:
+            with suppress(OSError):
+                write_json(Path(path), {"message": content})
+        raise
 
 
-def message_of(error_file: Mapping[str, Any]) -> str:
+def message_of(failure: ProcessFailure) -> str:
     """Return exception name and text from a rank's error file; empty for a killed rank."""
-    message = error_file.get("message")
-    return str(message.get("message", "")) if isinstance(message, dict) else ""
+    return _content(failure).get("message", "")
 
 
 def callstack(failure: ProcessFailure) -> str:
-    """Return the traceback from a rank's error file, or an empty string for a killed rank."""
-    message = failure.error_file_data.get("message")
-    return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""
+    """Return the traceback from a rank's error file; empty for a killed rank."""
+    return _content(failure).get("extraInfo", {}).get("py_callstack", "")
+
+
+def _content(failure: ProcessFailure) -> dict[str, Any]:
+    return failure.message if isinstance(failure.message, dict) else {}

@@ -5,13 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from app.errors import CAUSES, UserError
-from app.system.trust import chosen_modules
 
 # environment variables
 AGENT = "APP_AGENT"  # process id of our agent, in the ranks that it started
@@ -23,24 +21,17 @@ ON_NCCL_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
 # variables of torch elastic's workers
-WORKER = {
-    "TORCHELASTIC_RUN_ID",
+WORKER = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-}
-# variables of launchers; a leftover variable would make a run wait for other processes
-RANKS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
     "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
     "TORCHELASTIC_RUN_ID",
 )
+# variables of launchers; a leftover variable would make a run wait for other processes
+RANKS = (*WORKER, "NODE_RANK")
 ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
 # variables that srun sets for each of its tasks
 TASK = (
@@ -51,6 +42,7 @@ TASK = (
     "SLURM_STEP_ID",
     "SLURM_STEP_NUM_TASKS",
     "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_TASKS_PER_NODE",
 )
 NUMERIC = ("MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED")  # variables that users set
 
@@ -81,27 +73,19 @@ def check_environment() -> None:
             )
 
 
-def trust_flags() -> list[str]:
-    """Return a `--trust` flag for each module in APP_TRUST; `app.cli` adds the command line's."""
-    flags = []
-    for module in chosen_modules():
-        flags += ["--trust", module]
-    return flags
-
-
 def is_task_of_srun() -> bool:
     """Return whether this process is a task of an srun step, not a batch script or salloc's shell.
 
     Some sites run salloc's shell as a step on a node. The id of such a step is above
     SLURM_MAX_NORMAL_STEP_ID. Source: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in.
     """
-    is_task = os.environ.keys() >= {*TASK, "SLURM_STEP_TASKS_PER_NODE"}
+    is_task = os.environ.keys() >= {*TASK}
     return is_task and int(os.environ["SLURM_STEP_ID"]) <= SLURM_MAX_NORMAL_STEP_ID
 
 
 def is_worker() -> bool:
     """Return whether a torch elastic agent, torchrun's or ours, started this process."""
-    return os.environ.keys() >= WORKER
+    return os.environ.keys() >= {*WORKER}
 
 
 def begin() -> None:
@@ -119,18 +103,14 @@ def begin() -> None:
         end_with_parent(int(starter))
     if is_worker():
         end_with_parent(int(os.environ.get(AGENT, os.getppid())))
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if is_worker():
         # end at once, because a starting rank has nothing to save
-        _handle(signal.SIG_DFL, signal.SIG_DFL)
+        handle(CAUSES, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)  # our agent blocks them
         if os.environ["LOCAL_RANK"] != "0":
             # ignore breakpoint(): only local rank 0 has the terminal
             os.environ["PYTHONBREAKPOINT"] = "0"
         return
-    for number in heard((signal.SIGTERM, signal.SIGHUP)):
-        signal.signal(number, _end)
+    handle((signal.SIGTERM, signal.SIGHUP), _end)
     if is_task_of_srun():
         task = os.getpid()
         # a loader's worker inherits this handler, and must not requeue
@@ -146,21 +126,22 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_in_order() -> None:
-    """Make later signals raise exceptions in a rank, so that it can clean up."""
-    _handle(signal.default_int_handler, _end)
+    """Make later signals raise exceptions in an agent's rank, so that it can clean up."""
+    if is_worker():
+        handle(CAUSES, _end)
 
 
 def end_undisturbed() -> None:
-    """Ignore signals in a rank that is ending, because Python would report an exception."""
-    _handle(signal.SIG_IGN, signal.SIG_IGN)
+    """Ignore signals in an agent's rank that ends, because Python would report an exception."""
+    if is_worker():
+        handle(CAUSES, signal.SIG_IGN)
 
 
-def _handle(interrupt: Any, terminate: Any) -> None:
-    """Set the signal handlers in a rank that an agent started; an ignored signal stays ignored."""
-    if not is_worker():
-        return
-    for number in heard(CAUSES):
-        signal.signal(number, interrupt if number == signal.SIGINT else terminate)
+def handle(numbers: Iterable[int], handler: Any) -> None:
+    """Set the handler of signals. A signal that is ignored, as under nohup, stays ignored."""
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -172,23 +153,14 @@ def restored_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                if signal.getsignal(number) is not _ignore:
-                    signal.signal(number, handler)
-
-
-def heard(numbers: Iterable[int]) -> list[int]:
-    """Return the signals to handle: none in a thread, and not those that nohup ignores."""
-    if threading.current_thread() is not threading.main_thread():
-        return []
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not _ignore:
+                signal.signal(number, handler)
 
 
 def stop_only_once() -> None:
     """Ignore further SIGTERMs and SIGHUPs, because they would interrupt the end of the process."""
-    for number in heard((signal.SIGTERM, signal.SIGHUP)):
-        signal.signal(number, _ignore)
+    handle((signal.SIGTERM, signal.SIGHUP), _ignore)
 
 
 def _ignore(*_: object) -> None:
@@ -233,9 +205,9 @@ def environment_of_a_run() -> dict[str, str]:
     A `preexec_fn` is no alternative to STARTER, because it would lose a Ctrl-C that arrives during
     the fork.
     """
-    environment = {STARTER: str(os.getpid())}
-    dropped = (*RANKS, *ADDRESSES, AGENT, BEGAN, SPAWNED, STARTER)
+    environment = {}
     for name, value in os.environ.items():
-        if name not in dropped and not name.startswith("SLURM_"):
+        if name not in (*RANKS, *ADDRESSES) and not name.startswith("SLURM_"):
             environment[name] = value
+    environment[STARTER] = str(os.getpid())
     return environment

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
@@ -30,7 +30,6 @@ from app.errors import CAUSES, UserError
 from app.system.files import read_json, write_json
 from app.system.interconnect import outward_address, use_interface_to
 
-T = TypeVar("T")
 PAUSE = 0.25  # seconds between two attempts
 
 
@@ -58,40 +57,44 @@ class Cluster:
 
 
 class Deadline:
-    """Timeout of a wait; prints from time to time which nodes or processes are missing."""
+    """Timeout of a wait; prints from time to time which nodes or processes are missing.
 
-    def __init__(self, seconds: float) -> None:
+    Args:
+        seconds: The timeout.
+        quiet: Whether to print nothing, because another process of this node prints.
+    """
+
+    def __init__(self, seconds: float, quiet: bool = False) -> None:
         self.seconds = seconds
+        self.quiet = quiet
         self.began = time.monotonic()
         self.due = 5.0
 
-    def check(self, missing: str, remark: str = "", quiet: bool = False) -> None:
+    def check(self, missing: str) -> None:
         """Print the missing nodes or processes from time to time; raise after the deadline.
 
         Args:
-            missing: Missing nodes or processes, such as `node 1 of 2 at 10.0.0.1:29500`.
-            remark: Possible cause.
-            quiet: Whether to print nothing, because another process of this node prints.
+            missing: Missing nodes or processes, such as `node 1 of 2 at 10.0.0.1:29500`, and
+                possibly a cause in brackets.
 
         Raises:
             UserError: After the deadline.
         """
         passed = time.monotonic() - self.began
-        hint = f" ({remark})" if remark else ""
         if passed > self.seconds:
             raise UserError(
-                f"waited {self.seconds:g} s (--cluster.timeout) for {missing}{hint}: check it"
+                f"waited {self.seconds:g} s (--cluster.timeout) for {missing}: check it"
             )
-        if passed > self.due and not quiet:
-            print(f"waiting for {missing}, {passed:.0f} s{hint}", flush=True)
-            self.due = min(2 * self.due, self.due + 30)
+        if passed > self.due and not self.quiet:
+            print(f"waiting for {missing}, {passed:.0f} s", flush=True)
+            self.due *= 2
 
-    def within(self, call: Callable[[], T], missing: str, quiet: bool = False) -> T:
+    def within(self, call: Callable[[], Any], missing: str) -> Any:
         """Call a blocking function in a thread, and return its result.
 
         At the deadline, abandon the thread and raise.
         """
-        future: Future[T] = Future()
+        future: Future[Any] = Future()
 
         def run() -> None:
             try:
@@ -101,7 +104,7 @@ class Deadline:
 
         threading.Thread(target=run, daemon=True).start()
         while not wait([future], PAUSE).done:
-            self.check(missing, quiet=quiet)
+            self.check(missing)
         return future.result()
 
 
@@ -123,13 +126,13 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
     listener = None
     with suppress(OSError):
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if not str(place[0]).startswith("127.") or place[0] == "127.0.0.1":
+        if place[0] != "127.0.1.1":
             listener = socket.create_server(place[:2], family=family, backlog=1024)
     if listener is None:
+        address = "localhost"
         try:
-            address = "localhost"
             listener = socket.create_server(("", port), backlog=1024)
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise UserError(
                 f"this machine cannot listen on port {port} ({error}): "
                 "end the program that uses it, or "
@@ -167,16 +170,16 @@ class NodeRendezvous(StaticTCPRendezvous):
         devices: Number of devices per node, equal on all nodes.
 
     Attributes:
-        before_restart: Function called before ranks are restarted; raises to prevent the restart.
-        while_running: Function called several times a second while ranks run; raises to end them.
+        ranks: This node's `elastic.Ranks`. `refuse_restart` is called before ranks are restarted,
+            and may raise to prevent it. `check` is called several times a second while ranks run,
+            and may raise to end them.
     """
 
     def __init__(self, cluster: Cluster, num_nodes: int, devices: int) -> None:
         self.cluster = cluster
-        self.method = cluster.init_method or "env://"
-        url = urlsplit(self.method)
+        url = urlsplit(cluster.init_method or "env://")
         env = os.environ
-        self.file = Path(url.path) if url.scheme == "file" and num_nodes > 1 else None
+        self.file: Path | None = None
         address = url.hostname or ""
         port = url.port or 0
         if num_nodes == 1:
@@ -186,16 +189,16 @@ class NodeRendezvous(StaticTCPRendezvous):
             address = env["MASTER_ADDR"]
             port = int(env["MASTER_PORT"])
         elif url.scheme == "file":
+            self.file = Path(url.path)
             address = outward_address()
-        rank = int(env.get("NODE_RANK", 0)) if cluster.node_rank is None else cluster.node_rank
+        rank = cluster.node_rank
+        if rank is None:
+            rank = int(env.get("NODE_RANK", 0))
         name = f"app_{uuid.uuid4().hex[:8]}"
-        super().__init__(
-            address, port, rank if num_nodes > 1 else 0, num_nodes, name, int(cluster.timeout)
-        )
+        super().__init__(address, port, rank, num_nodes, name, int(cluster.timeout))
         self.where = str(self.file or f"{address}:{port}")
         self.flags = {"--trainer.num_nodes": num_nodes, "--trainer.devices": devices}
-        self.before_restart = lambda: None
-        self.while_running = lambda: None
+        self.ranks: Any = None
         self._rounds = 0
 
     def get_backend(self) -> str:
@@ -210,11 +213,21 @@ class NodeRendezvous(StaticTCPRendezvous):
                 cannot listen.
         """
         if self._rounds:
-            self.before_restart()
+            self.ranks.refuse_restart()
         self._rounds += 1
-        store = PrefixStore(f"round{self._rounds}", self.store())
-        store.set(f"node{self.rank}", "")
-        self._wait_for_all(store, Deadline(self.timeout.total_seconds()))
+        deadline = Deadline(self.cluster.timeout)
+        if self._store is None and self.rank == 0:
+            self._store = self._host()
+        if self._store is None:
+            self._store = self._join(deadline)
+        if self.world_size > 1:
+            use_interface_to(self.master_addr)
+        store = PrefixStore(f"round{self._rounds}", self._store)
+        try:
+            self._wait_for_all(store, deadline)
+        finally:
+            if self.file and self.rank == 0:
+                self.file.unlink(missing_ok=True)
         # block signals, because a starting rank would print a traceback on Ctrl-C; the rank
         # unblocks them in `process.begin`
         signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
@@ -228,67 +241,41 @@ class NodeRendezvous(StaticTCPRendezvous):
         ranks run.
         """
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
-        self.while_running()
+        self.ranks.check()
         return 0
 
-    def store(self) -> Store:
-        """Return the nodes' shared store; at the first call, wait for all nodes."""
-        if self._store is None:
-            deadline = Deadline(self.timeout.total_seconds())
-            self._store = self._host(deadline) if self.rank == 0 else self._join(deadline)
-            if self.world_size > 1:
-                use_interface_to(self.master_addr)
-        return self._store
-
-    def _host(self, deadline: Deadline) -> TCPStore:
-        """Host the store on node 0, write its address to the file, and wait for the other nodes."""
-        store = host_store(self.master_addr, self.master_port, deadline.seconds)
+    def _host(self) -> TCPStore:
+        """Host the store on node 0, and write its address to the file."""
+        store = host_store(self.master_addr, self.master_port, self.cluster.timeout)
         self.master_port = store.port
         store.set("flags", json.dumps(self.flags))
-        store.set("node0", self.run_id)
+        store.set("id", self.run_id)
         if self.file:
-            try:
-                write_json(
-                    self.file,
-                    {"id": self.run_id, "address": self.master_addr, "port": self.master_port},
-                )
-            except OSError as error:
-                message = (
-                    f"--cluster.init_method {self.method}: {error.strerror}: "
-                    "name a file that can be created"
-                )
-                raise UserError(message) from error
-        try:
-            self._wait_for_all(store, deadline)
-        finally:
-            if self.file and (place := self._place()) and place[-1] == self.run_id:
-                self.file.unlink(missing_ok=True)
+            place = {"address": self.master_addr, "port": store.port, "id": self.run_id}
+            write_json(self.file, place)
         return store
 
     def _join(self, deadline: Deadline) -> TCPStore:
-        """Connect to node 0, register this node, and wait for all nodes."""
-        remark = ""
+        """Connect to node 0's store."""
         node0 = f"node 0 of {self.world_size} at {self.where}"
+        missing = node0
         while True:
             try:
                 place = self._place()
                 if place:
                     store = deadline.within(partial(reach_store, *place[:2]), node0)
-                    self._introduce(store, place[-1])
-                    self.master_addr, self.master_port = place[:2]
-                    self._wait_for_all(store, deadline)
+                    self._check(store, place[-1])
                     store.set_timeout(self.timeout)
+                    self.master_addr, self.master_port = place[:2]
                     return store
-            except ConnectionRefusedError:
-                remark = "no program listens there yet"
             except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
-                remark = str(error).splitlines()[0]
-            deadline.check(node0, remark)
+                missing = f"{node0} ({str(error).splitlines()[0]})"
+            deadline.check(missing)
             time.sleep(PAUSE)
 
-    def _introduce(self, store: TCPStore, name: str | None) -> None:
-        """Register this node; reject flags that differ from node 0's."""
-        if name not in (None, store.get("node0").decode()):
+    def _check(self, store: TCPStore, name: str | None) -> None:
+        """Reject another run's store, and flags that differ from node 0's."""
+        if name not in (None, store.get("id").decode()):
             raise ValueError("another run listens there")
         for flag, value in json.loads(store.get("flags")).items():
             if value != self.flags[flag]:
@@ -296,21 +283,18 @@ class NodeRendezvous(StaticTCPRendezvous):
                     f"{flag} is {value} on node 0 and {self.flags[flag]} on node {self.rank}: "
                     "give the same"
                 )
-        store.set(f"node{self.rank}", self.run_id)
 
     def _wait_for_all(self, store: Store, deadline: Deadline) -> None:
-        """Wait for all nodes; node 0 reports missing nodes to the others."""
+        """Wait until all nodes have called this method."""
+        store.set(f"node{self.rank}", "")
         while True:
-            if self.rank == 0:
-                absent = [
-                    str(node) for node in range(self.world_size) if not store.check([f"node{node}"])
-                ]
-                store.set("missing", ", ".join(absent))
-            missing = store.get("missing").decode() if store.check(["missing"]) else "0"
+            missing = [
+                str(node) for node in range(self.world_size) if not store.check([f"node{node}"])
+            ]
             if not missing:
                 return
-            nodes = f"node{'s' * (',' in missing)} {missing} of {self.world_size} at {self.where}"
-            deadline.check(nodes)
+            nodes = "nodes" if len(missing) > 1 else "node"
+            deadline.check(f"{nodes} {', '.join(missing)} of {self.world_size} at {self.where}")
             time.sleep(PAUSE)
 
     def _place(self) -> tuple[str, int, str | None] | None:

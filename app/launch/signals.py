@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -30,11 +30,10 @@ from app.data.sources import work_apart
 from app.errors import CAUSES, ExitStatus
 from app.launch import watchdog
 from app.launch.agree import host_group
-from app.launch.cluster_environment import in_slurm_job
 from app.launch.failures import leave_nccl
-from app.launch.process import heard, is_worker, stop_only_once
+from app.launch.process import handle, is_task_of_srun, is_worker, stop_only_once
 from app.record import mark_ended
-from app.system.lightning_patches import leave_out_sigterm_broadcast
+from app.system.lightning_patches import do_nothing, leave_out_sigterm_broadcast
 from app.system.patches import expects
 
 # seconds without progress after a signal, before a rank ends; torchrun kills its ranks after 30 s
@@ -78,14 +77,11 @@ class Signals(_SignalConnector):
 
     def register_signal_handlers(self) -> None:
         """Install the handlers for training. Lightning calls this in each process."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if self.trainer.state.fn != TrainerFn.FITTING or not is_main:
+        if self.trainer.state.fn != TrainerFn.FITTING:
             return
         self._process = os.getpid()
-        numbers = heard(IN_SLURM) if in_slurm_job() else heard(CAUSES)
         super().register_signal_handlers()  # saves the current handlers for `teardown`
-        for number in numbers:
-            signal.signal(number, self._note)
+        handle(IN_SLURM if is_task_of_srun() else CAUSES, self._note)
 
     def teardown(self) -> None:
         """Restore the earlier handlers, unless a signal has stopped training."""
@@ -121,7 +117,7 @@ def ended_in_time(stacks: Path | None) -> Iterator[None]:
     Args:
         stacks: Folder of the stacks in the run's directory, or None.
     """
-    if watchdog.heartbeat is None or threading.current_thread() is not threading.main_thread():
+    if watchdog.heartbeat is None:
         yield
         return
     reader, writer = os.pipe()
@@ -151,23 +147,22 @@ def _end_in_time(
         number = received[0]
     end = ExitStatus.stopped_by(CAUSES[number])
     still = 0
-    last = [0, 0, 0]
-    while not over.wait(1.0):
+    limit = GRACE
+    last = beat.values[:3].tolist()
+    while still <= limit:
+        if over.wait(1.0):
+            return
         now = beat.values[:3].tolist()
+        limit = START_GRACE if now[1] == watchdog.SET_UP else GRACE
+        still += 1
         if now != last or now[1] == watchdog.ELSEWHERE or _is_saving():
             still = 0
-        else:
-            still += 1
         last = now
-        is_starting = now[1] == watchdog.SET_UP
-        if still <= (START_GRACE if is_starting else GRACE):
-            continue
-        if not is_starting:
-            message = f"{end.reason}: no progress for {still} s, so this rank ends without saving"
-            print(message, file=sys.stderr)
-        if beat.rank == 0 and stacks is not None:
-            mark_ended(str(stacks.parent), end)
-        os._exit(end.code)
+    message = f"{end.reason}: no progress for {still} s, so this rank ends without saving"
+    print(message, file=sys.stderr)
+    if beat.rank == 0 and stacks is not None:
+        mark_ended(str(stacks.parent), end)
+    os._exit(end.code)
 
 
 def _is_saving() -> bool:
@@ -191,18 +186,17 @@ class StopTogether(Callback):
         self.timeout = timedelta(seconds=timeout)
         self._group: Any = None
         self._work: Any = None  # the pending all-reduce
-        self._lowest = np.zeros(1, int)  # its buffer
+        self._highest = np.zeros(1, int)  # its buffer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the all-reduce, and disable Lightning's broadcast of SIGTERM."""
         leave_out_sigterm_broadcast(trainer)
-        self._work = None
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
         if isinstance(loader, DataLoader):
             # workers of a user's loader must not receive an agent's signals
-            loader.worker_init_fn = partial(_work_apart, loader.worker_init_fn)
+            loader.worker_init_fn = partial(work_apart, then=loader.worker_init_fn)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -223,7 +217,7 @@ class StopTogether(Callback):
         self._agree(trainer, at_once=True)
 
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
-        """Return the lowest signal that any rank received, or 0. Collective.
+        """Return the highest signal that any rank received, or 0. Collective.
 
         With several ranks, the result lags by one step: it covers signals up to the previous step.
         With `at_once`, wait for an all-reduce that covers signals up to now.
@@ -235,23 +229,22 @@ class StopTogether(Callback):
         with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
             signals.stopped_by = self._answer()
             if not signals.stopped_by:
-                # read `noted` once, because it may change at any time
-                self._lowest = np.array([signals.noted or signal.NSIG])
-                shared = torch.from_numpy(self._lowest)
+                self._highest = np.array([signals.noted])
+                shared = torch.from_numpy(self._highest)
                 self._work = distributed.all_reduce(
-                    shared, distributed.ReduceOp.MIN, self._group, async_op=True
+                    shared, distributed.ReduceOp.MAX, self._group, async_op=True
                 )
                 if at_once:
                     signals.stopped_by = self._answer()
         return signals.stopped_by
 
     def _answer(self) -> int:
-        """Wait for the pending all-reduce, and return the lowest signal or 0."""
+        """Wait for the pending all-reduce, and return the highest signal or 0."""
         if self._work is None:
             return 0
         self._work.wait()
         self._work = None
-        return int(self._lowest[0]) % signal.NSIG
+        return int(self._highest[0])
 
 
 def stop_training(trainer: Trainer, batch_idx: int) -> None:
@@ -267,21 +260,9 @@ def stop_training(trainer: Trainer, batch_idx: int) -> None:
     trainer.limit_val_batches = 0
     for callback in trainer.early_stopping_callbacks:
         # it would check the skipped validation's metric
-        callback.on_train_epoch_end = _skip  # type: ignore[method-assign, assignment]
-
-
-def _skip(*_: Any) -> None:
-    """Do nothing. Takes the place of a hook."""
-
-
-def _work_apart(then: Callable[[int], None] | None, worker: int) -> None:
-    """Move a loader's worker into its own process group, then call the user's `worker_init_fn`."""
-    work_apart(worker)
-    if then is not None:
-        then(worker)
+        callback.on_train_epoch_end = do_nothing  # type: ignore[method-assign, assignment]
 
 
 def cause(trainer: Trainer) -> str | None:
     """Return the name of the signal that stopped training, such as `Ctrl-C`, or None."""
-    number = getattr(Signals.of(trainer), "stopped_by", 0)
-    return IN_SLURM[number] if number else None
+    return IN_SLURM.get(getattr(Signals.of(trainer), "stopped_by", 0))

@@ -13,18 +13,18 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from app.errors import CAUSES, EXIT_CODES, RankError, UserError
 from app.launch.failures import (
-    ErrorFile,
     callstack,
+    error_file,
     explain,
     explaining_errors,
     root_cause,
     stopped,
 )
-from app.launch.process import SPAWNED, end_with_parent, heard, restored_signals, stop_only_once
+from app.launch.process import SPAWNED, end_with_parent, handle, restored_signals, stop_only_once
 from app.launch.rendezvous import host_store
 from app.launch.signals import Signals, ended_in_time
 from app.launch.watchdog import watched
@@ -55,7 +55,6 @@ class SpawnLauncher(_MultiProcessingLauncher):
         self.stopped_by = 0
         self.stacks: Path | None = None
         self._error_file = ""  # path of the processes' error files, with {} for a process's index
-        self._failures: list[int] = []  # indices of failed processes, in the order of their ends
         self.made_by = MADE_BY  # an attribute, so that pickle copies MADE_BY into the processes
         self.place = strategy.cluster_environment
         super().__init__(strategy, start_method)
@@ -70,17 +69,17 @@ class SpawnLauncher(_MultiProcessingLauncher):
         """Start the processes and wait for them.
 
         Raises:
-            KeyboardInterrupt: When Ctrl-C killed the processes.
-            SystemExit: When SIGTERM or SIGHUP killed the processes.
+            SystemExit: When a signal killed the processes.
             RankError: When a rank failed.
             UserError: When a rank raised a UserError, or model or data cannot be pickled.
         """
         self._processes: list[Any] = []
+        # failed processes by index, in the order of their ends
+        self._failures: dict[int, ProcessFailure] = {}
         os.environ[SPAWNED] = "1"
         with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder, restored_signals():
             self._error_file = f"{folder}/error_{{}}.json"
-            for number in heard(CAUSES):
-                signal.signal(number, self._forward)
+            handle(CAUSES, self._forward)
             # the tracker inherits this mask, so that it does not end with the terminal. Block the
             # other signals later, because the tracker's start unblocks them
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
@@ -91,8 +90,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
             try:
                 results = super().launch(self._rank, function, *args, trainer=trainer, **kwargs)
             except Exception as error:
-                shown = error if "APP_DEBUG" in os.environ else None
-                raise self._explained(error) from shown
+                raise self._explained(error) from None
             finally:
                 del os.environ[SPAWNED]
                 if self.stopped_by:
@@ -103,23 +101,15 @@ class SpawnLauncher(_MultiProcessingLauncher):
 
     def _explained(self, error: Exception) -> BaseException:
         """Kill all processes, and return the exception to raise for a failed launch."""
-        failures = {}
-        for index in self._failures:
-            process = self._processes[index]
-            failures[index] = ProcessFailure(
-                index, process.pid, process.exitcode, self._error_file.format(index)
-            )
         for process in multiprocessing.active_children():
             process.kill()
         signal_name = CAUSES.get(self.stopped_by)
-        if failures:
-            rank, failure = root_cause(failures)
+        if self._failures:
+            rank, failure = root_cause(self._failures)
             signal_name = signal_name or stopped(failure)
-        if signal_name == "Ctrl-C":
-            return KeyboardInterrupt()
         if signal_name:
             return SystemExit(EXIT_CODES[signal_name])
-        if failures:
+        if self._failures:
             cause = explain(rank, failure)
             if type(cause) is RankError:  # the stack of a rank that lost another one shows no cause
                 print(users_part(callstack(failure)) or "", end="", file=sys.stderr)
@@ -155,15 +145,17 @@ class SpawnLauncher(_MultiProcessingLauncher):
             ChildProcessError: When a process has failed.
         """
         running = {process.sentinel: index for index, process in enumerate(self._processes)}
-        self._failures = []
         timeout = None
         while running:
             ended = connection.wait(running, timeout)
             for sentinel in ended:
                 index = running.pop(sentinel)
-                self._processes[index].join()
-                if self._processes[index].exitcode or not self._mark(index).exists():
-                    self._failures.append(index)
+                process = self._processes[index]
+                process.join()
+                if process.exitcode or not self._mark(index).exists():
+                    self._failures[index] = ProcessFailure(
+                        index, process.pid, process.exitcode, self._error_file.format(index)
+                    )
                     timeout = SHUTDOWN
             if self._failures:
                 self.kill(signal.SIGTERM if ended else signal.SIGKILL)
@@ -186,29 +178,26 @@ class SpawnLauncher(_MultiProcessingLauncher):
     def _rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the rank in the new process. Unblock signals first, so that they end the process."""
         index = int(os.environ["LOCAL_RANK"])
-        for number in CAUSES:
-            signal.signal(number, signal.SIG_DFL)
+        handle(CAUSES, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUSES)
         end_with_parent(multiprocessing.parent_process().pid)  # type: ignore[union-attr, arg-type]
         os.environ["TORCHELASTIC_ERROR_FILE"] = self._error_file.format(index)
         hide_lines()
         MADE_BY.update(self.made_by)
         try:
-            result = record(self._run, ErrorFile())(index, function, *args, **kwargs)
+            with (
+                error_file(),
+                watched(self.timeout, self.stacks, index),
+                ended_in_time(self.stacks),
+                explaining_errors(),
+            ):
+                if self.timeout is not None:
+                    use_loopback()
+                    if index == 0:  # torch's own store would listen on all addresses
+                        place = self.place
+                        self._store = host_store(place.main_address, place.main_port, self.timeout)
+                result = function(*args, **kwargs)
         finally:
             end_process_group()
         self._mark(index).touch()
         return result
-
-    def _run(self, index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with (
-            watched(self.timeout, self.stacks, index),
-            ended_in_time(self.stacks),
-            explaining_errors(),
-        ):
-            if self.timeout is not None:
-                use_loopback()
-                if index == 0:  # torch's own store would listen on all addresses
-                    place = self.place
-                    self._store = host_store(place.main_address, place.main_port, self.timeout)
-            return function(*args, **kwargs)

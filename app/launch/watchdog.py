@@ -67,10 +67,6 @@ class Heartbeat:
         self.values[1] = SET_UP
         self.file.unlink(missing_ok=True)
         faulthandler.register(WRITE_STACKS, stacks, all_threads=True)
-        # prefix of the files that NCCL's flight recorder writes after a timeout; torch 2.10 reads
-        # the second variable
-        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-            os.environ.setdefault(name, f"{folder}/nccl_rank_")
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
@@ -82,10 +78,6 @@ class Heartbeat:
         yield
         peers = " ".join(sorted(connections(os.getpid()) - before)[:1000])
         self._memory[PEERS:] = peers.encode().ljust(SIZE - PEERS, b"\0")
-
-    def end(self) -> None:
-        """Suspend the watchdog, because no rank waits for this one any more."""
-        self.values[1] = ELSEWHERE
 
 
 heartbeat: Heartbeat | None = None  # set while this process is watched
@@ -105,14 +97,9 @@ def watched(timeout: float | None, folder: Path | None, rank: int) -> Iterator[N
         yield
         return
     beat = Heartbeat(folder, rank)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    try:  # run the file, because importing the package takes seconds
-        command = [sys.executable, "-IS", __file__, os.getpid(), timeout, beat.file, *beat.files]
-        watchdog = subprocess.Popen(
-            [*map(str, command)], stdin=subprocess.PIPE, pass_fds=beat.files
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # run the file, because importing the package takes seconds
+    command = [sys.executable, "-IS", __file__, os.getpid(), timeout, beat.file, *beat.files]
+    watchdog = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, pass_fds=beat.files)
     heartbeat = beat
     try:
         yield
@@ -141,6 +128,7 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
         beats: File descriptor of the parent's heartbeat.
         stacks: File descriptor of the parent's stacks.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     memory = mmap.mmap(beats, SIZE, prot=mmap.PROT_READ)
     values = memoryview(memory).cast("q")
     still = 0.0  # seconds without progress
@@ -174,8 +162,8 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
         peers = set(memory[PEERS:].rstrip(b"\0").decode().split())
         if still > timeout + LATER and peers - connections(process) and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
-            place = where(file.parent, file.name) or f"process {process} hangs"
-            message = f"error: {place}; the other ranks timed out, and it was killed"
+            hung = f"rank {file.stem.removeprefix('rank_')} hangs (stacks: {file})"
+            message = f"error: {hung}; the other ranks timed out, and it was killed"
             with contextlib.suppress(OSError):  # in case stderr is closed
                 print(message, file=sys.stderr, flush=True)
             return
@@ -205,15 +193,9 @@ def take_stacks(process: int, stacks: int) -> Iterator[str]:
             if caught is None or not int(caught[1], 16) >> (WRITE_STACKS - 1) & 1:
                 continue
             begin = os.fstat(stacks).st_size
-            size = begin
             os.kill(pid, WRITE_STACKS)
-            for _ in range(20):  # wait until the file stops growing
-                time.sleep(0.05)
-                before = size
-                size = os.fstat(stacks).st_size
-                if begin < size == before:
-                    break
-            text = os.pread(stacks, size - begin, begin).decode(errors="replace")
+            time.sleep(0.5)  # until the handler has written
+            text = os.pread(stacks, 2**20, begin).decode(errors="replace")
             yield f"\nprocess {pid}\n{text}"
 
 
@@ -235,91 +217,83 @@ class Place(NamedTuple):
     """Position of a rank in the program.
 
     Attributes:
-        step: Number of the optimizer step, counted from 1.
-        phase: Activity, one of `PHASES`.
-        line: File, line and function, of the user's code if possible.
-        is_users: Whether the line is in the user's code; also true for a process that has written
-            no stack, as after SIGSTOP.
-        communicates: Whether the rank is in a call of torch.distributed.
+        waits: How likely the rank waits for another one, as a sort key: whether it is in the
+            backward pass, in a call of torch.distributed, and in a library. A process that has
+            written no stack, as after SIGSTOP, counts as in the user's code.
+        text: Step or phase, and the line, of the user's code if possible.
     """
 
-    step: int
-    phase: str
-    line: str
-    is_users: bool
-    communicates: bool
+    waits: tuple[bool, bool, bool]
+    text: str
 
-    @classmethod
-    def read(cls, text: str) -> "Place":
-        """Parse a file that `watch` wrote."""
-        head, *stacks = text.split("\nprocess ")
-        step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
-        frames: list[Frame] = []
-        for stack in stacks:  # the main process's stack first
-            frames += within_loop(stack)
-        users = [frame for frame in frames if not LIBRARY.search(frame[0])]
-        hooks = [frame for frame in frames if frame[2].startswith("on_")]
-        line = "no stack"
-        if frames:
-            path, number, function = (users or hooks or frames)[0]
-            line = f"{Path(path).name}:{number} {function}"
-        communicates = bool(frames) and "/torch/distributed/" in frames[0][0]
-        return cls(int(step), phase, line, bool(users) or not frames, communicates)
 
-    def __str__(self) -> str:
-        """Format the place: `in …` for the user's code, `at …` for a library that may only wait."""
-        place = self.line
-        if self.phase == PHASES[EVALUATION]:
-            place = f"the evaluation, {place}"
-        elif self.phase not in PHASES[:2]:
-            place = f"step {self.step:,}, {place}"
-        return f"in {place}" if self.is_users else f"at {place}"
+def read_place(text: str) -> Place:
+    """Parse a file that `watch` wrote."""
+    head, *stacks = text.split("\nprocess ")
+    step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
+    frames: list[Frame] = []
+    for stack in stacks:  # the main process's stack first
+        frames += within_loop(stack)
+    users = [frame for frame in frames if not LIBRARY.search(frame[0])]
+    hooks = [frame for frame in frames if frame[2].startswith("on_")]
+    line = "no stack"
+    communicates = False
+    if frames:
+        path, number, function = (users or hooks or frames)[0]
+        line = f"{Path(path).name}:{number} {function}"
+        communicates = "/torch/distributed/" in frames[0][0]
+    if phase == PHASES[EVALUATION]:
+        line = f"the evaluation, {line}"
+    elif phase not in PHASES[:2]:
+        line = f"step {int(step):,}, {line}"
+    is_in_library = not users and bool(frames)
+    return Place((phase == PHASES[GRADIENTS], communicates, is_in_library), line)
 
 
 def within_loop(text: str) -> list[Frame]:
     """Return the main thread's frames inside training or evaluation loop, innermost first."""
     main = re.split(r"^(?:Current t|T)hread .*$", text, flags=re.MULTILINE)[-1]  # listed last
     frames = []
-    for path, number, function in FRAME.findall(main):
-        if LOOP.search(f"{path} {function}"):
+    for frame in FRAME.findall(main):
+        if LOOP.search(f"{frame[0]} {frame[2]}"):
             break
-        frames.append((path, number, function))
+        frames.append(frame)
     return frames
 
 
-def where(folder: Path, names: str = "rank_*.txt") -> str | None:
+def where(folder: Path) -> str | None:
     """Describe the ranks that wrote stacks: first hung ranks, then ranks that wait for them.
 
     Args:
         folder: A run's folder of stacks.
-        names: Pattern of the files; by default, of all ranks.
     """
     places = {}
-    for file in folder.glob(names):
+    for file in folder.glob("rank_*.txt"):
         with contextlib.suppress(OSError, AttributeError):  # removed, or not a watchdog's file
             rank = int(file.stem.removeprefix("rank_"))
-            places[rank] = Place.read(file.read_text(errors="replace"))
-    gradients = {rank for rank, place in places.items() if place.phase == PHASES[GRADIENTS]}
-    communicating = {rank for rank, place in places.items() if place.communicates}
-    hanging = (places.keys() - gradients - communicating) or (places.keys() - gradients)
-    users = {rank for rank in hanging or places if places[rank].is_users}
-    same_call = communicating == places.keys() and len({p[:3] for p in places.values()}) == 1
-    if same_call:
-        hanging = set()  # no single rank is to blame, as after a cut link
-    elif users:
-        hanging = users
-    elif len(hanging) == len(places) > 1:
-        hanging = set()  # all wait in a library, as after a cut link
-    waiting = sorted(places.keys() - hanging)
-    clauses = [f"rank {rank} is {places[rank]}" for rank in sorted(hanging)]
+            places[rank] = read_place(file.read_text(errors="replace"))
+    if not places:
+        return None
+    least = min(place.waits for place in places.values())
+    hanging = [rank for rank in sorted(places) if places[rank].waits == least]
+    in_gradients, communicates, is_in_library = least
+    calls = {places[rank].text for rank in hanging}
+    may_wait = in_gradients or (communicates and len(calls) == 1)
+    if len(hanging) == len(places) and (may_wait or (is_in_library and len(places) > 1)):
+        hanging = []  # no single rank is to blame, as after a cut link
+    waiting = sorted(places.keys() - set(hanging))
+    # a library may only wait
+    preposition = "at" if is_in_library else "in"
+    clauses = [f"rank {rank} is {preposition} {places[rank].text}" for rank in hanging]
     if waiting:
         ranks = f"rank {waiting[0]} waits"
         if len(waiting) > 1:
             ranks = f"ranks {', '.join(map(str, waiting))} wait"
         whose = {0: "", 1: "its "}.get(len(hanging), "their ")
-        awaited = "gradients" if gradients & set(waiting) else "answers"
+        is_backward = any(places[rank].waits[0] for rank in waiting)
+        awaited = "gradients" if is_backward else "answers"
         clauses.append(f"{ranks} for {whose}{awaited}")
-    return "; ".join(clauses) or None
+    return "; ".join(clauses)
 
 
 if __name__ == "__main__":

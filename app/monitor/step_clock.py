@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from app.launch import watchdog
-from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
+from app.launch.watchdog import DATA, ELSEWHERE, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
 from app.modules.sums import log_window
 from app.monitor.rank_times import RankTimes
 from app.record import PHASES, Phases, RankTime
@@ -83,8 +83,7 @@ class StepClock(Callback):
 
     def _stop_beating(self, *_: Any, **__: Any) -> None:
         """Suspend the watchdog, because no rank waits for this one any more."""
-        if watchdog.heartbeat is not None:
-            watchdog.heartbeat.end()
+        self._beat[1] = ELSEWHERE
         self._beat = [0, 0, 0]
 
     teardown = on_exception = _stop_beating

@@ -10,11 +10,11 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from app.launch.cluster_environment import OWN_AGENT
-from app.launch.process import trust_flags
 from app.monitor.loggers import trackers
 from app.monitor.rank_times import slow_ranks
 from app.record import Epoch, Metrics, Record
 from app.record.words import counted, duration, percent, taken_cores
+from app.system.trust import trust_flags
 
 
 def report(

@@ -11,11 +11,9 @@ import importlib
 import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
-
-from app.system.patches import expects
 
 
 class _Deferred(MetaPathFinder, Loader):
@@ -26,7 +24,6 @@ class _Deferred(MetaPathFinder, Loader):
         self.stand_ins = {name: {**values}}
         for function in functions:
             self.stand_ins[name][function] = self.later(name, function)
-        self.undo: list[Callable[[], None]] = []
 
     @property
     def pending(self) -> bool:
@@ -37,8 +34,6 @@ class _Deferred(MetaPathFinder, Loader):
             sys.meta_path.remove(self)
             for stand_in in self.stand_ins:
                 sys.modules.pop(stand_in, None)
-            while self.undo:
-                self.undo.pop()()
         return importlib.import_module(name or self.name)
 
     def later(self, module: str, function: str) -> Callable[..., Any]:
@@ -50,17 +45,18 @@ class _Deferred(MetaPathFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name not in self.stand_ins:
-            return self.load(spec.name)
-        module = _StandIn(spec.name)
-        vars(module).update(self.stand_ins[spec.name], deferred=self)
-        return module
+        if spec.name in self.stand_ins:
+            module = _StandIn(spec.name)
+            vars(module).update(self.stand_ins[spec.name], deferred=self)
+            return module
+        real = self.load(spec.name)
+        spec.loader_state = real.__spec__
+        return real
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: Any) -> None:
         is_real = not isinstance(module, _StandIn)
-        if is_real and getattr(module.__spec__, "loader", None) is self:
-            # Python has replaced the real module's spec
-            module.__spec__ = PathFinder.find_spec(module.__name__, sys.modules[self.name].__path__)
+        if is_real and module.__spec__.loader is self:  # Python has replaced the real module's spec
+            module.__spec__ = module.__spec__.loader_state
 
 
 class _StandIn(ModuleType):
@@ -78,22 +74,11 @@ class _NothingCompiled(type):
         return not DYNAMO.pending and isinstance(instance, DYNAMO.load().OptimizedModule)
 
 
-@expects("torch.optim:Optimizer.zero_grad.__wrapped__")
-def _disable(
-    function: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any
-) -> Any:
-    """Replace `torch._dynamo.disable` until the real module is loaded.
-
-    With `wrapping=False`, the result is the function itself. `torch._disable_dynamo` caches this
-    result as the function's attribute `__dynamo_disable`. When the real module is loaded, the
-    attribute is deleted, so that torch calls the real `disable`.
-    """
+def _disable(function: Any = None, *args: Any, **settings: Any) -> Any:
+    """Replace `torch._dynamo.disable` until the real module is loaded."""
     if not isinstance(function, FunctionType):
-        return DYNAMO.load().disable(function, recursive, wrapping=wrapping, **settings)
-    if not wrapping:
-        DYNAMO.undo.append(lambda: delattr(function, "__dynamo_disable"))
-        return function
-    disabled = functools.cache(lambda: DYNAMO.load().disable(function, recursive, **settings))
+        return DYNAMO.load().disable(function, *args, **settings)
+    disabled = functools.cache(lambda: DYNAMO.load().disable(function, *args, **settings))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

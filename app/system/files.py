@@ -149,13 +149,12 @@ def write_csv(path: Path, lines: Iterable[Iterable[Any]]) -> None:
     Raises:
         OSError: When the file cannot be written.
     """
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    for line in lines:
+        writer.writerow(map(inert, line))
     with whole(path) as file:
-        text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        writer = csv.writer(text)
-        for line in lines:
-            writer.writerow(map(inert, line))
-        text.flush()
-        text.detach()
+        file.write(text.getvalue().encode(errors="surrogateescape"))
 
 
 def read_csv(path: Path) -> list[list[str]]:
@@ -195,9 +194,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         with open_file(path) as file:
             content = json.load(file)
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ValueError(f"{path} cannot be read ({reason})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} cannot be read (no JSON object)")
     return content

@@ -72,7 +72,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
 # ------------------------------------------------------------------------------------------
 
 
-def _no() -> bool:
+def do_nothing(*_: Any) -> bool:
     """Return false. Patches put this function in place of methods; a lambda cannot be pickled."""
     return False
 
@@ -84,7 +84,7 @@ def count_epochs(trainer: Trainer) -> None:
     Source: https://github.com/Lightning-AI/pytorch-lightning/issues/19617. At an upgrade: does
     test_resume pass without this patch?
     """
-    trainer.fit_loop._iteration_based_training = _no  # type: ignore[method-assign]
+    trainer.fit_loop._iteration_based_training = do_nothing  # type: ignore[method-assign]
 
 
 @expects(f"{_FIT_LOOP}._can_stop_early")
@@ -101,7 +101,7 @@ def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
     method?
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = _no
+    loop._broadcast_sigterm_tensor = do_nothing
 
 
 def in_window(trainer: Trainer) -> bool:
@@ -159,13 +159,10 @@ def complaint(error: Exception) -> str | None:
     if isinstance(error, MisconfigurationException):
         return message
     frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, LookupError | TypeError | ValueError | AttributeError):
-        for frame in frames:
-            if frame.filename.endswith("checkpoint_connector.py") and "restore" in frame.name:
-                reason = f"{type(error).__name__}: {message[:200]}"
-                return (
-                    f"--ckpt_path: the checkpoint cannot be restored ({reason}): give another one"
-                )
+    for frame in frames:
+        if frame.filename.endswith("checkpoint_connector.py") and "restore" in frame.name:
+            reason = f"{type(error).__name__}: {message[:200]}"
+            return f"--ckpt_path: the checkpoint cannot be restored ({reason}): give another one"
     if frames and "/lightning/pytorch/" in frames[-1].filename:
         for name in re.findall(r"`(\w+)`", str(error)):
             if name in inspect.signature(Trainer).parameters:
@@ -189,7 +186,7 @@ def set_device(module: LightningModule, device: torch.device) -> None:
 
 @expects(_TIMEOUT)
 class DDPWithHooks(DDPStrategy):
-    """Lightning's DDP strategy, with five changes.
+    """Lightning's DDP strategy, with six changes.
 
     Communication hooks work on every device. Lightning registers them only on CUDA, and drops them
     silently elsewhere. Source: strategies/ddp.py, `_register_ddp_hooks`.
@@ -204,7 +201,8 @@ class DDPWithHooks(DDPStrategy):
     `self.log(…, sync_dist=True)` averages over the samples of all ranks. Lightning divides by the
     mean number of samples per rank, rounded down. Source: result.py, `_ResultMetric.compute`.
 
-    `replace_launcher` can replace the launcher.
+    `own_launcher` can replace the launcher, and `keeps_buffers` disables the broadcast of buffers,
+    which virtual devices keep equal.
 
     At an upgrade: does `configure_ddp` still only wrap the model and register hooks?
     """
@@ -228,7 +226,8 @@ class DDPWithHooks(DDPStrategy):
         self.hook_state = ddp_comm_state
         self.hook_wrapper = ddp_comm_wrapper
         self.ddp_options = options  # arguments of DistributedDataParallel
-        self.own_launcher: Any = None
+        self.own_launcher: Any = None  # replaces Lightning's launcher
+        self.keeps_buffers = False
 
     @property
     def launcher(self) -> Any:
@@ -252,6 +251,8 @@ class DDPWithHooks(DDPStrategy):
         self.model = DistributedDataParallel(
             model, device_ids=devices, process_group=group, **self.ddp_options
         )
+        if self.keeps_buffers:
+            self.model.broadcast_buffers = False
         hook = self.hook
         if hook and self.hook_wrapper:
             hook = self.hook_wrapper(hook)
@@ -264,14 +265,6 @@ class DDPWithHooks(DDPStrategy):
         if is_tensor and reduce_op == "mean" and not tensor.is_floating_point():
             tensor = tensor.float()
         return super().reduce(tensor, group, reduce_op)
-
-    def keep_buffers(self) -> None:
-        """Disable the broadcast of buffers, because virtual devices keep them equal."""
-        name = "broadcast_buffers"
-        # torch 2.14 renamed the argument, and warns about the earlier name
-        if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
-            name = "forward_sync_buffers"
-        self.ddp_options[name] = False
 
     def comm_state(self) -> object | None:
         """Return the hook's first argument. Called once, after the processes are connected."""
@@ -291,12 +284,6 @@ def start_method(strategy: Strategy) -> str | None:
     return None if method == "popen" else method
 
 
-def replace_launcher(strategy: Strategy, launcher: Any) -> None:
-    """Replace the launcher of a strategy's processes."""
-    assert isinstance(strategy, DDPWithHooks)
-    strategy.own_launcher = launcher
-
-
 # -- loggers
 # ------------------------------------------------------------------------------------------
 
@@ -308,10 +295,8 @@ def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
 
 
 @expects(
-    *(
-        f"lightning.pytorch.loggers.{name}._experiment"
-        for name in ("wandb:WandbLogger", "csv_logs:CSVLogger")
-    )
+    "lightning.pytorch.loggers.wandb:WandbLogger._experiment",
+    "lightning.pytorch.loggers.csv_logs:CSVLogger._experiment",
 )
 def open_experiment(logger: WandbLogger | CSVLogger) -> Any:
     """Return the open experiment, or None; the public `experiment` would open it."""

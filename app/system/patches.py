@@ -1,7 +1,7 @@
 """Declarations of the private names of libraries that this package uses.
 
-Most uses of private names are in `lightning_patches`, `torch_patches`, `wandb_patches`,
-`deferred_imports` and `app.training.step_patches`. Each function or class that uses one declares it
+Most uses of private names are in `lightning_patches`, `torch_patches`, `wandb_patches` and
+`app.training.step_patches`. Each function or class that uses one declares it
 with `expects`. `tests/test_patches.py` fails if an installed library lacks a declared name, or if
 the code uses an undeclared one.
 """

@@ -47,15 +47,12 @@ def keep_output() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
         elif stream is getattr(sys, f"__{name}__") and name != "stdin":
             stream.flush()
-            output: Any = _Output(stream.fileno(), "w", closefd=False)
-            if not stream.write_through:  # PYTHONUNBUFFERED is not set
-                output = io.BufferedWriter(output)
             text = io.TextIOWrapper(
-                output,
+                io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False)),
                 stream.encoding,
                 "backslashreplace",
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
+                # PYTHONUNBUFFERED sets `write_through`
+                line_buffering=stream.line_buffering or stream.write_through,
             )
             setattr(sys, name, text)
 

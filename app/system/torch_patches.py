@@ -3,14 +3,11 @@
 At an upgrade, `tests/test_patches.py` lists missing names.
 """
 
-from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 from torch import distributed, nn
 
 from app.system.patches import expects
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 @expects(
@@ -19,7 +16,7 @@ Module = TypeVar("Module", bound=nn.Module)
     "torch.nn:Module._modules",
     "torch.nn:Module._buffers",
 )
-def shallow_copies(module: Module, count: int) -> Sequence[Module]:
+def shallow_copies(module: nn.Module, count: int) -> list[Any]:
     """Return copies of a module that share its parameters; the first copy also shares its buffers.
 
     Separate buffers keep threads from writing to the same running statistics.
@@ -41,7 +38,7 @@ def shallow_copies(module: Module, count: int) -> Sequence[Module]:
                     if buffer is not None:
                         copy._buffers[name] = buffer.clone()
         copies.append(copy_of[module])
-    return copies  # type: ignore[return-value]
+    return copies
 
 
 def end_process_group() -> None:
@@ -50,7 +47,7 @@ def end_process_group() -> None:
     Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does this only for its own
     NCCL group.
     """
-    if distributed.is_available() and distributed.is_initialized():
+    if distributed.is_initialized():
         distributed.destroy_process_group()
 
 

@@ -22,6 +22,14 @@ def chosen_modules() -> list[str]:
     return list(filter(None, os.environ.get(TRUST, "").split(",")))
 
 
+def trust_flags() -> list[str]:
+    """Return a `--trust` flag for each of these modules."""
+    flags = []
+    for module in chosen_modules():
+        flags += ["--trust", module]
+    return flags
+
+
 def local_modules() -> list[str]:
     """Return the top-level modules in the current folder and in the folders of PYTHONPATH.
 

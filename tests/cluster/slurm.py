@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -42,13 +42,9 @@ PartitionName=high Nodes=h[1-4] MaxTime=INFINITE State=UP PriorityTier=10
 
 def environ(pid: int) -> dict[str, str]:
     """Return a living process's environment; empty if the process has ended."""
-    try:
-        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return {}
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except (OSError, psutil.NoSuchProcess):
-        return {}
-    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+    with suppress(psutil.Error):
+        return psutil.Process(pid).environ()
+    return {}
 
 
 class Slurm:
