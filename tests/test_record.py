@@ -159,13 +159,15 @@ def test_set_up_time_when_the_date_jumps(
 
 @pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp", marks=SLOW)])
 def test_phases_add_up_to_a_step(strategy: str, tmp_path: Path) -> None:
-    """The phases add up to the step's duration. No phase is zero, not even the communication."""
+    """The phases add up to the step's duration. Under dp, communication is not timed apart."""
     flags = on_cpu(strategy, max_steps=60, log_every_n_steps=5, test=False, root=tmp_path, name="x")
     output_of(*fork_app("fit", *SMALL, *flags))
     record = record_of(tmp_path / "x" / "version_0")
     times = record["time_per_step"]
     assert times["n"] == 20
-    assert min(times[phase] for phase in PHASES) > 0
+    assert [phase for phase in PHASES if not times[phase] > 0] == ["communication"] * (
+        strategy == "dp"
+    )
     assert 0 < times["launch"] <= times["forward_backward"] * 1.01
     whole = 1000 * record["global_batch_size"] / record["throughput"]["median"]
     assert sum(times[phase] for phase in PHASES) == pytest.approx(whole, rel=1e-3), (
@@ -183,7 +185,7 @@ def test_phases_on_cuda(strategy: str, tmp_path: Path) -> None:
     record = record_of(tmp_path / "x" / "version_0")
     times = record["time_per_step"]
     assert 0 < times["launch"] <= times["forward_backward"] * 1.01
-    assert (times["communication"] > 0) == (torch.cuda.device_count() > 1 and strategy != "auto")
+    assert (times["communication"] > 0) == (torch.cuda.device_count() > 1 and strategy == "ddp")
 
 
 def test_users_profiler_is_kept(app: App, tmp_path: Path) -> None:

@@ -55,8 +55,15 @@ def fill_configuration(record: Record, trainer: Trainer) -> None:
         record.virtual_devices = loop.virtual_devices
     data = getattr(trainer, "datamodule", None)
     if isinstance(data, ImageData):
-        names = list(map(str, data.class_names))
-        record.data = DataSet(type(data).__name__, data.num_classes, dict(data.counts), names)
+        place = getattr(data.source, "root", None) or getattr(data.source, "like", "")
+        record.data = DataSet(
+            type(data).__name__,
+            data.num_classes,
+            dict(data.counts),
+            list(map(str, data.class_names)),
+            list(data.image_shape),
+            str(place),
+        )
         record.placement = data.placement
         record.images_left_out = data.left_out
         record.files_left_out = dict(data.files_left_out)
@@ -67,7 +74,8 @@ def fill_configuration(record: Record, trainer: Trainer) -> None:
 
 def fill_model(record: Record, trainer: Trainer, module: LightningModule) -> None:
     """Fill in the model and how it is executed."""
-    record.model = Model(type(module).__name__, count_parameters(module))
+    trainable = count_parameters(module, trainable=True)
+    record.model = Model(type(module).__name__, count_parameters(module), trainable)
     if isinstance(module, ImageClassifier):
         record.model.name += f", {title(module.network_name)}"
         executed = module.executed
@@ -107,7 +115,6 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows, before
         if isinstance(callback, NonFinite):
             record.not_finite_since = callback.since
             record.not_finite_step = callback.step
-            record.skipped_steps = callback.skipped
         elif isinstance(callback, StepClock):
             ranks = callback.ranks
             record.time_per_step = callback.time_per_step

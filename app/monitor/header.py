@@ -11,18 +11,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichModelSummary
 from rich import get_console
 from rich.text import Text
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from app.data.module import ImageData
 from app.modules import ImageClassifier
-from app.modules.networks import count_parameters, title
 from app.modules.recipe import Recipe, rate
-from app.monitor.fill import fill_configuration
+from app.monitor.fill import fill_configuration, fill_model
 from app.monitor.loggers import trackers
 from app.record import Record
-from app.record.words import batch, listed, threads, way_of_running
+from app.record.words import batch, network_and_images, threads, way_of_running
 
 
 class Header(RichModelSummary):
@@ -32,55 +30,29 @@ class Header(RichModelSummary):
         super().__init__(max_depth=3)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Store the network's description before the strategy converts or shards the network."""
-        network: nn.Module = pl_module
-        name = type(pl_module).__name__
-        if isinstance(pl_module, ImageClassifier):
-            network = pl_module.network
-            name = title(pl_module.network_name)
-        self._network = f"{name}, {counted(network)}"
+        """Fill a record before the strategy converts or shards the network."""
+        if stage == "fit" and trainer.is_global_zero:
+            self._record = Record()
+            fill_configuration(self._record, trainer)
+            fill_model(self._record, trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the header."""
         if trainer.is_global_zero:
-            for name, text in lines(trainer, self._network):
+            for name, text in lines(trainer, self._record):
                 get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
         if "APP_DEBUG" in os.environ:
             super().on_fit_start(trainer, pl_module)
 
 
-def counted(network: nn.Module) -> str:
-    """Format a network's number of parameters, such as `1,000 parameters, 10 of them trainable`."""
-    total = count_parameters(network)
-    trainable = count_parameters(network, trainable=True)
-    text = f"{total:,} parameters"
-    if trainable < total:
-        text += f", {trainable:,} of them trainable"
-    return text
-
-
-def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
+def lines(trainer: Trainer, record: Record) -> Iterator[tuple[str, str]]:
     """Yield each line of the header as a name and a text, such as `("precision", "32-true")`.
 
     Args:
         trainer: A trainer that has been set up.
-        network: Description of the network.
+        record: Record of the run.
     """
-    record = Record()
-    fill_configuration(record, trainer)
-    data = getattr(trainer, "datamodule", None)
-    if isinstance(data, ImageData):
-        shape = " × ".join(map(str, data.image_shape))
-        yield "network", f"{network}, {shape} → {data.num_classes} classes"
-        place = getattr(data.source, "root", None) or getattr(data.source, "like", "")
-        counts = []
-        for split, verb in (("train", "train"), ("val", "validate")):
-            if data.counts.get(split):
-                counts.append(f"{data.counts[split]:,} to {verb}")
-        yield "images", f"{type(data).__name__} ({place}): {', '.join(counts)}"
-        yield "classes", listed(data.class_names)
-    else:
-        yield "network", network
+    yield from network_and_images(record)
     device = trainer.strategy.root_device
     if device.type == "cuda":
         yield "runs on", way_of_running(record, torch.cuda.get_device_name(device))
@@ -99,7 +71,7 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
                 text += f"; {_schedule(config.scheduler, config.interval)}"
         yield name, text
         name = ""  # the next lines continue this one
-    settings = _recipe(trainer.lightning_module, data)
+    settings = _recipe(trainer.lightning_module, getattr(trainer, "datamodule", None))
     if settings:
         yield "recipe", ", ".join(f"{name} {value}" for name, value in settings.items())
     yield "precision", str(record.precision)

@@ -9,14 +9,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
@@ -27,7 +24,6 @@ from app.errors import UserError, one_line
 from app.record import Record
 from app.system.files import read_csv, whole, write_csv
 from app.system.lightning_patches import open_experiment, tracker_settings
-from app.system.patches import expects
 from app.system.wandb_patches import forget_run
 
 MODES = ("off", "offline", "online")  # tracking modes, the most private first
@@ -311,31 +307,6 @@ class MetricsFile(CSVLogger):
         rows = self._rows()
         if rows:
             self._write([row for row in rows if int(row["step"]) < step], list(rows[0]))
-
-
-@expects(f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_stats")
-class RateMonitor(LearningRateMonitor):
-    """Learning rate monitor that logs a rate per window only if a scheduler changes it per step.
-
-    Otherwise it logs once per epoch, because each log reads the metrics from the device.
-    """
-
-    def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Choose the interval, unless the user did."""
-        super().on_train_start(trainer, *args, **kwargs)
-        by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
-        if self.logging_interval is None and not by_step:
-            self.logging_interval = "epoch"
-
-    def _extract_stats(self, trainer: Any, interval: str) -> dict[str, float]:
-        """Keep the rates on the host, because copying each one to a GPU would wait for the GPU."""
-        on_host: Any = SimpleNamespace(
-            strategy=SimpleNamespace(root_device=torch.device("cpu")),
-            lr_scheduler_configs=trainer.lr_scheduler_configs,
-            optimizers=trainer.optimizers,
-            callback_metrics=trainer.callback_metrics,
-        )
-        return super()._extract_stats(on_host, interval)
 
 
 class SaveConfig(SaveConfigCallback):

@@ -18,7 +18,6 @@ from app.modules.sums import log_window
 from app.monitor.rank_times import RankTimes
 from app.record import PHASES, Phases, RankTime
 from app.system.machine import time_when_done
-from app.training import SplitForward
 
 MEASURED = (*PHASES, "forward", "backward", "launch")
 # phase of each action that the loops report to the profiler, by the action's name
@@ -48,9 +47,8 @@ class StepClock(Callback):
     * data: the wait for the batch, its transfer to the device, augmentation and normalisation
     * forward_backward: the model's `training_step` (forward) and its backward pass. The part in
       which the host issues work is called launch; on a CPU, launch is the whole phase.
-    * communication: the wait above, and the ranks' agreement on stopping. Under dp, this is the
-      scattering of the batch, the copying of the model, and the gathering of the outputs. dp sums
-      the gradients during the backward pass, so their sum counts as backward.
+    * communication: the wait above, and the ranks' agreement on stopping. Under dp, there is none:
+      scattering and gathering count as forward, and the sum of the gradients as backward.
     * optimizer: the update
     * rest: metrics, logging, and Python between the calls
 
@@ -282,23 +280,11 @@ class _PhaseProfiler(PassThroughProfiler):
         self.device = trainer.strategy.root_device
         self.on_gpu = self.device.type != "cpu"
         self._begun: dict[str, float] = {}
-        # under dp and ddp_dp: start of the forward pass, then replicas' starts and ends
-        self._marks: list[float] = []
         self._before = trainer.profiler
         trainer.profiler = self
         self._handles: list[Any] = []
         for optimizer in trainer.optimizers:
             self._handles.append(optimizer.register_step_post_hook(self._on_stepped))
-        strategy = trainer.strategy
-        module = trainer.lightning_module
-        if isinstance(strategy, SplitForward) and len(strategy.parallel_devices) > 1:
-            assert strategy.replica is not None
-            self._handles += [
-                module.register_forward_pre_hook(self._on_scatter),
-                strategy.replica.register_forward_pre_hook(self._mark),
-                strategy.replica.register_forward_hook(self._mark),
-                module.register_forward_hook(self._on_gathered),
-            ]
         self.restart()
 
     def restart(self) -> None:
@@ -349,24 +335,3 @@ class _PhaseProfiler(PassThroughProfiler):
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if "optimizer" in self._begun:
             self._spent["optimizer"] += time_when_done(self.device) - self._begun.pop("optimizer")
-
-    def _on_scatter(self, *_: Any) -> None:
-        # DDP's forward runs this hook twice; the second call replaces the first
-        self._marks = [time_when_done(self.device)]
-
-    def _mark(self, *_: Any) -> None:
-        device = self.device
-        if self.on_gpu:
-            device = None  # the replica's device
-        self._marks.append(time_when_done(device))
-
-    def _on_gathered(self, *_: Any) -> None:
-        marks = self._marks
-        self._marks = []
-        if marks and self.trainer.training:
-            began, *replicas = marks
-            overhead = time_when_done(self.device) - began - (max(replicas) - min(replicas))
-            self._spent["communication"] += overhead
-            # both times span the module's whole forward, overhead included
-            for phase in ("forward", "launch"):
-                self._spent[phase] -= overhead

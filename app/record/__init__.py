@@ -145,20 +145,23 @@ class Checkpoints:
 
 @dataclass
 class Model:
-    """Class names of module and network, and the number of parameters."""
+    """Class names of module and network, and the numbers of all and of trainable parameters."""
 
     name: str
     parameters: Int
+    trainable: Int | None = None
 
 
 @dataclass
 class DataSet:
-    """Name of the data set, number and names of the classes, and number of images of each split."""
+    """Name, classes, number of images of each split, shape of an image, and folder or original."""
 
     name: str
     classes: Int
     images: dict[str, Int | None] = field(default_factory=dict)
     class_names: list[str] = field(default_factory=list)
+    shape: list[Int] = field(default_factory=list)
+    place: str | None = None
 
 
 @dataclass
@@ -243,7 +246,6 @@ class Record(Part):
     tested: str | None = None
     not_finite_since: Int | None = None
     not_finite_step: Int | None = None
-    skipped_steps: Int = 0
 
     # speed
     throughput: Throughput = field(default_factory=Throughput)

@@ -1,6 +1,6 @@
 """Functions that format the figures of a run record as text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from app.errors import printable
 from app.record import PHASES, Hardware, Record
@@ -54,6 +54,26 @@ def listed(names: Sequence[str]) -> str:
     if len(names) > 10:
         text += f" and {len(names) - 10:,} more"
     return text
+
+
+def network_and_images(record: Record) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of the network, the images and their classes."""
+    model = record.model
+    data = record.data
+    if model:
+        text = f"{model.name.rpartition(', ')[2]}, {model.parameters:,} parameters"
+        if model.trainable is not None and model.trainable < model.parameters:
+            text += f", {model.trainable:,} of them trainable"
+        if data:
+            text += f", {' × '.join(map(str, data.shape))} → {data.classes} classes"
+        yield "network", text
+    if data:
+        verbs = {"train": "train", "val": "validate", "test": "test"}
+        counts = [
+            f"{data.images[split]:,} to {verbs[split]}" for split in verbs if data.images.get(split)
+        ]
+        yield "images", f"{data.name} ({data.place}): {', '.join(counts)}"
+        yield "classes", listed(data.class_names)
 
 
 def percent(share: float) -> str:
