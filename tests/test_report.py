@@ -28,8 +28,8 @@ from harness import (
 )
 from matplotlib.figure import Figure
 
-from app.monitor.course import MOST, Course
 from app.monitor.report import draw_images, leave_report, make_report, paint_confusion, stacked_bars
+from app.monitor.series import MOST, Series
 from app.monitor.summary import report
 from app.record import PHASES, Record
 from app.record.words import duration
@@ -300,7 +300,7 @@ def test_tables_hold_no_formulas(tmp_path: Path) -> None:
 
 def test_course_of_a_long_run_is_thinned() -> None:
     """The course of a long run has a limited number of points, evenly spaced."""
-    course = Course()
+    course = Series()
     for number in range(10 * MOST + 7):
         course.add(number, number)
     times = [seconds for seconds, _ in course.points]
@@ -308,7 +308,7 @@ def test_course_of_a_long_run_is_thinned() -> None:
     assert len({after - before for before, after in itertools.pairwise(times)}) == 1
     assert times[0] == 0
     assert times[-1] > 9.8 * MOST
-    wide = Course(1000)
+    wide = Series(1000)
     for number in range(MOST):
         wide.add(number, *[0.0] * 1000)
     assert len(wide.points) <= 20

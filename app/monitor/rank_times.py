@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, distributed
 
 from app.launch.agree import gather_objects, host_group
-from app.monitor.course import Course
+from app.monitor.series import Series
 from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 
@@ -50,7 +49,7 @@ class RankTimes:
     """
 
     def __init__(self, timeout: float) -> None:
-        self.memory = Course()
+        self.memory = Series()
         self.others_cores: float | None = None
         self.places: list[tuple[int, tuple[int, ...]]] = []
         self._slower: Counter[int] = Counter()
@@ -71,8 +70,8 @@ class RankTimes:
     def begin(self, trainer: Trainer) -> None:
         """Store the CPU times at the start, and gather each rank's node and cores. Collective."""
         self._started = time.perf_counter()
-        self.memory = Course(trainer.world_size)
-        self._cores = tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
+        self.memory = Series(trainer.world_size)
+        self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self._busy = busy_seconds(self._cores)
         self._own = own_seconds()
         self._delay = core_wait_seconds()

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from app.launch import watchdog
 from app.launch.watchdog import DATA, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
@@ -278,13 +278,10 @@ class _PhaseProfiler(PassThroughProfiler):
         self.trainer = trainer
         self.wait = wait
         self.device = trainer.strategy.root_device
-        self.on_gpu = self.device.type != "cpu"
         self._begun: dict[str, float] = {}
         self._before = trainer.profiler
         trainer.profiler = self
-        self._handles: list[Any] = []
-        for optimizer in trainer.optimizers:
-            self._handles.append(optimizer.register_step_post_hook(self._on_stepped))
+        self._handle = register_optimizer_step_post_hook(self._on_stepped)
         self.restart()
 
     def restart(self) -> None:
@@ -303,8 +300,7 @@ class _PhaseProfiler(PassThroughProfiler):
     def detach(self) -> None:
         if self.trainer.profiler is self:  # a callback may have set another one
             self.trainer.profiler = self._before
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
 
     def start(self, action_name: str) -> None:
         name = action_name.rpartition(".")[2]
@@ -316,21 +312,18 @@ class _PhaseProfiler(PassThroughProfiler):
         name = action_name.rpartition(".")[2]
         if name == "on_before_optimizer_step":  # the last hook before the update
             self._begun["optimizer"] = time_when_done(self.device)
-        began = self._begun.pop(name, None)
-        if began is None:
+        if name not in self._begun:
             return
+        began = self._begun.pop(name)
         seconds = time_when_done(self.device) - began
-        launch = issued - began
         if name == "backward":
             waited = self.wait()
             self._spent["communication"] += waited
             seconds -= waited
-            if not self.on_gpu:
-                launch -= waited
         phase = ACTIONS[name]
         self._spent[phase] += seconds
         if phase in ("forward", "backward"):
-            self._spent["launch"] += max(launch, 0.0)
+            self._spent["launch"] += min(issued - began, seconds)
 
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if "optimizer" in self._begun:

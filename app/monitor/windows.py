@@ -6,7 +6,7 @@ import time
 from lightning.pytorch import Trainer
 
 from app.modules.sums import log_window
-from app.monitor.course import Course
+from app.monitor.series import Series
 from app.system.machine import time_when_done
 
 
@@ -33,7 +33,7 @@ class Windows:
         self.rates: list[float] = []
         self.samples_per_step: list[float] = []
         self.epoch_rates: list[float] = []
-        self.course = Course()
+        self.course = Series()
         self.rate: float | None = None
         self.first_step: float | None = None
         self.last_step = 0.0
