@@ -14,18 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from harness import (
-    QUIET,
-    App,
-    fork_app,
-    last_of,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    seen_colours,
-    tiny,
-)
+from harness import QUIET, App, fork_app, last_of, options, output_of, record_of, seen_colours, tiny
 from matplotlib.figure import Figure
 
 from app.monitor.report import draw_images, leave_report, make_report, paint_confusion, stacked_bars
@@ -129,6 +118,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         partial(stacked_bars, labels=[short(n, 28) for n in LONG], phases=PHASES, rows=STEPS)
     ),
     "4 classes": lambda: draw(lambda axes: paint_confusion(axes, COUNTS[:4, :4], LONG), 5.0, 4.6),
+    "1 class": lambda: draw(lambda axes: paint_confusion(axes, COUNTS[:1, :1], ["x"])),
     "20 classes": lambda: draw(lambda axes: paint_confusion(axes, COUNTS, 5 * LONG), 5.0, 4.6),
     "60 classes": lambda: draw(lambda axes: paint_confusion(axes, np.eye(60), 15 * LONG), 5.0, 4.6),
     "flat losses": lambda: draw_line(
@@ -151,10 +141,6 @@ def test_no_text_of_a_picture_is_cut_or_covers_another(name: str) -> None:
         text.get_window_extent() for axes in figure.axes for text in axes.texts if text.get_text()
     ]
     assert not [pair for pair in itertools.combinations(inside, 2) if pair[0].overlaps(pair[1])]
-
-
-def test_confusion_matrix_of_one_class() -> None:
-    draw(lambda axes: paint_confusion(axes, COUNTS[:1, :1], ["x"])).draw_without_rendering()
 
 
 DURATIONS = {0: "0.0 s", 2e-5: "20 µs", 0.00739: "7.39 ms", 0.9996: "1.0 s", 250: "4:10"}
@@ -181,16 +167,6 @@ def test_a_run_does_not_read_its_record(
     (run / "report.html").unlink()
     leave_report(str(run))
     assert read(run).text == written
-
-
-def test_memory_of_each_rank(tmp_path: Path) -> None:
-    output_of(*fork_app("fit", *SMALL, *WINDOWS, *on_cpu("ddp_fork", max_epochs=1, root=tmp_path)))
-    run = tmp_path / "x" / "version_0"
-    page = read(run)
-    assert page.title.endswith("on 80 test images after 1 epoch (ddp_fork, 2 × CPU)")
-    assert "20 = 2 × 10" in page.text
-    assert {len(point) for point in record_of(run)["course"]["memory_gib"]} == {3}
-    assert "A step on each rank: wait is for the others" in page.pictures
 
 
 USER_CODE = [

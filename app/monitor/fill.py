@@ -99,7 +99,8 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows) -> Non
     batches = trainer.num_training_batches
     record.steps_per_epoch = batches if batches < math.inf else None
     if windows.first_step is not None:
-        record.train_s = round(record.earlier_s + windows.seconds, 3)
+        seconds = windows.last_step - windows.first_step
+        record.train_s = round(record.earlier_s + seconds, 3)
     if record.epochs:
         record.train_loss = TrainLoss(record.epochs[-1].train_loss)
     loop = trainer.fit_loop.epoch_loop
@@ -120,8 +121,9 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows) -> Non
     if windows.rates:
         rates = windows.rates
         median = statistics.median(rates)
-        figures = [round(rate, 1) for rate in (median, min(rates), max(rates))]
-        record.throughput = Throughput(*figures, n=len(rates))
+        low = round(min(rates), 1)
+        high = round(max(rates), 1)
+        record.throughput = Throughput(round(median, 1), low, high, len(rates))
         if record.time_per_step is not None:
             step = 1000 * statistics.median(windows.samples_per_step) / median
             record.time_per_step = scaled(record.time_per_step, step, record.ranks)

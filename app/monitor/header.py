@@ -1,6 +1,5 @@
 """Header printed before training: network, images, devices, batch, optimizer and folder."""
 
-import inspect
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -16,11 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from app.data.module import ImageData
 from app.modules import ImageClassifier
-from app.modules.recipe import Recipe, rate
+from app.modules.recipe import rate
 from app.monitor.fill import fill_configuration, fill_model
 from app.monitor.loggers import trackers
 from app.record import Record
-from app.record.words import batch, network_and_images, threads, way_of_running
+from app.record.words import settings
 
 
 class Header(RichModelSummary):
@@ -52,17 +51,13 @@ def lines(trainer: Trainer, record: Record) -> Iterator[tuple[str, str]]:
         trainer: A trainer that has been set up.
         record: Record of the run.
     """
-    yield from network_and_images(record)
     device = trainer.strategy.root_device
+    name = device.type.upper()
     if device.type == "cuda":
-        yield "runs on", way_of_running(record, torch.cuda.get_device_name(device))
-    else:
-        yield "runs on", f"{way_of_running(record, device.type.upper())}, {threads(record)}"
-    if record.global_batch_size is not None:
-        text = batch(record)
-        if trainer.accumulate_grad_batches > 1:
-            text += f", {trainer.accumulate_grad_batches} of them for each step"
-        yield "batch", text
+        name = torch.cuda.get_device_name(device)
+    yield from settings(record, name)
+    if trainer.accumulate_grad_batches > 1:
+        yield "step", f"{trainer.accumulate_grad_batches} batches"
     name = "optimizer"
     for optimizer in trainer.optimizers:
         text = describe(optimizer)
@@ -71,56 +66,47 @@ def lines(trainer: Trainer, record: Record) -> Iterator[tuple[str, str]]:
                 text += f"; {_schedule(config.scheduler, config.interval)}"
         yield name, text
         name = ""  # the next lines continue this one
-    settings = _recipe(trainer.lightning_module, getattr(trainer, "datamodule", None))
-    if settings:
-        yield "recipe", ", ".join(f"{name} {value}" for name, value in settings.items())
-    yield "precision", str(record.precision)
+    recipe = _recipe(trainer.lightning_module, getattr(trainer, "datamodule", None))
+    if recipe:
+        yield "recipe", ", ".join(f"{name} {value}" for name, value in recipe.items())
     if trainer.logger is not None:  # not `trainer.log_dir`, which waits for all ranks
         yield "folder", str(trainer.logger.log_dir)
     for tracker in trackers(trainer.loggers):
         yield "tracked", tracker.where()
 
 
-RECIPE = (
-    "loss",
-    "label_smoothing",
-    "class_weights",
-    "no_decay",
-    "head_lr",
-    "norm_bias_lr",
-    "freeze",
-    "ema",
-)
+RECIPE = ("loss", "label_smoothing", "class_weights", "head_lr", "norm_bias_lr", "freeze", "ema")
 
 
 def _recipe(model: LightningModule, data: Any) -> dict[str, Any]:
     """Return the non-default settings of RECIPE, augmentation and class balancing, by flag name."""
-    settings: dict[str, Any] = {}
+    recipe: dict[str, Any] = {}
     if isinstance(model, ImageClassifier):
-        recipe = vars(model.recipe) | {"no_decay": ",".join(sorted(model.recipe.no_decay)) or None}
         for name in RECIPE:
-            if recipe[name] != inspect.signature(Recipe).parameters[name].default:
-                settings[name] = recipe[name]
-        settings["views"] = model.views
+            value = vars(model.recipe)[name]
+            if value not in ("cross_entropy", 1.0):  # defaults
+                recipe[name] = value
+        recipe["no_decay"] = ",".join(sorted(model.recipe.no_decay))
+        recipe["views"] = model.views
     if isinstance(data, ImageData):
-        settings["flip"] = "alternate" if data.alternate else data.transform.flip
-        settings["crop_padding"] = data.transform.crop_padding
-        settings["cutout"] = data.transform.cutout
-        settings["mixup"], settings["cutmix"] = data.mixing
-        settings["augment"] = " ".join(type(op).__name__ for op in data.augment)
-        settings["balance"] = data.balance
-    return {name: value for name, value in settings.items() if value}
+        recipe["flip"] = "alternate" if data.alternate else data.transform.flip
+        recipe["crop_padding"] = data.transform.crop_padding
+        recipe["cutout"] = data.transform.cutout
+        recipe["mixup"], recipe["cutmix"] = data.mixing
+        recipe["augment"] = " ".join(type(op).__name__ for op in data.augment)
+        recipe["balance"] = data.balance
+    return {name: value for name, value in recipe.items() if value}
 
 
 def describe(optimizer: Optimizer) -> str:
     """Format an optimizer and its first group's settings, such as `SGD, lr 0.1, momentum 0.9`."""
-    group = dict(optimizer.param_groups[0])
+    group = optimizer.param_groups[0]
     # the base rate, because a warm-up starts lower
-    group["lr"] = group.get("initial_lr", group["lr"])
-    texts = [type(optimizer).__name__]
-    for name in ("lr", "momentum", "betas", "weight_decay"):
+    base = float(group.get("initial_lr", group["lr"]))
+    texts = [type(optimizer).__name__, f"lr {base:g}"]
+    for name in ("momentum", "betas", "weight_decay"):
         if group.get(name):
-            texts.append(f"{name} {_number(group[name])}")
+            texts.append(f"{name} {group[name]}")
     return ", ".join(texts)
 
 
@@ -134,9 +120,3 @@ def _schedule(scheduler: Any, interval: str) -> str:
                 text += f", {warmup:,} of them warm-up"
             return text
     return f"{type(scheduler).__name__}, each {interval}"
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(_number, value))
-    return f"{float(value):g}"

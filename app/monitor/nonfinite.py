@@ -37,8 +37,6 @@ class NonFinite(Callback):
         self.since: int | None = None
         self.step: int | None = None
         self._losses: list[tuple[int, Tensor]] = []  # batch index and loss
-        self._window = 1
-        self._checked_step = 0
         self._last_batch = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -92,7 +90,7 @@ class NonFinite(Callback):
             finite = torch.stack([loss for _, loss in losses]).isfinite().flatten().tolist()
             if not all(finite):
                 first = losses[finite.index(False)][0] * trainer.world_size + trainer.global_rank
-        whole = int(_finite(weights))
+        whole = int(all(weight.isfinite().all() for weight in weights))
         if trainer.world_size > 1:
             checks = torch.tensor([first, whole], device=trainer.strategy.root_device)
             first, whole = trainer.strategy.reduce(checks, reduce_op="min").tolist()
@@ -117,8 +115,3 @@ class NonFinite(Callback):
             rank_zero_info(
                 f"{problem}: lower the learning rate, or take another --trainer.precision"
             )
-
-
-def _finite(tensors: Sequence[Tensor]) -> bool:
-    flags = [tensor.isfinite().all() for tensor in tensors]
-    return not flags or bool(torch.stack(flags).all())

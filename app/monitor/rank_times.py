@@ -14,7 +14,7 @@ import psutil
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, distributed
+from torch import distributed
 
 from app.launch.agree import gather_objects, host_group
 from app.monitor.series import Series
@@ -55,10 +55,8 @@ class RankTimes:
         self._slower: Counter[int] = Counter()
         self._named: set[int] = set()
         self._heard = 0
-        self._busy = self._own = self._delay = self._started = 0.0
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = None
-        self._pending: tuple[float, Tensor, Any] | None = None
         self._windows: deque[np.ndarray] = deque(maxlen=KEPT)  # times of each window: (ranks, 3)
 
     def connect(self, trainer: Trainer, watched: Any) -> None:
@@ -90,7 +88,7 @@ class RankTimes:
         return rows
 
     def share(self, trainer: Trainer, steps: list[Sequence[float]]) -> None:
-        """Finish the exchange of the previous window's figures, and start this window's.
+        """Gather and process the ranks' figures of a window. Collective.
 
         The figures are median step times, memory, and CPU times of the rank and its cores.
 
@@ -98,44 +96,35 @@ class RankTimes:
             trainer: The trainer.
             steps: Five points in time of each step, in seconds: end of the previous step, start of
                 the computation, last gradient ready, gradients averaged, end of the step. If empty,
-                no new exchange is started.
+                nothing happens.
         """
-        if self._pending is not None:
-            seconds, rows, answer = self._pending
-            self._pending = None
-            answer.wait()
-            self.hear(seconds, rows.tolist())
         if not steps:
             return
         ended, began, ready, averaged, now = np.array(steps).T
         wait = averaged - ready
         times = np.median([began - ended, now - began - wait, wait], axis=1)
         delay = core_wait_seconds()
+        device = trainer.strategy.root_device
+        memory = psutil.Process().memory_info().rss
+        if device.type == "cuda":
+            memory = torch.cuda.memory_reserved(device)
         figures = [
             *times.tolist(),
-            self._memory(trainer.strategy.root_device),
+            memory / GIB,
             busy_seconds(self._cores) - self._busy,
             own_seconds() - self._own,
             (delay - self._delay) / len(steps),
         ]
         self._delay = delay
-        elapsed = time.perf_counter() - self._started
-        if trainer.world_size == 1:
-            self.hear(elapsed, [figures])
-            return
-        rows = torch.empty(trainer.world_size, len(figures), dtype=torch.float64)
         mine = torch.tensor(figures, dtype=torch.float64)
-        answer = distributed.all_gather(list(rows), mine, self._group, async_op=True)
-        self._pending = (elapsed, rows, answer)
+        rows = mine.repeat(trainer.world_size, 1)
+        if trainer.world_size > 1:
+            distributed.all_gather(list(rows), mine, self._group)
+        self.hear(time.perf_counter() - self._started, rows.tolist())
 
     def forget(self) -> None:
         """Drop the stored step times, because each rank now has another number of shards."""
         self._windows.clear()
-
-    def _memory(self, device: torch.device) -> float:
-        if device.type == "cuda":
-            return torch.cuda.memory_reserved(device) / GIB
-        return psutil.Process().memory_info().rss / GIB
 
     def hear(self, seconds: float, rows: list[list[float]]) -> None:
         """Process a window's figures of all ranks.

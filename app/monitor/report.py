@@ -11,28 +11,29 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from torch import Tensor
+from torchvision.utils import make_grid
 
 from app.errors import one_line
+from app.monitor.loggers import read_rows
 from app.monitor.rank_times import RANK_PHASES, slow_ranks
 from app.record import PHASES, Record
 from app.record.words import (
-    batch,
     bottleneck,
     counted,
     duration,
-    network_and_images,
     percent,
+    settings,
     taken_cores,
-    threads,
+    time_taken,
     way_of_running,
 )
 from app.system import page
-from app.system.files import read_csv, whole, write_text
-from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, short, table
+from app.system.files import read_csv, write_text
+from app.system.page import Section, code, draw, draw_line, label_lines, plain, short, table
 
 MISTAKES = 5  # number of rows in each table of mistakes
 # the confusion matrix shows figures up to this number of classes, and the step chart is drawn up to
@@ -48,9 +49,6 @@ PHASE_COLOURS = {
     "optimizer": page.PURPLE,
     "rest": page.GREY,
 }
-BLUES = LinearSegmentedColormap.from_list(
-    "blues", [(0.18, 0.38, 0.79, 0.0), (0.18, 0.38, 0.79, 1.0)]
-)
 Figures = dict[str, Figure | bytes]  # a page's figures by name; bytes are a PNG file
 
 
@@ -139,16 +137,9 @@ def _images(record: Record, split: str, noun: str) -> str:
 
 def _facts(record: Record) -> list[tuple[str, str]]:
     """Return names and texts of the recorded settings and hardware."""
-    facts = list(network_and_images(record))
-    if record.strategy:
-        facts.append(("way of running", f"{way_of_running(record)}, {threads(record)}"))
-    if record.global_batch_size:
-        facts.append(("batch", batch(record)))
-    if record.precision:
-        facts.append(("precision", record.precision))
+    facts = list(settings(record))
     if record.setup_s and record.train_s is not None:
-        time = f"{duration(record.train_s)} of training, {duration(record.setup_s)} of set-up"
-        facts.append(("time", time))
+        facts.append(("time", time_taken(record)))
     if record.resumed_from:
         facts.append(("resumed from", record.resumed_from))
     machine = record.hardware
@@ -167,14 +158,12 @@ def _facts(record: Record) -> list[tuple[str, str]]:
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Read the rows of metrics.csv without their empty cells; no rows if the file is missing."""
-    if not path.exists():
-        return []
-    columns, *lines = read_csv(path) or [[]]
     rows = []
-    for line in lines:
-        cells = zip(columns, line, strict=False)
+    for row in read_rows(path):
         # Lightning names a metric `loss_epoch` if it is also logged at each step
-        rows.append({name.removesuffix("_epoch"): float(value) for name, value in cells if value})
+        rows.append(
+            {name.removesuffix("_epoch"): float(cell) for name, cell in row.items() if cell}
+        )
     return rows
 
 
@@ -231,7 +220,8 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
         names: Names of the classes.
     """
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    axes.imshow(shares, cmap=BLUES, vmin=0, vmax=1, interpolation="none", aspect="auto")
+    blue = ListedColormap([page.BLUE])
+    axes.imshow(shares, cmap=blue, alpha=shares, interpolation="none", aspect="auto")
     step = math.ceil(len(names) / CELLS)
     ticks = range(0, len(names), step)
     labels = [short(name, 16) for name in names[::step]]
@@ -248,12 +238,10 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
         axes.text(column, row, text, color=colour, fontsize=size, ha="center", va="center")
 
 
-def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
-    """Draw a confusion matrix, int (labels, predictions), as a PNG file."""
+def draw_confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> Figure:
+    """Draw a confusion matrix, int (labels, predictions), outside a page."""
     side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
-    figure = draw(lambda axes: paint_confusion(axes, matrix.numpy(), names), side, side, CONFUSION)
-    with whole(path) as file:
-        file.write(png(figure))
+    return draw(lambda axes: paint_confusion(axes, counts, names), side, side, CONFUSION)
 
 
 def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
@@ -261,19 +249,17 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
 
     An image with 2 or more than 3 channels is drawn in grey, from its first channel.
     """
-    lines = max(-(-len(rows) // 5), 1)
-    figure = Figure(figsize=(9, 2.1 * lines))
-    grid = figure.subplots(lines, 5, squeeze=False, gridspec_kw={"wspace": 0.1, "hspace": 0.35})
-    figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.19 / lines)
+    lines = max(math.ceil(len(rows) / 5), 1)
+    figure = Figure(figsize=(9, 2.1 * lines), layout="constrained")
+    grid = figure.subplots(lines, 5, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
     for axes, (image, caption) in zip(grid.flat, rows, strict=False):
         if len(image) not in (1, 3):
             image = image[:1]
-        if image.is_floating_point():  # rescale normalised pixels to 0…1
-            image = image.nan_to_num(0.0, 0.0, 0.0)
-            image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-9)
-        axes.imshow(image.expand(3, -1, -1).permute(1, 2, 0))
+        # grey to RGB; normalised pixels are rescaled to 0…1
+        image = make_grid(image.nan_to_num(0.0, 0.0, 0.0), normalize=image.is_floating_point())
+        axes.imshow(image.permute(1, 2, 0))
         # a grey that is readable on paper and on a dark screen
         axes.set_title(caption, fontsize=8, color="#767676", pad=3)
     return figure
@@ -286,21 +272,20 @@ def _mistakes(folder: Path, figures: Figures) -> str:
     (_, *names), *rows = read_csv(path)
     counts = np.array([row[1:] for row in rows], int)  # (labels, predictions)
     images = counts.sum(1)
-    recall = np.where(images > 0, counts.diagonal() / np.maximum(images, 1), np.inf)
     wrong = counts - np.diag(counts.diagonal())
     blocks = []
     if wrong.any():
         least = []
-        for label in recall.argsort(kind="stable")[:MISTAKES]:
-            if images[label]:
-                least.append((names[label], percent(recall[label]), f"{images[label]:,}"))
+        for label in np.flatnonzero(images):
+            least.append((counts[label, label] / images[label], names[label], images[label]))
         most = []
-        for place in (-wrong).argsort(axis=None, kind="stable")[:MISTAKES]:
-            label, predicted = np.unravel_index(place, wrong.shape)
-            if wrong[label, predicted]:
-                most.append((names[label], names[predicted], f"{wrong[label, predicted]:,}"))
-        blocks.append(table(["least recognised", "recall", "images"], least))
-        blocks.append(table(["most confused", "predicted as", "images"], most, words=(0, 1)))
+        for label, predicted in np.argwhere(wrong):
+            most.append((-wrong[label, predicted], names[label], names[predicted]))
+        rows = [[name, percent(recall), f"{count:,}"] for recall, name, count in sorted(least)]
+        blocks.append(table(["least recognised", "recall", "images"], rows[:MISTAKES]))
+        rows = [[label, predicted, f"{-count:,}"] for count, label, predicted in sorted(most)]
+        headers = ["most confused", "predicted as", "images"]
+        blocks.append(table(headers, rows[:MISTAKES], words=(0, 1)))
     figure = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
     blocks.append(_show(figures, "confusion", figure, CONFUSION))
     picture = folder / "most_wrong.png"
@@ -362,8 +347,7 @@ def stacked_bars(
     """Draw a stacked bar of phases in milliseconds for each row."""
     times = np.array([[getattr(row, phase) for row in rows] for phase in phases])  # (phases, rows)
     shares = times / np.maximum(times.sum(0), 1e-9)
-    room = axes.figure.get_figwidth() - 0.2 - 0.085 * max(map(len, labels))  # type: ignore[union-attr]
-    least = 0.33 / room * times.sum(0).max()  # a percentage is 0.33 inches wide
+    least = 0.1 * times.sum(0).max()  # room for a percentage
     ends = times.cumsum(0)
     for phase, widths, share, end in zip(phases, times, shares, ends, strict=True):
         colour = PHASE_COLOURS[phase]
@@ -373,7 +357,7 @@ def stacked_bars(
         written = [f"{part:.0%}" for part in share]
         for row in np.flatnonzero(widths < least):
             written[row] = ""
-        axes.bar_label(bars, written, label_type="center", color="white", fontsize=9)
+        axes.bar_label(bars, written, label_type="center", color="white", fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("milliseconds")
     axes.spines["left"].set_visible(False)

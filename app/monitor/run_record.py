@@ -3,7 +3,6 @@
 import itertools
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.data.batches import tensors
 from app.data.global_order import order_of
@@ -64,7 +64,6 @@ class RunRecord(Callback):
         self._open_epoch: Epoch | None = None
         self._validated = False
         self._learning_rate: float | None = None
-        self._write_failed = False
 
     # -- the run as a whole
     # ---------------------------------------------------------------------------------
@@ -161,10 +160,7 @@ class RunRecord(Callback):
         try:
             self.record.save(self.path)
         except OSError as error:
-            if not self._write_failed:
-                message = f"{self.path} cannot be written ({error.strerror}): training continues"
-                print(message, file=sys.stderr)
-            self._write_failed = True
+            rank_zero_warn(f"{self.path} cannot be written ({error.strerror}): training continues")
 
     # -- training
     # -------------------------------------------------------------------------------------------
@@ -225,7 +221,7 @@ class RunRecord(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restart the window that validation interrupted."""
         self._validated = not trainer.sanity_checking
-        self.windows.interrupt(trainer)
+        self.windows.begin_window(trainer)
         if trainer.state.fn == "validate":
             self.record.validation = metrics_of(trainer, "val")
 

@@ -1,11 +1,10 @@
 """Clock of training steps: data, compute and wait of every step, and all phases of a few steps."""
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -19,7 +18,7 @@ from app.monitor.rank_times import RankTimes
 from app.record import PHASES, Phases, RankTime
 from app.system.machine import time_when_done
 
-MEASURED = (*PHASES, "forward", "backward", "launch")
+MEASURED = (*PHASES, "forward", "backward", "launch")  # fields of `Phases`, in order; `n` follows
 # phase of each action that the loops report to the profiler, by the action's name
 ACTIONS = {
     "train_dataloader_next": "data",
@@ -117,9 +116,7 @@ class StepClock(Callback):
         if trainer.world_size > 1:
             # a hook costs time, so a single rank has none
             self.on_after_backward = self._on_averaged  # type: ignore[method-assign]
-            for parameter in pl_module.parameters():
-                if parameter.requires_grad:
-                    self._hook(parameter)
+            self._hook([each for each in pl_module.parameters() if each.requires_grad])
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer, *_: Any) -> None:
@@ -156,8 +153,7 @@ class StepClock(Callback):
         self._waited_since = self._ready
         # from the second step on, hook only the parameter whose gradient is the last
         if len(self._handles) > 1 and self._last_parameter is not None:
-            self._unhook()
-            self._hook(self._last_parameter)
+            self._hook([self._last_parameter])
 
     def _wait(self) -> float:
         """Return the seconds from the step's last gradient to its averaged gradients.
@@ -194,20 +190,19 @@ class StepClock(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Share the remaining step times with all ranks. Collective."""
-        self._unhook()
+        self._hook([])
         self._end_profile()
         time_when_done(trainer.strategy.root_device)
         self.ranks.share(trainer, self._seconds(self._last_window + self._steps))
-        self.ranks.share(trainer, [])
 
-    def _hook(self, parameter: Tensor) -> None:
-        handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
-        self._handles.append(handle)
-
-    def _unhook(self) -> None:
+    def _hook(self, parameters: Iterable[Tensor]) -> None:
+        """Note the time when a gradient of these parameters is ready, and of no other."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for parameter in parameters:
+            handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            self._handles.append(handle)
 
     # -- phases of a few steps
     # ------------------------------------------------------------------------------
@@ -217,11 +212,8 @@ class StepClock(Callback):
         """Median milliseconds of each phase; None if no step was profiled."""
         if not self._phases:
             return None
-        phases: dict[str, Any] = {}
-        for name in MEASURED:
-            seconds = statistics.median(step[name] for step in self._phases)
-            phases[name] = round(1000 * seconds, 4)
-        return Phases(n=len(self._phases), **phases)
+        seconds = np.median([[step[name] for name in MEASURED] for step in self._phases], axis=0)
+        return Phases(*(1000 * seconds).round(4).tolist(), len(self._phases))
 
     def _profile(self, trainer: Trainer) -> None:
         """Store a profiled step; start and stop the profiler at the right steps."""
@@ -251,12 +243,10 @@ def scaled(profiled: Phases, step: float, ranks: Sequence[RankTime]) -> Phases:
     known = {}
     if len(ranks) > 1 and ranks[0].data + ranks[0].wait < step:
         known = {"data": ranks[0].data, "communication": ranks[0].wait}
-    times = asdict(profiled)
-    rest = sum(times[phase] for phase in PHASES if phase not in known)
+    rest = profiled.step - sum(getattr(profiled, phase) for phase in known)
     scale = (step - sum(known.values())) / rest
-    for name in MEASURED:
-        times[name] = round(known.get(name, scale * times[name]), 4)
-    return Phases(**times)
+    times = [round(known.get(name, scale * getattr(profiled, name)), 4) for name in MEASURED]
+    return Phases(*times, profiled.n)
 
 
 def _recorded() -> torch.cuda.Event:

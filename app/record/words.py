@@ -56,8 +56,13 @@ def listed(names: Sequence[str]) -> str:
     return text
 
 
-def network_and_images(record: Record) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of the network, the images and their classes."""
+def settings(record: Record, device: str = "") -> Iterator[tuple[str, str]]:
+    """Yield names and texts of a run's settings, such as `("precision", "32-true")`.
+
+    Args:
+        record: The run record.
+        device: Name of a device; by default `CPU` or `GPU`.
+    """
     model = record.model
     data = record.data
     if model:
@@ -74,6 +79,12 @@ def network_and_images(record: Record) -> Iterator[tuple[str, str]]:
         ]
         yield "images", f"{data.name} ({data.place}): {', '.join(counts)}"
         yield "classes", listed(data.class_names)
+    if record.strategy:
+        yield "runs on", f"{way_of_running(record, device)}, {threads(record)}"
+    if record.global_batch_size:
+        yield "batch", batch(record)
+    if record.precision:
+        yield "precision", record.precision
 
 
 def percent(share: float) -> str:
@@ -124,6 +135,21 @@ def taken_cores(others: float | None, hardware: Hardware | None) -> str:
     return f"{others:.1f} of {hardware.cores} cores"
 
 
+def time_taken(record: Record) -> str:
+    """Format the seconds of a training and of its set-up, and its throughput."""
+    text = f"{duration(record.train_s or 0.0)} training"
+    if record.parts:
+        text += f" in {len(record.parts) + 1} parts"
+    text += f", {duration(record.setup_s or 0.0)} set-up"
+    speed = record.throughput
+    if speed.median:
+        text += f", {speed.median:,.0f} samples/s (median of {counted(speed.n, 'window')})"
+    taken = taken_cores(record.others_cores, record.hardware)
+    if taken:
+        text += f"; other programs took {taken}"
+    return text
+
+
 def bottleneck(
     milliseconds: Mapping[str, float], gpu: bool, placement: str | None, taken: str
 ) -> tuple[str, str]:
@@ -140,8 +166,8 @@ def bottleneck(
     """
     if taken and not gpu:
         return f"Other programs: {taken}", "again when they are done"
-    overheads = set(PHASES) - {"forward_backward"}
-    phase = max(sorted(overheads), key=milliseconds.__getitem__)
+    overheads = [phase for phase in PHASES if phase != "forward_backward"]
+    phase = max(overheads, key=milliseconds.__getitem__)
     step = sum(milliseconds[name] for name in PHASES)
     if milliseconds[phase] < OVERHEAD * step:
         phase = "forward_backward"
