@@ -39,7 +39,9 @@ class BatchShapes(Callback):
                 return
             shapes = self._replicas or {0: _shapes(args, output)}
             rank = trainer.global_rank
-            lines = [f"rank {rank}, replica {index}: {shapes[index]}" for index in sorted(shapes)]
+            lines = []
+            for index in sorted(shapes):
+                lines.append(f"rank {rank}, replica {index}: {shapes[index]}")
             if self._replicas:
                 lines.append(f"gathered: {list(output.shape)}")
             self._replicas = {}

@@ -61,8 +61,10 @@ def tracking_mode(flag: str | bool | None) -> str:
     Args:
         flag: Value of `--run.wandb`; YAML reads `on` and `off` as booleans.
     """
-    if isinstance(flag, bool):
-        flag = "offline" if flag else "off"
+    if flag is True:
+        flag = "offline"
+    elif flag is False:
+        flag = "off"
     variable = WANDB_MODES.get(os.environ.get("WANDB_MODE", ""))
     return min(filter(None, (flag, variable)), key=MODES.index, default="offline")
 
@@ -239,7 +241,10 @@ class MetricsFile(CSVLogger):
 
     def _rewrite(self, rows: Sequence[dict[str, Any]]) -> None:
         columns = sorted(set().union(*rows))
-        write_csv(self._path, [columns, *([row.get(name, "") for name in columns] for row in rows)])
+        lines = [columns]
+        for row in rows:
+            lines.append([row.get(name, "") for name in columns])
+        write_csv(self._path, lines)
         self._columns = columns
 
     @property

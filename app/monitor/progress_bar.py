@@ -56,7 +56,9 @@ class ProgressBar(RichProgressBar):
         """Return the logged metrics, samples/s, and the remaining time."""
         logged = super().get_metrics(trainer, pl_module)
         logged.pop("v_num", None)
-        shown = {name.removesuffix("_step"): value for name, value in logged.items()}
+        shown = {}
+        for name, value in logged.items():
+            shown[name.removesuffix("_step")] = value
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunRecord):
                 left = callback.windows.time_left(trainer)

@@ -281,11 +281,14 @@ def _mistakes(folder: Path, figures: Figures) -> str:
         most = []
         for label, predicted in np.argwhere(wrong):
             most.append((-wrong[label, predicted], names[label], names[predicted]))
-        rows = [[name, percent(recall), f"{count:,}"] for recall, name, count in sorted(least)]
-        blocks.append(table(["least recognised", "recall", "images"], rows[:MISTAKES]))
-        rows = [[label, predicted, f"{-count:,}"] for count, label, predicted in sorted(most)]
-        headers = ["most confused", "predicted as", "images"]
-        blocks.append(table(headers, rows[:MISTAKES], words=(0, 1)))
+        rows = []
+        for recall, name, count in sorted(least)[:MISTAKES]:
+            rows.append([name, percent(recall), f"{count:,}"])
+        blocks.append(table(["least recognised", "recall", "images"], rows))
+        rows = []
+        for count, label, predicted in sorted(most)[:MISTAKES]:
+            rows.append([label, predicted, f"{-count:,}"])
+        blocks.append(table(["most confused", "predicted as", "images"], rows, words=(0, 1)))
     figure = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
     blocks.append(_show(figures, "confusion", figure, CONFUSION))
     picture = folder / "most_wrong.png"

@@ -18,7 +18,7 @@ from app.monitor.rank_times import RankTimes
 from app.record import PHASES, Phases, RankTime
 from app.system.machine import time_when_done
 
-MEASURED = (*PHASES, "forward", "backward", "launch")  # fields of `Phases`, in order; `n` follows
+MEASURED = (*PHASES, "forward", "backward", "launch")
 # phase of each action that the loops report to the profiler, by the action's name
 ACTIONS = {
     "train_dataloader_next": "data",
@@ -65,7 +65,7 @@ class StepClock(Callback):
         self._handles: list[Any] = []
         self._last_parameter: Tensor | None = None
         self._seen = 0
-        self._phases: list[dict[str, float]] = []
+        self._phases: list[list[float]] = []  # seconds of each phase of MEASURED, by step
         self._profiler: _PhaseProfiler | None = None
 
     # -- watchdog
@@ -212,8 +212,9 @@ class StepClock(Callback):
         """Median milliseconds of each phase; None if no step was profiled."""
         if not self._phases:
             return None
-        seconds = np.median([[step[name] for name in MEASURED] for step in self._phases], axis=0)
-        return Phases(*(1000 * seconds).round(4).tolist(), len(self._phases))
+        seconds = np.median(self._phases, axis=0)
+        times: dict[str, Any] = dict(zip(MEASURED, (1000 * seconds).round(4).tolist(), strict=True))
+        return Phases(n=len(self._phases), **times)
 
     def _profile(self, trainer: Trainer) -> None:
         """Store a profiled step; start and stop the profiler at the right steps."""
@@ -245,8 +246,10 @@ def scaled(profiled: Phases, step: float, ranks: Sequence[RankTime]) -> Phases:
         known = {"data": ranks[0].data, "communication": ranks[0].wait}
     rest = profiled.step - sum(getattr(profiled, phase) for phase in known)
     scale = (step - sum(known.values())) / rest
-    times = [round(known.get(name, scale * getattr(profiled, name)), 4) for name in MEASURED]
-    return Phases(*times, profiled.n)
+    times: dict[str, Any] = {}
+    for name in MEASURED:
+        times[name] = round(known.get(name, scale * getattr(profiled, name)), 4)
+    return Phases(n=profiled.n, **times)
 
 
 def _recorded() -> torch.cuda.Event:
@@ -278,14 +281,14 @@ class _PhaseProfiler(PassThroughProfiler):
         self._spent = dict.fromkeys(MEASURED, 0.0)
         self._began = time_when_done(self.device)
 
-    def take(self) -> dict[str, float]:
-        """Return the seconds of each phase in the step that ends here, and start the next step."""
+    def take(self) -> list[float]:
+        """Return the seconds of MEASURED in the step that ends here, and start the next step."""
         spent = self._spent
         whole = time_when_done(self.device) - self._began
         spent["forward_backward"] = spent["forward"] + spent["backward"]
         spent["rest"] = max(whole - sum(spent[phase] for phase in PHASES), 0.0)
         self.restart()
-        return spent
+        return list(spent.values())
 
     def detach(self) -> None:
         if self.trainer.profiler is self:  # a callback may have set another one

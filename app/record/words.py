@@ -80,9 +80,18 @@ def settings(record: Record, device: str = "") -> Iterator[tuple[str, str]]:
         yield "images", f"{data.name} ({data.place}): {', '.join(counts)}"
         yield "classes", listed(data.class_names)
     if record.strategy:
-        yield "runs on", f"{way_of_running(record, device)}, {threads(record)}"
-    if record.global_batch_size:
-        yield "batch", batch(record)
+        text = f"{way_of_running(record, device)}, {counted(record.threads or 0, 'thread')}"
+        if record.world_size > 1:
+            text += " each"
+        yield "runs on", text
+    size = record.global_batch_size
+    if size:
+        text = f"{size:,}"
+        if record.replicas > 1:
+            text += f" = {record.replicas} × {size / record.replicas:g}"
+        if record.virtual_devices:
+            text += f", in {record.virtual_devices} shards"
+        yield "batch", text
     if record.precision:
         yield "precision", record.precision
 
@@ -106,25 +115,6 @@ def way_of_running(record: Record, device: str = "") -> str:
     text = f"{record.strategy}, {record.replicas} × {device}"
     if record.num_nodes > 1:
         text += f" on {record.num_nodes} nodes"
-    return text
-
-
-def threads(record: Record) -> str:
-    """Format the number of CPU threads: `1 thread`, or `2 threads each` for several processes."""
-    text = counted(record.threads or 0, "thread")
-    if record.world_size > 1:
-        text += " each"
-    return text
-
-
-def batch(record: Record) -> str:
-    """Format the global batch as replicas × share: `64 = 2 × 32`."""
-    size = record.global_batch_size or 0
-    text = f"{size:,}"
-    if record.replicas > 1:
-        text += f" = {record.replicas} × {size / record.replicas:g}"
-    if record.virtual_devices:
-        text += f", in {record.virtual_devices} shards"
     return text
 
 
