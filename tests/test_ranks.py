@@ -90,6 +90,7 @@ def test_chance_names_no_slow_rank(
     assert count == expected
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path) -> None:
     """The run reports the last rank as slow, during training and at the end."""
@@ -99,7 +100,13 @@ def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path) -> None:
     line = rf"rank {last} \(node \d\): \d+ % slower than the median, in data"
     assert len(re.findall(line, out)) >= 2, out
     assert "slow            rank" in out
-    *others, slow = record(tmp_path)["ranks"]
+    written = record(tmp_path)
+    assert {len(point) for point in written["course"]["memory_gib"]} == {1 + devices}
+    page = (tmp_path / "x" / "version_0" / "report.html").read_text()
+    assert f"(ddp_fork, {devices} × CPU)</title>" in page
+    assert f"20 = {devices} × {20 // devices}" in page
+    assert "A step on each rank: wait is for the others" in page
+    *others, slow = written["ranks"]
     assert [row["rank"] for row in others] == list(range(last))
     assert slow["data"] > 20
     for row in others:

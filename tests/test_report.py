@@ -14,22 +14,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from harness import (
-    QUIET,
-    App,
-    fork_app,
-    last_of,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    seen_colours,
-    tiny,
-)
+from harness import QUIET, App, fork_app, last_of, options, output_of, record_of, seen_colours, tiny
 from matplotlib.figure import Figure
 
-from app.monitor.course import MOST, Course
 from app.monitor.report import draw_images, leave_report, make_report, paint_confusion, stacked_bars
+from app.monitor.series import MOST, Series
 from app.monitor.summary import report
 from app.record import PHASES, Record
 from app.record.words import duration
@@ -72,17 +61,15 @@ def test_report_has_result_curves_and_settings(app: App, tmp_path: Path) -> None
     assert page.title == f"{accuracy} on 80 test images after 2 epochs (one CPU)"
     assert page.pictures == [
         "Loss; faint: each logging window",
-        "Accuracy, %",
-        "Learning rate",
-        "Confusion matrix: label against prediction",
+        "Accuracy",
+        "Confusion matrix: label against prediction, %",
         "Most confidently wrong",
         "Samples/s of each logging window",
-        "Memory of each rank, GiB",
         "Where the time of a step goes, on rank zero",
     ]
     for text in (
-        "CIFARCNN, LeNet, 62,006 parameters",
-        "Synthetic: 360 training, 40 validation, 80 test",
+        "LeNet, 62,006 parameters, 3 × 32 × 32 → 10 classes",
+        "Synthetic (CIFAR10): 360 to train, 40 to validate, 80 to test",
         "letter, wave",
         "most confused",
         record["command"],
@@ -131,6 +118,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         partial(stacked_bars, labels=[short(n, 28) for n in LONG], phases=PHASES, rows=STEPS)
     ),
     "4 classes": lambda: draw(lambda axes: paint_confusion(axes, COUNTS[:4, :4], LONG), 5.0, 4.6),
+    "1 class": lambda: draw(lambda axes: paint_confusion(axes, COUNTS[:1, :1], ["x"])),
     "20 classes": lambda: draw(lambda axes: paint_confusion(axes, COUNTS, 5 * LONG), 5.0, 4.6),
     "60 classes": lambda: draw(lambda axes: paint_confusion(axes, np.eye(60), 15 * LONG), 5.0, 4.6),
     "flat losses": lambda: draw_line(
@@ -153,10 +141,6 @@ def test_no_text_of_a_picture_is_cut_or_covers_another(name: str) -> None:
         text.get_window_extent() for axes in figure.axes for text in axes.texts if text.get_text()
     ]
     assert not [pair for pair in itertools.combinations(inside, 2) if pair[0].overlaps(pair[1])]
-
-
-def test_confusion_matrix_of_one_class() -> None:
-    draw(lambda axes: paint_confusion(axes, COUNTS[:1, :1], ["x"])).draw_without_rendering()
 
 
 DURATIONS = {0: "0.0 s", 2e-5: "20 µs", 0.00739: "7.39 ms", 0.9996: "1.0 s", 250: "4:10"}
@@ -183,17 +167,6 @@ def test_a_run_does_not_read_its_record(
     (run / "report.html").unlink()
     leave_report(str(run))
     assert read(run).text == written
-
-
-def test_memory_of_each_rank(tmp_path: Path) -> None:
-    output_of(*fork_app("fit", *SMALL, *WINDOWS, *on_cpu("ddp_fork", max_epochs=1, root=tmp_path)))
-    run = tmp_path / "x" / "version_0"
-    page = read(run)
-    assert page.title.endswith("on 80 test images after 1 epoch (ddp_fork, 2 × CPU)")
-    assert "20 = 2 × 10" in page.text
-    assert "The learning rate was 0.001 throughout." in page.text
-    assert {len(point) for point in record_of(run)["course"]["memory_gib"]} == {3}
-    assert "A step on each rank: wait is for the others" in page.pictures
 
 
 USER_CODE = [
@@ -303,7 +276,7 @@ def test_tables_hold_no_formulas(tmp_path: Path) -> None:
 
 def test_course_of_a_long_run_is_thinned() -> None:
     """The course of a long run has a limited number of points, evenly spaced."""
-    course = Course()
+    course = Series()
     for number in range(10 * MOST + 7):
         course.add(number, number)
     times = [seconds for seconds, _ in course.points]
@@ -311,7 +284,7 @@ def test_course_of_a_long_run_is_thinned() -> None:
     assert len({after - before for before, after in itertools.pairwise(times)}) == 1
     assert times[0] == 0
     assert times[-1] > 9.8 * MOST
-    wide = Course(1000)
+    wide = Series(1000)
     for number in range(MOST):
         wide.add(number, *[0.0] * 1000)
     assert len(wide.points) <= 20

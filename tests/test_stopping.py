@@ -126,8 +126,6 @@ def test_ctrl_c_in_first_epoch_can_resume(
     (part,) = record["parts"]
     assert (part["status"], part["error"], part["steps"]) == ("interrupted", "by Ctrl-C", 4)
     assert [row["epoch"] for row in record["epochs"]] == [0, 1]
-    times = [seconds for seconds, _ in record["course"]["samples_per_s"]]
-    assert times == sorted(times), "that of the whole training"
     assert (run / "report.html").is_file()
 
 

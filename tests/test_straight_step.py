@@ -479,7 +479,7 @@ class Pickles(Callback):
 
 
 PICKLED = {
-    "all callbacks": [*RECIPE, "--run.on_nonfinite", "skip", "--run.wandb", "offline"],
+    "all callbacks": [*RECIPE, "--run.wandb", "offline"],
     "Lightning's loop": options(loop="lightning"),
     "virtual devices": options(virtual_devices=2),
     "dp": options(strategy="dp", devices=2),

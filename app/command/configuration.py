@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace, capture_parser
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import app.data
@@ -26,7 +27,7 @@ from app.command.run_options import LimitedTrainer, Run, requested_checkpoint
 from app.errors import ExitStatus, UserError, one_line
 from app.launch.rendezvous import Cluster
 from app.modules.weights import checkpoint_of, image_settings
-from app.monitor.loggers import RateMonitor, SaveConfig
+from app.monitor.loggers import SaveConfig
 from app.system.torch_files import check_exists
 from app.system.trust import trust_flags
 from app.training import register_strategies
@@ -117,7 +118,7 @@ class Flags(LightningCLI):
         parser.add_class_arguments(Cluster, "cluster")
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
-        parser.add_lightning_class_args(RateMonitor, "lr_monitor")
+        parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
         for name in PAGES:
             parser.add_argument(f"--{name}", action=HelpPage)
         parser.add_argument(FLAG, type=str | None)

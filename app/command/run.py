@@ -202,7 +202,8 @@ def add_record(cli: Flags, decided: dict[str, Any]) -> RunRecord:
     mode = tracking_mode(run.wandb) if cli.command == "fit" else "off"
     folder = Path(run.root, decided["folder"])
     tracker = earlier and earlier.tracker
-    loggers = make_loggers(folder, mode, run.project, run.group, run.tags, tracker)
+    sorting = {"project": run.project, "group": run.group, "tags": run.tags}
+    loggers = make_loggers(folder, mode, tracker, **sorting)
     trainer.loggers = loggers + trainer.loggers
     recorder = next(each for each in trainer.callbacks if isinstance(each, RunRecord))
     recorder.record.resumed_from = decided["checkpoint"]

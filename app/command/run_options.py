@@ -38,9 +38,8 @@ class Run:
         tags: Tags of the run in Weights & Biases.
         top_k: Number of classes per image in predictions.csv, most likely first.
         warmup_epochs: Epochs excluded from the throughput in run.json.
-        on_nonfinite: Reaction to an infinite or NaN loss: `stop` before the next checkpoint, `warn`
-            and continue, or `skip` updates with non-finite gradients, at the cost of a device read
-            per step.
+        on_nonfinite: Reaction to an infinite or NaN loss: `stop` before the next checkpoint, or
+            `warn` and continue.
         threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal share of the
             cores.
         virtual_devices: Train as if on this many devices, with bitwise equal results on 1 to this
@@ -63,7 +62,7 @@ class Run:
     tags: list[str] | None = None
     top_k: PositiveInt = 1
     warmup_epochs: NonNegativeInt = 0
-    on_nonfinite: Literal["stop", "warn", "skip"] = "stop"
+    on_nonfinite: Literal["stop", "warn"] = "stop"
     threads: PositiveInt | Literal["auto"] = "auto"
     virtual_devices: PositiveInt | None = None
     balance: bool = False

@@ -32,7 +32,6 @@ class Balance(Callback):
         order = order_of(trainer.train_dataloader)
         if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
             return
-        self.ranks.share(trainer, [])  # finish the exchange of the last window's times
         tree = loop.sums.tree
         rows = self.ranks.ranks
         if not rows:

@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from app.data.batches import tensors
 from app.launch.agree import gather_objects
 from app.training import DataParallelStrategy
 
@@ -14,8 +15,7 @@ class BatchShapes(Callback):
     """Callback that prints the shapes of each replica's input and output, when they are new.
 
     The shapes show how a global batch is split. Under `dp`, another line shows the gathered output.
-    In a run of one process, new shapes are printed immediately. In a run of several processes, rank
-    zero prints all ranks' new shapes at the end of each epoch.
+    Rank zero prints all ranks' new shapes at the end of each epoch.
     """
 
     def __init__(self) -> None:
@@ -29,37 +29,34 @@ class BatchShapes(Callback):
         if self._handles:
             return
 
-        def on_replica(replica: Any, args: Any, kwargs: Any, output: Any) -> None:
-            self._replicas[replica.index] = _shapes(args, kwargs, output)
+        def on_replica(replica: Any, args: Any, output: Any) -> None:
+            self._replicas[replica.index] = _shapes(args, output)
 
-        def on_module(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        def on_module(module: Any, args: Any, output: Any) -> None:
             # under DDP, Lightning calls `training_step` through the module's forward pass; skip its
             # output, a loss
             if not isinstance(output, Tensor) or not output.ndim:
                 return
-            shapes = self._replicas or {0: _shapes(args, kwargs, output)}
+            shapes = self._replicas or {0: _shapes(args, output)}
+            rank = trainer.global_rank
             lines = []
-            for index, text in sorted(shapes.items()):
-                lines.append(f"rank {trainer.global_rank}, replica {index}: {text}")
+            for index in sorted(shapes):
+                lines.append(f"rank {rank}, replica {index}: {shapes[index]}")
             if self._replicas:
                 lines.append(f"gathered: {list(output.shape)}")
             self._replicas = {}
             if tuple(lines) not in self._seen:
                 self._seen.add(tuple(lines))
                 self._new += lines
-                if trainer.world_size == 1:
-                    self._print(trainer)
 
-        self._handles = [pl_module.register_forward_hook(on_module, with_kwargs=True)]
+        self._handles = [pl_module.register_forward_hook(on_module)]
         if isinstance(trainer.strategy, DataParallelStrategy):
             assert trainer.strategy.replica is not None
-            self._handles.append(
-                trainer.strategy.replica.register_forward_hook(on_replica, with_kwargs=True)
-            )
+            self._handles.append(trainer.strategy.replica.register_forward_hook(on_replica))
 
     on_fit_start = on_validation_start = on_test_start = on_predict_start = _watch
 
-    def _print(self, trainer: Trainer, pl_module: LightningModule | None = None) -> None:
+    def _print(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print new shapes of all ranks, in order of rank. Collective."""
         for lines in gather_objects(self._new):
             if trainer.is_global_zero and lines:
@@ -79,8 +76,6 @@ class BatchShapes(Callback):
         self._handles = []
 
 
-def _shapes(args: Any, kwargs: Any, output: Any) -> str:
-    first = next(
-        (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), output
-    )
+def _shapes(args: Any, output: Tensor) -> str:
+    first, *_ = [*tensors(args), output]
     return f"input {list(first.shape)} -> output {list(output.shape)}"

@@ -55,8 +55,15 @@ def fill_configuration(record: Record, trainer: Trainer) -> None:
         record.virtual_devices = loop.virtual_devices
     data = getattr(trainer, "datamodule", None)
     if isinstance(data, ImageData):
-        names = list(map(str, data.class_names))
-        record.data = DataSet(type(data).__name__, data.num_classes, dict(data.counts), names)
+        place = getattr(data.source, "root", None) or getattr(data.source, "like", "")
+        record.data = DataSet(
+            type(data).__name__,
+            data.num_classes,
+            dict(data.counts),
+            list(map(str, data.class_names)),
+            list(data.image_shape),
+            str(place),
+        )
         record.placement = data.placement
         record.images_left_out = data.left_out
         record.files_left_out = dict(data.files_left_out)
@@ -67,7 +74,8 @@ def fill_configuration(record: Record, trainer: Trainer) -> None:
 
 def fill_model(record: Record, trainer: Trainer, module: LightningModule) -> None:
     """Fill in the model and how it is executed."""
-    record.model = Model(type(module).__name__, count_parameters(module))
+    trainable = count_parameters(module, trainable=True)
+    record.model = Model(type(module).__name__, count_parameters(module), trainable)
     if isinstance(module, ImageClassifier):
         record.model.name += f", {title(module.network_name)}"
         executed = module.executed
@@ -79,21 +87,20 @@ def fill_model(record: Record, trainer: Trainer, module: LightningModule) -> Non
     record.fused = any(group.get("fused") for group in groups)
 
 
-def fill_measurements(record: Record, trainer: Trainer, windows: Windows, before: Course) -> None:
+def fill_measurements(record: Record, trainer: Trainer, windows: Windows) -> None:
     """Fill in steps, times, throughput and losses so far.
 
     Args:
         record: The record, with its epochs.
         trainer: The trainer.
         windows: Logging windows since training began or was resumed.
-        before: Time series before training was resumed.
     """
-    earlier = record.earlier_s
     record.steps = trainer.global_step
     batches = trainer.num_training_batches
     record.steps_per_epoch = batches if batches < math.inf else None
     if windows.first_step is not None:
-        record.train_s = round(earlier + windows.seconds, 3)
+        seconds = windows.last_step - windows.first_step
+        record.train_s = round(record.earlier_s + seconds, 3)
     if record.epochs:
         record.train_loss = TrainLoss(record.epochs[-1].train_loss)
     loop = trainer.fit_loop.epoch_loop
@@ -101,19 +108,16 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows, before
     record.loop = "lightning" if record.loop_reason else "straight"
     if isinstance(loop, ShardedLoop) and loop.sums is not None:
         record.shards = loop.sums.tree.shares
-    course = _continued(before.samples_per_s, windows.course.points, earlier)
-    record.course = Course(course, before.memory_gib)
+    record.course = Course(windows.course.points)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, NonFinite):
             record.not_finite_since = callback.since
             record.not_finite_step = callback.step
-            record.skipped_steps = callback.skipped
         elif isinstance(callback, StepClock):
-            ranks = callback.ranks
             record.time_per_step = callback.time_per_step
-            record.ranks = ranks.ranks
-            record.others_cores = ranks.others_cores
-            record.course.memory_gib = _continued(before.memory_gib, ranks.memory.points, earlier)
+            record.ranks = callback.ranks.ranks
+            record.others_cores = callback.ranks.others_cores
+            record.course.memory_gib = callback.ranks.memory.points
     if windows.rates:
         rates = windows.rates
         median = statistics.median(rates)
@@ -123,22 +127,6 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows, before
         if record.time_per_step is not None:
             step = 1000 * statistics.median(windows.samples_per_step) / median
             record.time_per_step = scaled(record.time_per_step, step, record.ranks)
-
-
-def _continued(
-    before: list[list[float]], points: list[list[float]], earlier: float
-) -> list[list[float]]:
-    """Append the points since the resume to the earlier points.
-
-    Args:
-        before: Points before the resume, each as seconds and values.
-        points: Points since the resume.
-        earlier: Seconds of training before the resume.
-    """
-    later = [[round(seconds + earlier, 4), *values] for seconds, *values in points]
-    if before and later and len(before[0]) != len(later[0]):  # another number of ranks
-        return later
-    return [*before, *later]
 
 
 def metrics_of(trainer: Trainer, split: str) -> Metrics:

@@ -1,6 +1,5 @@
 """Header printed before training: network, images, devices, batch, optimizer and folder."""
 
-import inspect
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -11,18 +10,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichModelSummary
 from rich import get_console
 from rich.text import Text
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from app.data.module import ImageData
 from app.modules import ImageClassifier
-from app.modules.networks import count_parameters, title
-from app.modules.recipe import Recipe, rate
-from app.monitor.fill import fill_configuration
+from app.modules.recipe import rate
+from app.monitor.fill import fill_configuration, fill_model
 from app.monitor.loggers import trackers
 from app.record import Record
-from app.record.words import batch, listed, threads, way_of_running
+from app.record.words import settings
 
 
 class Header(RichModelSummary):
@@ -32,65 +29,35 @@ class Header(RichModelSummary):
         super().__init__(max_depth=3)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Store the network's description before the strategy converts or shards the network."""
-        network: nn.Module = pl_module
-        name = type(pl_module).__name__
-        if isinstance(pl_module, ImageClassifier):
-            network = pl_module.network
-            name = title(pl_module.network_name)
-        self._network = f"{name}, {counted(network)}"
+        """Fill a record before the strategy converts or shards the network."""
+        if stage == "fit" and trainer.is_global_zero:
+            self._record = Record()
+            fill_configuration(self._record, trainer)
+            fill_model(self._record, trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the header."""
         if trainer.is_global_zero:
-            for name, text in lines(trainer, self._network):
+            for name, text in lines(trainer, self._record):
                 get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
         if "APP_DEBUG" in os.environ:
             super().on_fit_start(trainer, pl_module)
 
 
-def counted(network: nn.Module) -> str:
-    """Format a network's number of parameters, such as `1,000 parameters, 10 of them trainable`."""
-    total = count_parameters(network)
-    trainable = count_parameters(network, trainable=True)
-    text = f"{total:,} parameters"
-    if trainable < total:
-        text += f", {trainable:,} of them trainable"
-    return text
-
-
-def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
+def lines(trainer: Trainer, record: Record) -> Iterator[tuple[str, str]]:
     """Yield each line of the header as a name and a text, such as `("precision", "32-true")`.
 
     Args:
         trainer: A trainer that has been set up.
-        network: Description of the network.
+        record: Record of the run.
     """
-    record = Record()
-    fill_configuration(record, trainer)
-    data = getattr(trainer, "datamodule", None)
-    if isinstance(data, ImageData):
-        shape = " × ".join(map(str, data.image_shape))
-        yield "network", f"{network}, {shape} → {data.num_classes} classes"
-        place = getattr(data.source, "root", None) or getattr(data.source, "like", "")
-        counts = []
-        for split, verb in (("train", "train"), ("val", "validate")):
-            if data.counts.get(split):
-                counts.append(f"{data.counts[split]:,} to {verb}")
-        yield "images", f"{type(data).__name__} ({place}): {', '.join(counts)}"
-        yield "classes", listed(data.class_names)
-    else:
-        yield "network", network
     device = trainer.strategy.root_device
+    name = device.type.upper()
     if device.type == "cuda":
-        yield "runs on", way_of_running(record, torch.cuda.get_device_name(device))
-    else:
-        yield "runs on", f"{way_of_running(record, device.type.upper())}, {threads(record)}"
-    if record.global_batch_size is not None:
-        text = batch(record)
-        if trainer.accumulate_grad_batches > 1:
-            text += f", {trainer.accumulate_grad_batches} of them for each step"
-        yield "batch", text
+        name = torch.cuda.get_device_name(device)
+    yield from settings(record, name)
+    if trainer.accumulate_grad_batches > 1:
+        yield "step", f"{trainer.accumulate_grad_batches} batches"
     name = "optimizer"
     for optimizer in trainer.optimizers:
         text = describe(optimizer)
@@ -99,56 +66,47 @@ def lines(trainer: Trainer, network: str) -> Iterator[tuple[str, str]]:
                 text += f"; {_schedule(config.scheduler, config.interval)}"
         yield name, text
         name = ""  # the next lines continue this one
-    settings = _recipe(trainer.lightning_module, data)
-    if settings:
-        yield "recipe", ", ".join(f"{name} {value}" for name, value in settings.items())
-    yield "precision", str(record.precision)
+    recipe = _recipe(trainer.lightning_module, getattr(trainer, "datamodule", None))
+    if recipe:
+        yield "recipe", ", ".join(f"{name} {value}" for name, value in recipe.items())
     if trainer.logger is not None:  # not `trainer.log_dir`, which waits for all ranks
         yield "folder", str(trainer.logger.log_dir)
     for tracker in trackers(trainer.loggers):
         yield "tracked", tracker.where()
 
 
-RECIPE = (
-    "loss",
-    "label_smoothing",
-    "class_weights",
-    "no_decay",
-    "head_lr",
-    "norm_bias_lr",
-    "freeze",
-    "ema",
-)
+RECIPE = ("loss", "label_smoothing", "class_weights", "head_lr", "norm_bias_lr", "freeze", "ema")
 
 
 def _recipe(model: LightningModule, data: Any) -> dict[str, Any]:
     """Return the non-default settings of RECIPE, augmentation and class balancing, by flag name."""
-    settings: dict[str, Any] = {}
+    recipe: dict[str, Any] = {}
     if isinstance(model, ImageClassifier):
-        recipe = vars(model.recipe) | {"no_decay": ",".join(sorted(model.recipe.no_decay)) or None}
         for name in RECIPE:
-            if recipe[name] != inspect.signature(Recipe).parameters[name].default:
-                settings[name] = recipe[name]
-        settings["views"] = model.views
+            value = vars(model.recipe)[name]
+            if value not in ("cross_entropy", 1.0):  # defaults
+                recipe[name] = value
+        recipe["no_decay"] = ",".join(sorted(model.recipe.no_decay))
+        recipe["views"] = model.views
     if isinstance(data, ImageData):
-        settings["flip"] = "alternate" if data.alternate else data.transform.flip
-        settings["crop_padding"] = data.transform.crop_padding
-        settings["cutout"] = data.transform.cutout
-        settings["mixup"], settings["cutmix"] = data.mixing
-        settings["augment"] = " ".join(type(op).__name__ for op in data.augment)
-        settings["balance"] = data.balance
-    return {name: value for name, value in settings.items() if value}
+        recipe["flip"] = "alternate" if data.alternate else data.transform.flip
+        recipe["crop_padding"] = data.transform.crop_padding
+        recipe["cutout"] = data.transform.cutout
+        recipe["mixup"], recipe["cutmix"] = data.mixing
+        recipe["augment"] = " ".join(type(op).__name__ for op in data.augment)
+        recipe["balance"] = data.balance
+    return {name: value for name, value in recipe.items() if value}
 
 
 def describe(optimizer: Optimizer) -> str:
     """Format an optimizer and its first group's settings, such as `SGD, lr 0.1, momentum 0.9`."""
-    group = dict(optimizer.param_groups[0])
+    group = optimizer.param_groups[0]
     # the base rate, because a warm-up starts lower
-    group["lr"] = group.get("initial_lr", group["lr"])
-    texts = [type(optimizer).__name__]
-    for name in ("lr", "momentum", "betas", "weight_decay"):
+    base = float(group.get("initial_lr", group["lr"]))
+    texts = [type(optimizer).__name__, f"lr {base:g}"]
+    for name in ("momentum", "betas", "weight_decay"):
         if group.get(name):
-            texts.append(f"{name} {_number(group[name])}")
+            texts.append(f"{name} {group[name]}")
     return ", ".join(texts)
 
 
@@ -162,9 +120,3 @@ def _schedule(scheduler: Any, interval: str) -> str:
                 text += f", {warmup:,} of them warm-up"
             return text
     return f"{type(scheduler).__name__}, each {interval}"
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(_number, value))
-    return f"{float(value):g}"

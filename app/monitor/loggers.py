@@ -9,14 +9,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
@@ -27,7 +24,6 @@ from app.errors import UserError, one_line
 from app.record import Record
 from app.system.files import read_csv, whole, write_csv
 from app.system.lightning_patches import open_experiment, tracker_settings
-from app.system.patches import expects
 from app.system.wandb_patches import forget_run
 
 MODES = ("off", "offline", "online")  # tracking modes, the most private first
@@ -43,9 +39,10 @@ WANDB_MODES = {
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
     """Wrap a tracker's method so that an exception ends tracking with a warning, not training."""
 
+    @rank_zero_only
     @wraps(method)
     def call(self: "Tracker", *args: Any, **kwargs: Any) -> None:
-        if getattr(rank_zero_only, "rank", 0) != 0 or self.failed:
+        if self.failed:
             return
         try:
             method(self, *args, **kwargs)
@@ -120,11 +117,7 @@ class Tracker(WandbLogger):
             self.mode = "offline"
         os.environ["WANDB_DIR"] = folder  # spawned processes attach to the run in this folder
         settings = wandb.Settings(
-            init_timeout=20,
-            finish_timeout=20,
-            finish_timeout_raises=True,
-            silent=True,
-            console="off",
+            init_timeout=20, finish_timeout=20, finish_timeout_raises=True, console="off"
         )
         options |= {"id": self.id, "resume": "allow" if resumed else None, "settings": settings}
         super().__init__(save_dir=run_dir, mode=self.mode, **options)
@@ -200,8 +193,7 @@ class Tracker(WandbLogger):
     def log_comparison(self, table: Any, pictures: dict[str, Path]) -> None:
         """Log the table (a DataFrame) and the pictures of a comparison."""
         self.log_table("results", dataframe=table)
-        for title, path in pictures.items():
-            self.log_image(path.stem, [str(path)], caption=[title])
+        self.log_pictures(pictures.values())
 
     def finish(self) -> None:
         """Finish the run, and upload the remaining data."""
@@ -220,6 +212,18 @@ def trackers(loggers: Iterable[Logger]) -> list[Tracker]:
     return [logger for logger in loggers if isinstance(logger, Tracker)]
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Read the rows of a metrics.csv; no rows if the file is missing.
+
+    Raises:
+        OSError: When the file cannot be read.
+    """
+    if not path.exists():
+        return []
+    columns, *rows = read_csv(path) or [[]]
+    return [dict(zip(columns, row, strict=False)) for row in rows]
+
+
 class MetricsFile(CSVLogger):
     """CSV logger that continues the file of a resumed training, and survives a full disk.
 
@@ -234,27 +238,14 @@ class MetricsFile(CSVLogger):
         self._path = folder / "metrics.csv"
         self._columns: list[str] = []  # of the file, once this process has written it
         self._logged: list[dict[str, Any]] = []  # rows to write
-        self._failed = False
 
-    def _rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the file.
-
-        Raises:
-            UserError: When the file cannot be read.
-        """
-        try:
-            columns, *rows = read_csv(self._path) or [[]]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise UserError(
-                f"{self._path} cannot be read ({error.strerror}): give another --run.name"
-            ) from error
-        return [dict(zip(columns, row, strict=False)) for row in rows]
-
-    def _write(self, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-        lines = [[row.get(column, "") for column in columns] for row in rows]
-        write_csv(self._path, [columns, *lines])
+    def _rewrite(self, rows: Sequence[dict[str, Any]]) -> None:
+        columns = sorted(set().union(*rows))
+        lines = [columns]
+        for row in rows:
+            lines.append([row.get(name, "") for name in columns])
+        write_csv(self._path, lines)
+        self._columns = columns
 
     @property
     def experiment(self) -> Any:
@@ -279,63 +270,37 @@ class MetricsFile(CSVLogger):
         rows = self._logged
         if not rows:
             return
-        columns = sorted(set(self._columns).union(*rows))
         size = 0
         try:
-            if columns == self._columns and self._path.exists():
+            if self._path.exists() and set().union(*rows) <= set(self._columns):
                 size = self._path.stat().st_size
                 with self._path.open("a", newline="") as file:
-                    csv.DictWriter(file, columns).writerows(rows)
+                    csv.DictWriter(file, self._columns).writerows(rows)
             else:
-                rows = [*self._rows(), *rows]
-                columns = sorted(set(columns).union(*rows))
-                self._write(rows, columns)
-            self._columns = columns
+                self._rewrite([*read_rows(self._path), *rows])
             self._logged = []
         except OSError as error:
             if size:
                 with suppress(OSError):
                     os.truncate(self._path, size)
-            if not self._failed:
-                rank_zero_info(
-                    f"{self._path} cannot be written ({error.strerror}): training continues"
-                )
-            self._failed = True
+            rank_zero_warn(f"{self._path} cannot be written ({error.strerror}): training continues")
 
     def finalize(self, status: str) -> None:
         """Write the remaining rows."""
         self.save()
 
     def go_back(self, step: int) -> None:
-        """Drop the rows from `step` on, because training resumes at this step."""
-        rows = self._rows()
-        if rows:
-            self._write([row for row in rows if int(row["step"]) < step], list(rows[0]))
+        """Drop the rows from `step` on, because training resumes at this step.
 
-
-@expects(f"{LearningRateMonitor.__module__}:LearningRateMonitor._extract_stats")
-class RateMonitor(LearningRateMonitor):
-    """Learning rate monitor that logs a rate per window only if a scheduler changes it per step.
-
-    Otherwise it logs once per epoch, because each log reads the metrics from the device.
-    """
-
-    def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        """Choose the interval, unless the user did."""
-        super().on_train_start(trainer, *args, **kwargs)
-        by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
-        if self.logging_interval is None and not by_step:
-            self.logging_interval = "epoch"
-
-    def _extract_stats(self, trainer: Any, interval: str) -> dict[str, float]:
-        """Keep the rates on the host, because copying each one to a GPU would wait for the GPU."""
-        on_host: Any = SimpleNamespace(
-            strategy=SimpleNamespace(root_device=torch.device("cpu")),
-            lr_scheduler_configs=trainer.lr_scheduler_configs,
-            optimizers=trainer.optimizers,
-            callback_metrics=trainer.callback_metrics,
-        )
-        return super()._extract_stats(on_host, interval)
+        Raises:
+            UserError: When the file cannot be read or written.
+        """
+        try:
+            self._rewrite([row for row in read_rows(self._path) if int(row["step"]) < step])
+        except OSError as error:
+            raise UserError(
+                f"{self._path} cannot be changed ({error.strerror}): give another --run.name"
+            ) from error
 
 
 class SaveConfig(SaveConfigCallback):
@@ -388,27 +353,19 @@ def claim_version(folder: Path, what: str = "version") -> Path:
     Raises:
         UserError: When the folder cannot be created.
     """
-    for attempt in range(100):
+    for _ in range(100):
         directory = folder / next_version(str(folder.parent), folder.name, what)
         try:
             directory.mkdir(parents=True)
-            break
+            return directory
         except OSError as error:
             # retry: another run created the same folder, or a rejected run removed the empty parent
-            if attempt == 99 or not isinstance(error, FileExistsError | FileNotFoundError):
-                raise UserError(
-                    f"{directory} cannot be created ({error.strerror}): give another --run.root"
-                ) from error
-    return directory
+            reason = error.strerror
+    raise UserError(f"{directory} cannot be created ({reason}): give another --run.root")
 
 
 def make_loggers(
-    folder: Path,
-    mode: str,
-    project: str,
-    group: str | None,
-    tags: Sequence[str] | None,
-    resumed: str | None = None,
+    folder: Path, mode: str, resumed: str | None = None, **options: Any
 ) -> list[Logger]:
     """Return the CSV logger and, unless `mode` is `off`, the tracker.
 
@@ -417,17 +374,14 @@ def make_loggers(
     Args:
         folder: Directory of the run.
         mode: `off`, `offline` or `online`.
-        project: Project of the wandb run.
-        group: Group of the wandb run.
-        tags: Tags of the wandb run.
         resumed: Id of an earlier wandb run to continue.
+        options: Project, group and tags of the wandb run.
     """
     loggers: list[Logger] = [MetricsFile(folder)]
     if mode != "off":
         name = f"{folder.parent.name}/{folder.name}"
-        options = {"name": name, "project": project, "group": group, "tags": tags}
         try:
-            loggers.append(Tracker(str(folder), mode, resumed, **options))
+            loggers.append(Tracker(str(folder), mode, resumed, name=name, **options))
         except Exception as error:
             reason = one_line(str(error))
             rank_zero_warn(

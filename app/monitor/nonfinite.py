@@ -18,33 +18,25 @@ NONE = 2**62
 
 
 class NonFinite(Callback):
-    """Callback that detects non-finite losses and weights, and stops, warns, or skips updates.
+    """Callback that detects non-finite losses and weights, and stops or warns.
 
     Each rank keeps the losses on the device. It reads them at the end of a logging window or an
     epoch, and before a checkpoint is written. The action `stop` also checks the weights before they
-    are saved. The action `skip` checks gradients on each step, too, with an all-reduce of one
-    number; in float16, the gradient scaler does this instead.
+    are saved.
 
     Args:
-        action: `stop` ends the run with an error; `warn` warns once; `skip` skips updates with
-            non-finite gradients, on all ranks.
+        action: `stop` ends the run with an error; `warn` warns once.
 
     Attributes:
         since: First epoch with a non-finite loss, counted from 0; set only by the action `warn`.
         step: First step with a non-finite loss, counted from 1.
-        skipped: Number of skipped updates; 0 in float16, where the gradient scaler skips them.
     """
 
-    def __init__(self, action: Literal["stop", "warn", "skip"]) -> None:
+    def __init__(self, action: Literal["stop", "warn"]) -> None:
         self.action = action
         self.since: int | None = None
         self.step: int | None = None
-        self.skipped = 0
-        if action == "skip":
-            self.on_before_optimizer_step = self._skip  # type: ignore[method-assign]
         self._losses: list[tuple[int, Tensor]] = []  # batch index and loss
-        self._window = 1
-        self._checked_step = 0
         self._last_batch = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,25 +75,6 @@ class NonFinite(Callback):
                         weights.append(value)
             self._check(trainer, weights)
 
-    def _skip(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Skip an update with non-finite gradients by setting all gradients to None."""
-        if getattr(trainer.precision_plugin, "scaler", None):  # the scaler skips the update
-            return
-        gradients = []
-        for group in optimizer.param_groups:
-            gradients += [p.grad for p in group["params"] if p.grad is not None]
-        bad = torch.tensor(
-            not _finite(gradients), dtype=torch.int64, device=trainer.strategy.root_device
-        )
-        if int(trainer.strategy.reduce(bad, reduce_op="max")):
-            optimizer.zero_grad(set_to_none=True)
-            self.skipped += 1
-            if self.skipped == 1:
-                step = trainer.global_step + 1
-                rank_zero_info(
-                    f"the gradients of step {step} are not finite: skipping such steps from here on"
-                )
-
     def _check(self, trainer: Trainer, weights: Sequence[Tensor] = ()) -> None:
         """Check the losses since the last check, and the weights to save. Collective.
 
@@ -117,7 +90,7 @@ class NonFinite(Callback):
             finite = torch.stack([loss for _, loss in losses]).isfinite().flatten().tolist()
             if not all(finite):
                 first = losses[finite.index(False)][0] * trainer.world_size + trainer.global_rank
-        whole = int(_finite(weights))
+        whole = int(all(weight.isfinite().all() for weight in weights))
         if trainer.world_size > 1:
             checks = torch.tensor([first, whole], device=trainer.strategy.root_device)
             first, whole = trainer.strategy.reduce(checks, reduce_op="min").tolist()
@@ -135,16 +108,10 @@ class NonFinite(Callback):
         if self.action == "stop":
             raise UserError(
                 f"{problem}: lower the learning rate, give --trainer.gradient_clip_val or another "
-                "--trainer.precision; --run.on_nonfinite warn continues anyway, and skip omits "
-                "such updates"
+                "--trainer.precision; --run.on_nonfinite warn continues anyway"
             )
-        if self.since is None and self.action == "warn":
+        if self.since is None:
             self.since = trainer.current_epoch
             rank_zero_info(
                 f"{problem}: lower the learning rate, or take another --trainer.precision"
             )
-
-
-def _finite(tensors: Sequence[Tensor]) -> bool:
-    flags = [tensor.isfinite().all() for tensor in tensors]
-    return not flags or bool(torch.stack(flags).all())

@@ -55,10 +55,10 @@ class ProgressBar(RichProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the logged metrics, samples/s, and the remaining time."""
         logged = super().get_metrics(trainer, pl_module)
+        logged.pop("v_num", None)
         shown = {}
         for name, value in logged.items():
-            if name != "v_num":
-                shown[name.removesuffix("_step")] = value
+            shown[name.removesuffix("_step")] = value
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunRecord):
                 left = callback.windows.time_left(trainer)

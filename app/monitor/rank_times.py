@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ import psutil
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, distributed
+from torch import distributed
 
 from app.launch.agree import gather_objects, host_group
-from app.monitor.course import Course
+from app.monitor.series import Series
 from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
 
@@ -50,16 +49,14 @@ class RankTimes:
     """
 
     def __init__(self, timeout: float) -> None:
-        self.memory = Course()
+        self.memory = Series()
         self.others_cores: float | None = None
         self.places: list[tuple[int, tuple[int, ...]]] = []
         self._slower: Counter[int] = Counter()
         self._named: set[int] = set()
         self._heard = 0
-        self._busy = self._own = self._delay = self._started = 0.0
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = None
-        self._pending: tuple[float, Tensor, Any] | None = None
         self._windows: deque[np.ndarray] = deque(maxlen=KEPT)  # times of each window: (ranks, 3)
 
     def connect(self, trainer: Trainer, watched: Any) -> None:
@@ -71,8 +68,8 @@ class RankTimes:
     def begin(self, trainer: Trainer) -> None:
         """Store the CPU times at the start, and gather each rank's node and cores. Collective."""
         self._started = time.perf_counter()
-        self.memory = Course(trainer.world_size)
-        self._cores = tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else ()
+        self.memory = Series(trainer.world_size)
+        self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self._busy = busy_seconds(self._cores)
         self._own = own_seconds()
         self._delay = core_wait_seconds()
@@ -91,7 +88,7 @@ class RankTimes:
         return rows
 
     def share(self, trainer: Trainer, steps: list[Sequence[float]]) -> None:
-        """Finish the exchange of the previous window's figures, and start this window's.
+        """Gather and process the ranks' figures of a window. Collective.
 
         The figures are median step times, memory, and CPU times of the rank and its cores.
 
@@ -99,44 +96,35 @@ class RankTimes:
             trainer: The trainer.
             steps: Five points in time of each step, in seconds: end of the previous step, start of
                 the computation, last gradient ready, gradients averaged, end of the step. If empty,
-                no new exchange is started.
+                nothing happens.
         """
-        if self._pending is not None:
-            seconds, rows, answer = self._pending
-            self._pending = None
-            answer.wait()
-            self.hear(seconds, rows.tolist())
         if not steps:
             return
         ended, began, ready, averaged, now = np.array(steps).T
         wait = averaged - ready
         times = np.median([began - ended, now - began - wait, wait], axis=1)
         delay = core_wait_seconds()
+        device = trainer.strategy.root_device
+        memory = psutil.Process().memory_info().rss
+        if device.type == "cuda":
+            memory = torch.cuda.memory_reserved(device)
         figures = [
             *times.tolist(),
-            self._memory(trainer.strategy.root_device),
+            memory / GIB,
             busy_seconds(self._cores) - self._busy,
             own_seconds() - self._own,
             (delay - self._delay) / len(steps),
         ]
         self._delay = delay
-        elapsed = time.perf_counter() - self._started
-        if trainer.world_size == 1:
-            self.hear(elapsed, [figures])
-            return
-        rows = torch.empty(trainer.world_size, len(figures), dtype=torch.float64)
         mine = torch.tensor(figures, dtype=torch.float64)
-        answer = distributed.all_gather(list(rows), mine, self._group, async_op=True)
-        self._pending = (elapsed, rows, answer)
+        rows = mine.repeat(trainer.world_size, 1)
+        if trainer.world_size > 1:
+            distributed.all_gather(list(rows), mine, self._group)
+        self.hear(time.perf_counter() - self._started, rows.tolist())
 
     def forget(self) -> None:
         """Drop the stored step times, because each rank now has another number of shards."""
         self._windows.clear()
-
-    def _memory(self, device: torch.device) -> float:
-        if device.type == "cuda":
-            return torch.cuda.memory_reserved(device) / GIB
-        return psutil.Process().memory_info().rss / GIB
 
     def hear(self, seconds: float, rows: list[list[float]]) -> None:
         """Process a window's figures of all ranks.

@@ -1,42 +1,45 @@
 """Page `report.html` of a training: result, curves, confusion matrix, and bottleneck."""
 
-import itertools
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from torch import Tensor
+from torchvision.utils import make_grid
 
 from app.errors import one_line
+from app.monitor.loggers import read_rows
 from app.monitor.rank_times import RANK_PHASES, slow_ranks
 from app.record import PHASES, Record
 from app.record.words import (
-    batch,
     bottleneck,
     counted,
     duration,
-    listed,
     percent,
+    settings,
     taken_cores,
-    threads,
+    time_taken,
     way_of_running,
 )
 from app.system import page
-from app.system.files import read_csv, whole, write_text
-from app.system.page import Section, code, draw, draw_line, label_lines, plain, png, short, table
+from app.system.files import read_csv, write_text
+from app.system.page import Section, code, draw, draw_line, label_lines, plain, short, table
 
 MISTAKES = 5  # number of rows in each table of mistakes
-# the confusion matrix shows counts up to this number of classes, and the step chart is drawn up to
+# the confusion matrix shows figures up to this number of classes, and the step chart is drawn up to
 # this number of ranks
 CELLS = 20
+CONFUSION = "Confusion matrix: label against prediction, %"
 PHASE_COLOURS = {
     "data": page.GREEN,
     "forward_backward": page.BLUE,
@@ -46,9 +49,6 @@ PHASE_COLOURS = {
     "optimizer": page.PURPLE,
     "rest": page.GREY,
 }
-BLUES = LinearSegmentedColormap.from_list(
-    "blues", [(0.18, 0.38, 0.79, 0.0), (0.18, 0.38, 0.79, 1.0)]
-)
 Figures = dict[str, Figure | bytes]  # a page's figures by name; bytes are a PNG file
 
 
@@ -137,25 +137,9 @@ def _images(record: Record, split: str, noun: str) -> str:
 
 def _facts(record: Record) -> list[tuple[str, str]]:
     """Return names and texts of the recorded settings and hardware."""
-    facts = []
-    model = record.model
-    if model:
-        facts.append(("network", f"{model.name}, {model.parameters:,} parameters"))
-    data = record.data
-    if data:
-        nouns = {"train": "training", "val": "validation", "test": "test"}
-        counts = [f"{data.images[name]:,} {nouns[name]}" for name in nouns if data.images.get(name)]
-        images = f"{data.name}: {', '.join(counts)}; {data.classes} classes"
-        facts += [("images", images), ("classes", listed(data.class_names))]
-    if record.strategy:
-        facts.append(("way of running", f"{way_of_running(record)}, {threads(record)}"))
-    if record.global_batch_size:
-        facts.append(("batch", batch(record)))
-    if record.precision:
-        facts.append(("precision", record.precision))
+    facts = list(settings(record))
     if record.setup_s and record.train_s is not None:
-        time = f"{duration(record.train_s)} of training, {duration(record.setup_s)} of set-up"
-        facts.append(("time", time))
+        facts.append(("time", time_taken(record)))
     if record.resumed_from:
         facts.append(("resumed from", record.resumed_from))
     machine = record.hardware
@@ -174,86 +158,50 @@ def _facts(record: Record) -> list[tuple[str, str]]:
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Read the rows of metrics.csv without their empty cells; no rows if the file is missing."""
-    if not path.exists():
-        return []
-    columns, *lines = read_csv(path) or [[]]
     rows = []
-    for line in lines:
-        cells = zip(columns, line, strict=False)
-        rows.append({name: float(value) for name, value in cells if value})
+    for row in read_rows(path):
+        # Lightning names a metric `loss_epoch` if it is also logged at each step
+        rows.append(
+            {name.removesuffix("_epoch"): float(cell) for name, cell in row.items() if cell}
+        )
     return rows
 
 
 def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: Figures) -> str:
-    epochs = record.epochs
     # optimizer steps per epoch, from the last row of an epoch's end, because record.steps_per_epoch
     # counts batches
     length = record.steps_per_epoch or 1
     for row in metrics:
         if "train_loss" in row or "val_loss" in row:
             length = (row["step"] + 1) / (row["epoch"] + 1)
-
-    def by_epoch(name: str) -> np.ndarray:  # (2, epochs)
-        points = np.array([(row.epoch + 1, getattr(row, name)) for row in epochs], float)
-        points = points.reshape(-1, 2)
-        return points[np.isfinite(points[:, 1])].T
-
-    def by_step(name: str) -> np.ndarray:  # (2, steps)
-        points = [((row["step"] + 1) / length, row[name]) for row in metrics if name in row]
-        return np.array(points).reshape(-1, 2).T
-
-    losses = {"training": by_epoch("train_loss"), "validation": by_epoch("val_loss")}
-    accuracies = {"training": by_step("train_acc"), "validation": by_epoch("val_acc")}
-    windows = by_step("train_loss_step")
-    rates = by_epoch("lr")
-    logged = [name for name in itertools.chain(*metrics) if name.startswith("lr-")]
-    if logged:
-        rates = by_step(logged[0])
+    points = defaultdict(list)  # by metric, pairs of epoch and value
+    for row in metrics:
+        for name, value in row.items():
+            if math.isfinite(value):
+                points[name].append(((row["step"] + 1) / length, value))
+    captions = {"loss": "Loss; faint: each logging window", "acc": "Accuracy"}
     shown = []
-
-    def against_epochs(axes: Axes) -> None:
-        axes.set_xlabel("epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=len(epochs) > 1))
-
-    def loss(axes: Axes) -> None:
-        against_epochs(axes)
-        axes.plot(*windows, color=page.BLUE, alpha=0.35, linewidth=1)
-        _curves(axes, losses)
-
-    def accuracy(axes: Axes) -> None:
-        against_epochs(axes)
-        _curves(axes, accuracies)
-        axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=None))
-
-    def rate(axes: Axes) -> None:
-        against_epochs(axes)
-        end = max(len(epochs), rates[0][-1])
-        axes.plot(
-            [*rates[0], end], [*rates[1], rates[1][-1]], color=page.GREY, drawstyle="steps-post"
-        )
-        axes.set_ylim(0, 1.2 * rates[1].max() or 1)
-
-    if windows.size or any(line.size for line in losses.values()):
-        caption = "Loss; faint: each logging window" if windows.size else "Loss"
-        shown.append(_show(figures, "loss", draw_line(loss), caption))
-    if any(line.size for line in accuracies.values()):
-        shown.append(_show(figures, "accuracy", draw_line(accuracy), "Accuracy, %"))
-    if not shown:
-        return "No loss was logged as train_loss or val_loss."
-    if rates.size and np.ptp(rates[1]):
-        shown.append(_show(figures, "rate", draw_line(rate, height=1.6), "Learning rate"))
-    elif rates.size:
-        shown.append(f"\nThe learning rate was {rates[1][0]:g} throughout.")
-    return "\n".join(shown)
+    for metric, caption in captions.items():
+        windows = points[f"train_{metric}_step"]
+        lines = {"training": points[f"train_{metric}"], "validation": points[f"val_{metric}"]}
+        if windows or any(lines.values()):
+            figure = draw_line(partial(_curves, windows=windows, lines=lines))
+            shown.append(_show(figures, metric, figure, caption))
+    return "\n".join(shown) or "No loss was logged as train_loss or val_loss."
 
 
-def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
+def _curves(
+    axes: Axes, windows: Sequence[tuple[float, float]], lines: dict[str, list[tuple[float, float]]]
+) -> None:
     ends = []
-    for (name, (x, y)), colour in zip(lines.items(), page.COLOURS, strict=False):
-        if x.size:
-            marker = "o" if x.size < 30 else None
-            axes.plot(x, y, color=colour, marker=marker, markersize=3)
-            ends.append((y[-1], name, colour))
+    axes.plot(*np.reshape(windows, (-1, 2)).T, color=page.BLUE, alpha=0.35, linewidth=1)
+    for (name, points), colour in zip(lines.items(), page.COLOURS, strict=False):
+        if points:
+            marker = "o" if len(points) < 30 else None
+            axes.plot(*np.transpose(points), color=colour, marker=marker, markersize=3)
+            ends.append((points[-1][1], name, colour))
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(axis="y")
     axes.margins(x=0.02)
     label_lines(axes, ends)
@@ -264,48 +212,36 @@ def _curves(axes: Axes, lines: dict[str, np.ndarray]) -> None:
 
 
 def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
-    """Draw a confusion matrix. A cell's shade is its share of the images with the row's label.
+    """Draw a confusion matrix. A cell is the percentage of the label's images.
 
     Args:
         axes: Axes to draw on.
         counts: Numbers of images, int (labels, predictions).
         names: Names of the classes.
     """
-    total = counts.sum(1, keepdims=True)
-    shares = counts / np.maximum(total, 1)
-    axes.imshow(shares, cmap=BLUES, vmin=0, vmax=1, interpolation="none", aspect="auto")
-    cell = 72 * 0.6 * axes.figure.get_figwidth() / len(names)  # type: ignore[union-attr]  # points
-    size = min(10.0, max(0.75 * cell, 6.0))
-    step = math.ceil(6 / cell)
-    labels = [short(name, 16) for name in names[::step]]
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    blue = ListedColormap([page.BLUE])
+    axes.imshow(shares, cmap=blue, alpha=shares, interpolation="none", aspect="auto")
+    step = math.ceil(len(names) / CELLS)
     ticks = range(0, len(names), step)
+    labels = [short(name, 16) for name in names[::step]]
+    size = np.clip(140 / len(names), 6, 10)  # points
     axes.set_xticks(ticks, labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
     axes.set_yticks(ticks, labels, fontsize=size)
     axes.set(xlabel="predicted", ylabel="label")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    if len(names) > CELLS:
+    if step > 1:
         return
-    figures = min(size, 1.4 * cell / len(str(counts.max())))
-    if figures >= 5:  # smaller ones cannot be read
-        centre: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": figures}
-        for row, column in np.argwhere(counts):
-            colour = "white" if shares[row, column] > 0.5 else page.INK
-            axes.text(column, row, str(counts[row, column]), color=colour, **centre)
-    right = len(names) - 0.3
-    for row in range(len(names)):
-        recall = f"{shares[row, row]:.0%}" if total[row, 0] else "—"
-        axes.text(right, row, recall, va="center", fontsize=size)
-    axes.text(right, -0.8, "recall", va="center", fontsize=size)
+    for row, column in np.argwhere(shares >= 0.005):
+        share = shares[row, column]
+        colour = "white" if share > 0.5 else page.INK
+        text = f"{100 * share:.0f}"
+        axes.text(column, row, text, color=colour, fontsize=size, ha="center", va="center")
 
 
-def draw_confusion_matrix(matrix: Tensor, names: list[str], path: Path) -> None:
-    """Draw a confusion matrix, int (labels, predictions), as a PNG file."""
+def draw_confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> Figure:
+    """Draw a confusion matrix, int (labels, predictions), outside a page."""
     side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
-    title = "Confusion matrix: label against prediction"
-    figure = draw(lambda axes: paint_confusion(axes, matrix.numpy(), names), side, side, title)
-    with whole(path) as file:
-        file.write(png(figure))
+    return draw(lambda axes: paint_confusion(axes, counts, names), side, side, CONFUSION)
 
 
 def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
@@ -313,19 +249,17 @@ def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
 
     An image with 2 or more than 3 channels is drawn in grey, from its first channel.
     """
-    lines = max(-(-len(rows) // 5), 1)
-    figure = Figure(figsize=(9, 2.1 * lines))
-    grid = figure.subplots(lines, 5, squeeze=False, gridspec_kw={"wspace": 0.1, "hspace": 0.35})
-    figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.19 / lines)
+    lines = max(math.ceil(len(rows) / 5), 1)
+    figure = Figure(figsize=(9, 2.1 * lines), layout="constrained")
+    grid = figure.subplots(lines, 5, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
     for axes, (image, caption) in zip(grid.flat, rows, strict=False):
         if len(image) not in (1, 3):
             image = image[:1]
-        if image.is_floating_point():  # rescale normalised pixels to 0…1
-            image = image.nan_to_num(0.0, 0.0, 0.0)
-            image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-9)
-        axes.imshow(image.expand(3, -1, -1).permute(1, 2, 0))
+        # grey to RGB; normalised pixels are rescaled to 0…1
+        image = make_grid(image.nan_to_num(0.0, 0.0, 0.0), normalize=image.is_floating_point())
+        axes.imshow(image.permute(1, 2, 0))
         # a grey that is readable on paper and on a dark screen
         axes.set_title(caption, fontsize=8, color="#767676", pad=3)
     return figure
@@ -338,24 +272,25 @@ def _mistakes(folder: Path, figures: Figures) -> str:
     (_, *names), *rows = read_csv(path)
     counts = np.array([row[1:] for row in rows], int)  # (labels, predictions)
     images = counts.sum(1)
-    recall = np.where(images > 0, counts.diagonal() / np.maximum(images, 1), np.inf)
     wrong = counts - np.diag(counts.diagonal())
     blocks = []
     if wrong.any():
         least = []
-        for label in recall.argsort(kind="stable")[:MISTAKES]:
-            if images[label]:
-                least.append((names[label], percent(recall[label]), f"{images[label]:,}"))
+        for label in np.flatnonzero(images):
+            least.append((counts[label, label] / images[label], names[label], images[label]))
         most = []
-        for place in (-wrong).argsort(axis=None, kind="stable")[:MISTAKES]:
-            label, predicted = np.unravel_index(place, wrong.shape)
-            if wrong[label, predicted]:
-                most.append((names[label], names[predicted], f"{wrong[label, predicted]:,}"))
-        blocks.append(table(["least recognised", "recall", "images"], least))
-        blocks.append(table(["most confused", "predicted as", "images"], most, words=(0, 1)))
+        for label, predicted in np.argwhere(wrong):
+            most.append((-wrong[label, predicted], names[label], names[predicted]))
+        rows = []
+        for recall, name, count in sorted(least)[:MISTAKES]:
+            rows.append([name, percent(recall), f"{count:,}"])
+        blocks.append(table(["least recognised", "recall", "images"], rows))
+        rows = []
+        for count, label, predicted in sorted(most)[:MISTAKES]:
+            rows.append([label, predicted, f"{-count:,}"])
+        blocks.append(table(["most confused", "predicted as", "images"], rows, words=(0, 1)))
     figure = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
-    caption = "Confusion matrix: label against prediction"
-    blocks.append(_show(figures, "confusion", figure, caption))
+    blocks.append(_show(figures, "confusion", figure, CONFUSION))
     picture = folder / "most_wrong.png"
     if wrong.any() and picture.is_file():
         caption = "Most confidently wrong"
@@ -371,32 +306,25 @@ def _speed(record: Record, figures: Figures) -> str:
     times = record.time_per_step
     ranks = record.ranks
     median = record.throughput.median
-    rates = np.array(record.course.samples_per_s)
-    memory = np.array(record.course.memory_gib)
+    rates = record.course.samples_per_s
     blocks = []
     for line in slow_ranks(ranks).values():
         blocks.append(f"**{plain(line)}**: the others wait for it in every step.")
     shown = []
 
     def draw_rates(axes: Axes) -> None:
-        _over_time(axes, rates)
+        axes.plot(*np.transpose(rates), color=page.BLUE)
+        axes.set_xlabel("seconds of training")
+        axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1)
+        axes.grid(axis="y")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if median:
             axes.axhline(median, color=page.ORANGE, linewidth=1)
             label_lines(axes, [(median, f"median\n{median:,.0f}", page.ORANGE)])
 
-    def draw_memory(axes: Axes) -> None:
-        _over_time(axes, memory)
-        largest = memory[-1, 1:].max()
-        name = "largest" if memory.shape[1] > 2 else "rank 0"
-        label_lines(axes, [(largest, f"{name}:\n{largest:.2f}", page.BLUE)])
-
-    if rates.size:
+    if rates:
         caption = "Samples/s of each logging window"
         shown.append(_show(figures, "speed", draw_line(draw_rates), caption))
-    if memory.size:
-        caption = "Memory of each rank, GiB"
-        shown.append(_show(figures, "memory", draw_line(draw_memory), caption))
     if times and times.step:
         taken = taken_cores(record.others_cores, record.hardware)
         gpu = record.accelerator != "cpu"
@@ -416,28 +344,13 @@ def _speed(record: Record, figures: Figures) -> str:
     return "\n\n".join(blocks)
 
 
-def _over_time(axes: Axes, points: np.ndarray) -> None:
-    """Plot lines over time.
-
-    Args:
-        axes: Axes to draw on.
-        points: Array (points, 1 + lines). The first column holds seconds, and each other column the
-            values of a line.
-    """
-    axes.plot(points[:, 0], points[:, 1:], color=page.BLUE)
-    axes.set_xlabel("seconds of training")
-    axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1)
-    axes.grid(axis="y")
-
-
 def stacked_bars(
     axes: Axes, labels: Sequence[str], phases: Sequence[str], rows: Sequence[Any]
 ) -> None:
     """Draw a stacked bar of phases in milliseconds for each row."""
     times = np.array([[getattr(row, phase) for row in rows] for phase in phases])  # (phases, rows)
     shares = times / np.maximum(times.sum(0), 1e-9)
-    room = axes.figure.get_figwidth() - 0.2 - 0.085 * max(map(len, labels))  # type: ignore[union-attr]
-    least = 0.33 / room * times.sum(0).max()  # a percentage is 0.33 inches wide
+    least = 0.1 * times.sum(0).max()  # room for a percentage
     ends = times.cumsum(0)
     for phase, widths, share, end in zip(phases, times, shares, ends, strict=True):
         colour = PHASE_COLOURS[phase]
@@ -447,7 +360,7 @@ def stacked_bars(
         written = [f"{part:.0%}" for part in share]
         for row in np.flatnonzero(widths < least):
             written[row] = ""
-        axes.bar_label(bars, written, label_type="center", color="white", fontsize=9)
+        axes.bar_label(bars, written, label_type="center", color="white", fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("milliseconds")
     axes.spines["left"].set_visible(False)

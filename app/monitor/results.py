@@ -110,11 +110,10 @@ class TestFigures(Callback):
         if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
             return
         shares, predicted = outputs.max(1)
-        wrong = (predicted != batch[1]).nonzero().flatten()
+        wrong = predicted != batch[1]
         rows = loader.samples(batch_idx).to(wrong.device)
         columns = [column[wrong].tolist() for column in (shares, rows, predicted, batch[1])]
-        self._worst += zip(*columns, strict=True)
-        self._worst = heapq.nlargest(WRONG, self._worst)
+        self._worst = heapq.nlargest(WRONG, [*self._worst, *zip(*columns, strict=True)])
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather all ranks' results; write, draw and upload them. Collective."""
@@ -131,7 +130,7 @@ class TestFigures(Callback):
             return
         # a local import, because matplotlib takes a fifth of all import time
         from app.monitor.report import draw_confusion_matrix, draw_images
-        from app.system.page import short
+        from app.system.page import png, short
 
         names = list(trainer.datamodule.class_names)  # type: ignore[attr-defined]
         images = []
@@ -143,9 +142,10 @@ class TestFigures(Callback):
         counts = [[name, *row] for name, row in zip(names, matrix.tolist(), strict=True)]
         try:
             write_csv(confusion.with_suffix(".csv"), [["label \\ predicted", *names], *counts])
-            draw_confusion_matrix(matrix, names, confusion)
+            with whole(confusion) as file:
+                file.write(png(draw_confusion_matrix(matrix.numpy(), names)))
             with whole(most_wrong) as file:
-                draw_images(images).savefig(file, format="png", dpi=120, transparent=True)
+                file.write(png(draw_images(images)))
         except OSError as error:
             rank_zero_info(
                 f"{directory}: the pictures of the test cannot be written ({error.strerror})"

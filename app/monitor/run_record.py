@@ -3,7 +3,6 @@
 import itertools
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.data.batches import tensors
 from app.data.global_order import order_of
@@ -34,7 +34,7 @@ from app.monitor.fill import (
 from app.monitor.loggers import MetricsFile, trackers
 from app.monitor.summary import epoch_line
 from app.monitor.windows import Windows
-from app.record import Checkpoints, Course, Epoch, Metrics, Record
+from app.record import Checkpoints, Epoch, Metrics, Record
 
 
 class RunRecord(Callback):
@@ -61,11 +61,9 @@ class RunRecord(Callback):
         self.path: Path | None = None  # None on ranks that write no record
         self._checkpoints = checkpoints
         self._started = float(os.environ.get(BEGAN, time.monotonic()))
-        self._before = Course()  # time series of the training before it was resumed
         self._open_epoch: Epoch | None = None
         self._validated = False
         self._learning_rate: float | None = None
-        self._write_failed = False
 
     # -- the run as a whole
     # ---------------------------------------------------------------------------------
@@ -102,8 +100,6 @@ class RunRecord(Callback):
         if self.path is None and path.exists():
             with suppress(ValueError):
                 self.record = Record.load(path)
-            if self.record.parts:
-                self._before = self.record.course
         self.path = path
         fill_configuration(self.record, trainer)
         self.record.status = "running"
@@ -164,10 +160,7 @@ class RunRecord(Callback):
         try:
             self.record.save(self.path)
         except OSError as error:
-            if not self._write_failed:
-                message = f"{self.path} cannot be written ({error.strerror}): training continues"
-                print(message, file=sys.stderr)
-            self._write_failed = True
+            rank_zero_warn(f"{self.path} cannot be written ({error.strerror}): training continues")
 
     # -- training
     # -------------------------------------------------------------------------------------------
@@ -228,7 +221,7 @@ class RunRecord(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restart the window that validation interrupted."""
         self._validated = not trainer.sanity_checking
-        self.windows.interrupt(trainer)
+        self.windows.begin_window(trainer)
         if trainer.state.fn == "validate":
             self.record.validation = metrics_of(trainer, "val")
 
@@ -275,20 +268,17 @@ class RunRecord(Callback):
         self._write()
 
     def _measure(self, trainer: Trainer) -> None:
-        fill_measurements(self.record, trainer, self.windows, self._before)
+        fill_measurements(self.record, trainer, self.windows)
         callbacks = self._checkpoints or trainer.checkpoint_callbacks
         paths = [getattr(callback, "best_model_path", None) or None for callback in callbacks]
         self.record.checkpoint = Checkpoints(*paths[:2])
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch, and gather the ranks' peak memory. Collective."""
         memory = gather_objects(memory_of(trainer))
-        self._close_epoch(trainer)
         self.record.peak_memory = list(itertools.chain(*memory))
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the record, because a resumed run with no steps left never ends an epoch."""
-        self._measure(trainer)
+        self._close_epoch(trainer)
+        self._measure(trainer)  # a resumed run with no steps left never ends an epoch
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

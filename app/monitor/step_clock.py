@@ -1,16 +1,15 @@
 """Clock of training steps: data, compute and wait of every step, and all phases of a few steps."""
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from app.launch import watchdog
 from app.launch.watchdog import DATA, ELSEWHERE, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
@@ -18,7 +17,6 @@ from app.modules.sums import log_window
 from app.monitor.rank_times import RankTimes
 from app.record import PHASES, Phases, RankTime
 from app.system.machine import time_when_done
-from app.training import DataParallelStrategy
 
 MEASURED = (*PHASES, "forward", "backward", "launch")
 # phase of each action that the loops report to the profiler, by the action's name
@@ -48,9 +46,8 @@ class StepClock(Callback):
     * data: the wait for the batch, its transfer to the device, augmentation and normalisation
     * forward_backward: the model's `training_step` (forward) and its backward pass. The part in
       which the host issues work is called launch; on a CPU, launch is the whole phase.
-    * communication: the wait above, and the ranks' agreement on stopping. Under dp, this is the
-      scattering of the batch, the copying of the model, and the gathering of the outputs. dp sums
-      the gradients during the backward pass, so their sum counts as backward.
+    * communication: the wait above, and the ranks' agreement on stopping. Under dp, there is none:
+      scattering and gathering count as forward, and the sum of the gradients as backward.
     * optimizer: the update
     * rest: metrics, logging, and Python between the calls
 
@@ -68,7 +65,7 @@ class StepClock(Callback):
         self._handles: list[Any] = []
         self._last_parameter: Tensor | None = None
         self._seen = 0
-        self._phases: list[dict[str, float]] = []
+        self._phases: list[list[float]] = []  # seconds of each phase of MEASURED, by step
         self._profiler: _PhaseProfiler | None = None
 
     # -- watchdog
@@ -118,9 +115,7 @@ class StepClock(Callback):
         if trainer.world_size > 1:
             # a hook costs time, so a single rank has none
             self.on_after_backward = self._on_averaged  # type: ignore[method-assign]
-            for parameter in pl_module.parameters():
-                if parameter.requires_grad:
-                    self._hook(parameter)
+            self._hook([each for each in pl_module.parameters() if each.requires_grad])
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer, *_: Any) -> None:
@@ -157,8 +152,7 @@ class StepClock(Callback):
         self._waited_since = self._ready
         # from the second step on, hook only the parameter whose gradient is the last
         if len(self._handles) > 1 and self._last_parameter is not None:
-            self._unhook()
-            self._hook(self._last_parameter)
+            self._hook([self._last_parameter])
 
     def _wait(self) -> float:
         """Return the seconds from the step's last gradient to its averaged gradients.
@@ -195,20 +189,19 @@ class StepClock(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Share the remaining step times with all ranks. Collective."""
-        self._unhook()
+        self._hook([])
         self._end_profile()
         time_when_done(trainer.strategy.root_device)
         self.ranks.share(trainer, self._seconds(self._last_window + self._steps))
-        self.ranks.share(trainer, [])
 
-    def _hook(self, parameter: Tensor) -> None:
-        handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
-        self._handles.append(handle)
-
-    def _unhook(self) -> None:
+    def _hook(self, parameters: Iterable[Tensor]) -> None:
+        """Note the time when a gradient of these parameters is ready, and of no other."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for parameter in parameters:
+            handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            self._handles.append(handle)
 
     # -- phases of a few steps
     # ------------------------------------------------------------------------------
@@ -218,11 +211,9 @@ class StepClock(Callback):
         """Median milliseconds of each phase; None if no step was profiled."""
         if not self._phases:
             return None
-        phases: dict[str, Any] = {}
-        for name in MEASURED:
-            seconds = statistics.median(step[name] for step in self._phases)
-            phases[name] = round(1000 * seconds, 4)
-        return Phases(n=len(self._phases), **phases)
+        seconds = np.median(self._phases, axis=0)
+        times: dict[str, Any] = dict(zip(MEASURED, (1000 * seconds).round(4).tolist(), strict=True))
+        return Phases(n=len(self._phases), **times)
 
     def _profile(self, trainer: Trainer) -> None:
         """Store a profiled step; start and stop the profiler at the right steps."""
@@ -252,12 +243,12 @@ def scaled(profiled: Phases, step: float, ranks: Sequence[RankTime]) -> Phases:
     known = {}
     if len(ranks) > 1 and ranks[0].data + ranks[0].wait < step:
         known = {"data": ranks[0].data, "communication": ranks[0].wait}
-    times = asdict(profiled)
-    rest = sum(times[phase] for phase in PHASES if phase not in known)
+    rest = profiled.step - sum(getattr(profiled, phase) for phase in known)
     scale = (step - sum(known.values())) / rest
+    times: dict[str, Any] = {}
     for name in MEASURED:
-        times[name] = round(known.get(name, scale * times[name]), 4)
-    return Phases(**times)
+        times[name] = round(known.get(name, scale * getattr(profiled, name)), 4)
+    return Phases(n=profiled.n, **times)
 
 
 def _recorded() -> torch.cuda.Event:
@@ -279,45 +270,29 @@ class _PhaseProfiler(PassThroughProfiler):
         self.trainer = trainer
         self.wait = wait
         self.device = trainer.strategy.root_device
-        self.on_gpu = self.device.type != "cpu"
         self._begun: dict[str, float] = {}
-        # under dp: start of the forward pass, then replicas' starts and ends
-        self._marks: list[float] = []
         self._before = trainer.profiler
         trainer.profiler = self
-        self._handles: list[Any] = []
-        for optimizer in trainer.optimizers:
-            self._handles.append(optimizer.register_step_post_hook(self._on_stepped))
-        strategy = trainer.strategy
-        module = trainer.lightning_module
-        if isinstance(strategy, DataParallelStrategy) and len(strategy.parallel_devices) > 1:
-            assert strategy.replica is not None
-            self._handles += [
-                module.register_forward_pre_hook(self._on_scatter),
-                strategy.replica.register_forward_pre_hook(self._mark),
-                strategy.replica.register_forward_hook(self._mark),
-                module.register_forward_hook(self._on_gathered),
-            ]
+        self._handle = register_optimizer_step_post_hook(self._on_stepped)
         self.restart()
 
     def restart(self) -> None:
         self._spent = dict.fromkeys(MEASURED, 0.0)
         self._began = time_when_done(self.device)
 
-    def take(self) -> dict[str, float]:
-        """Return the seconds of each phase in the step that ends here, and start the next step."""
+    def take(self) -> list[float]:
+        """Return the seconds of MEASURED in the step that ends here, and start the next step."""
         spent = self._spent
         whole = time_when_done(self.device) - self._began
         spent["forward_backward"] = spent["forward"] + spent["backward"]
         spent["rest"] = max(whole - sum(spent[phase] for phase in PHASES), 0.0)
         self.restart()
-        return spent
+        return list(spent.values())
 
     def detach(self) -> None:
         if self.trainer.profiler is self:  # a callback may have set another one
             self.trainer.profiler = self._before
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
 
     def start(self, action_name: str) -> None:
         name = action_name.rpartition(".")[2]
@@ -329,43 +304,19 @@ class _PhaseProfiler(PassThroughProfiler):
         name = action_name.rpartition(".")[2]
         if name == "on_before_optimizer_step":  # the last hook before the update
             self._begun["optimizer"] = time_when_done(self.device)
-        began = self._begun.pop(name, None)
-        if began is None:
+        if name not in self._begun:
             return
+        began = self._begun.pop(name)
         seconds = time_when_done(self.device) - began
-        launch = issued - began
         if name == "backward":
             waited = self.wait()
             self._spent["communication"] += waited
             seconds -= waited
-            if not self.on_gpu:
-                launch -= waited
         phase = ACTIONS[name]
         self._spent[phase] += seconds
         if phase in ("forward", "backward"):
-            self._spent["launch"] += max(launch, 0.0)
+            self._spent["launch"] += min(issued - began, seconds)
 
     def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if "optimizer" in self._begun:
             self._spent["optimizer"] += time_when_done(self.device) - self._begun.pop("optimizer")
-
-    def _on_scatter(self, *_: Any) -> None:
-        # DDP's forward runs this hook twice; the second call replaces the first
-        self._marks = [time_when_done(self.device)]
-
-    def _mark(self, *_: Any) -> None:
-        device = self.device
-        if self.on_gpu:
-            device = None  # the replica's device
-        self._marks.append(time_when_done(device))
-
-    def _on_gathered(self, *_: Any) -> None:
-        marks = self._marks
-        self._marks = []
-        if marks and self.trainer.training:
-            began, *replicas = marks
-            overhead = time_when_done(self.device) - began - (max(replicas) - min(replicas))
-            self._spent["communication"] += overhead
-            # both times span the module's whole forward, overhead included
-            for phase in ("forward", "launch"):
-                self._spent[phase] -= overhead

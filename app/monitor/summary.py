@@ -13,7 +13,7 @@ from app.launch.cluster_environment import OWN_AGENT
 from app.monitor.loggers import trackers
 from app.monitor.rank_times import slow_ranks
 from app.record import Epoch, Metrics, Record
-from app.record.words import counted, duration, percent, taken_cores
+from app.record.words import duration, percent, time_taken
 from app.system.trust import trust_flags
 
 
@@ -47,7 +47,7 @@ def report(
     if record.validation:
         yield f"validation      {_figures(record.validation)}"
     if fitted and record.train_s is not None and record.setup_s is not None:
-        yield f"time            {_time(record, record.train_s, record.setup_s)}"
+        yield f"time            {time_taken(record)}"
         for slow in slow_ranks(record.ranks).values():
             yield f"slow            {slow}: the others wait for it in every step"
     kept = sorted(path.name for path in directory.iterdir() if path.name != "wandb")
@@ -56,20 +56,6 @@ def report(
         yield f"tracked         {tracker.where()}"
     if fitted and record.checkpoint.last:
         yield from _commands(record, directory, use)
-
-
-def _time(record: Record, training: float, setup: float) -> str:
-    text = f"{duration(training)} training"
-    if record.parts:
-        text += f" in {len(record.parts) + 1} parts"
-    text += f", {duration(setup)} set-up"
-    speed = record.throughput
-    if speed.median:
-        text += f", {speed.median:,.0f} samples/s (median of {counted(speed.n, 'window')})"
-    taken = taken_cores(record.others_cores, record.hardware)
-    if taken:
-        text += f"; other programs took {taken}"
-    return text
 
 
 def _commands(record: Record, directory: Path, use: str | None) -> Iterator[str]:

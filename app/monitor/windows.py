@@ -6,7 +6,7 @@ import time
 from lightning.pytorch import Trainer
 
 from app.modules.sums import log_window
-from app.monitor.course import Course
+from app.monitor.series import Series
 from app.system.machine import time_when_done
 
 
@@ -33,39 +33,34 @@ class Windows:
         self.rates: list[float] = []
         self.samples_per_step: list[float] = []
         self.epoch_rates: list[float] = []
-        self.course = Course()
+        self.course = Series()
         self.rate: float | None = None
         self.first_step: float | None = None
         self.last_step = 0.0
-        self._first_batch = 0
+        self._steps_before = 0
         self._epoch_start = 0.0
-        self._length = 1.0
 
     def begin_training(self, trainer: Trainer) -> None:
         """Start the clock at the first step's start."""
-        self.first_step = time.perf_counter()
-        self._first_batch = _batches(trainer)
-        if self._epoch_start == 0.0:  # a resume within an epoch begins no epoch
-            self.begin_epoch(trainer)
+        self._steps_before = trainer.global_step
+        self.begin_epoch(trainer)  # a resume within an epoch has begun none
+        self.first_step = self.last_step = self._epoch_start
 
     def begin_epoch(self, trainer: Trainer) -> None:
         """Start an epoch and its first window."""
         self._length = min(log_window(trainer), trainer.num_training_batches)
-        self._epoch_start = time.perf_counter()
         self.epoch_rates = []
-        self._begin_window(self._epoch_start)
+        self.begin_window(trainer)
+        self._epoch_start = self._start
 
     def end_epoch(self, trainer: Trainer) -> float:
         """Return the seconds of the epoch."""
         self.last_step = time_when_done(trainer.strategy.root_device)
         return self.last_step - self._epoch_start
 
-    def interrupt(self, trainer: Trainer) -> None:
+    def begin_window(self, trainer: Trainer) -> None:
         """Drop the open window, and start another one."""
-        self._begin_window(time_when_done(trainer.strategy.root_device))
-
-    def _begin_window(self, now: float) -> None:
-        self._start = now
+        self._start = time_when_done(trainer.strategy.root_device)
         self._samples = 0
         self._steps = 0
 
@@ -81,38 +76,25 @@ class Windows:
         self.last_step = time.perf_counter()
         if self._steps < self._length:
             return
-        now = time_when_done(trainer.strategy.root_device)
-        self.last_step = now
-        if self._samples:
+        start = self._start
+        samples = self._samples
+        self.begin_window(trainer)
+        self.last_step = self._start
+        if samples:
             assert self.first_step is not None
             is_first = self.rate is None
-            self.rate = self._samples / (now - self._start)
+            self.rate = samples / (self._start - start)
             self.epoch_rates.append(self.rate)
-            self.course.add(now - self.first_step, self.rate)
+            self.course.add(self._start - self.first_step, self.rate)
             if not is_first and trainer.current_epoch >= self._warmup_epochs:
                 self.rates.append(self.rate)
-                self.samples_per_step.append(self._samples / self._steps)
-        self._begin_window(now)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the first step's start to the last step's end."""
-        if self.first_step is None:
-            return 0.0
-        return max(self.last_step - self.first_step, 0.0)
+                self.samples_per_step.append(samples / self._length)
 
     def time_left(self, trainer: Trainer) -> float | None:
         """Estimate the seconds to the end of training, validation included; None if unknown."""
-        by_epochs = (trainer.max_epochs or -1) * trainer.num_training_batches
-        by_steps = trainer.max_steps * trainer.accumulate_grad_batches
-        batches = min((limit for limit in (by_epochs, by_steps) if limit > 0), default=math.inf)
-        done = _batches(trainer)
-        if self.first_step is None or batches == math.inf or done <= self._first_batch:
+        total = trainer.estimated_stepping_batches
+        done = trainer.global_step - self._steps_before
+        if self.first_step is None or done <= 0 or not trainer.global_step < total < math.inf:
             return None
         seconds = time.perf_counter() - self.first_step
-        return (batches - done) * seconds / (done - self._first_batch)
-
-
-def _batches(trainer: Trainer) -> int:
-    """Return the number of training batches of all epochs so far."""
-    return int(trainer.fit_loop.epoch_loop.batch_progress.total.completed)
+        return (total - trainer.global_step) * seconds / done

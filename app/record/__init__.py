@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Interval
 
@@ -145,20 +145,23 @@ class Checkpoints:
 
 @dataclass
 class Model:
-    """Class names of module and network, and the number of parameters."""
+    """Class names of module and network, and the numbers of all and of trainable parameters."""
 
     name: str
     parameters: Int
+    trainable: Int | None = None
 
 
 @dataclass
 class DataSet:
-    """Name of the data set, number and names of the classes, and number of images of each split."""
+    """Name, classes, number of images of each split, shape of an image, and folder or original."""
 
     name: str
     classes: Int
     images: dict[str, Int | None] = field(default_factory=dict)
     class_names: list[str] = field(default_factory=list)
+    shape: list[Int] = field(default_factory=list)
+    place: str | None = None
 
 
 @dataclass
@@ -243,7 +246,6 @@ class Record(Part):
     tested: str | None = None
     not_finite_since: Int | None = None
     not_finite_step: Int | None = None
-    skipped_steps: Int = 0
 
     # speed
     throughput: Throughput = field(default_factory=Throughput)
@@ -272,7 +274,7 @@ class Record(Part):
         from pydantic import TypeAdapter, ValidationError
 
         try:
-            return TypeAdapter(cls).validate_python(_without_nulls(read_json(path)))
+            return TypeAdapter(cls).validate_python(read_json(path))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, first["loc"])))
@@ -336,15 +338,6 @@ def mark_ended(directory: str, end: ExitStatus) -> None:
         record.status = end.status
         record.error = end.reason
         record.save(path)
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop nulls, so that the fields get their defaults."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return list(map(_without_nulls, value))
-    return value
 
 
 def _reaches(reached: int, limit: int | None) -> bool:

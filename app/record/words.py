@@ -1,6 +1,6 @@
 """Functions that format the figures of a run record as text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from app.errors import printable
 from app.record import PHASES, Hardware, Record
@@ -56,6 +56,46 @@ def listed(names: Sequence[str]) -> str:
     return text
 
 
+def settings(record: Record, device: str = "") -> Iterator[tuple[str, str]]:
+    """Yield names and texts of a run's settings, such as `("precision", "32-true")`.
+
+    Args:
+        record: The run record.
+        device: Name of a device; by default `CPU` or `GPU`.
+    """
+    model = record.model
+    data = record.data
+    if model:
+        text = f"{model.name.rpartition(', ')[2]}, {model.parameters:,} parameters"
+        if model.trainable is not None and model.trainable < model.parameters:
+            text += f", {model.trainable:,} of them trainable"
+        if data:
+            text += f", {' × '.join(map(str, data.shape))} → {data.classes} classes"
+        yield "network", text
+    if data:
+        verbs = {"train": "train", "val": "validate", "test": "test"}
+        counts = [
+            f"{data.images[split]:,} to {verbs[split]}" for split in verbs if data.images.get(split)
+        ]
+        yield "images", f"{data.name} ({data.place}): {', '.join(counts)}"
+        yield "classes", listed(data.class_names)
+    if record.strategy:
+        text = f"{way_of_running(record, device)}, {counted(record.threads or 0, 'thread')}"
+        if record.world_size > 1:
+            text += " each"
+        yield "runs on", text
+    size = record.global_batch_size
+    if size:
+        text = f"{size:,}"
+        if record.replicas > 1:
+            text += f" = {record.replicas} × {size / record.replicas:g}"
+        if record.virtual_devices:
+            text += f", in {record.virtual_devices} shards"
+        yield "batch", text
+    if record.precision:
+        yield "precision", record.precision
+
+
 def percent(share: float) -> str:
     """Format a share, 0 to 1, in percent: `63.73 %`."""
     return f"{100 * share:.2f} %"
@@ -78,30 +118,26 @@ def way_of_running(record: Record, device: str = "") -> str:
     return text
 
 
-def threads(record: Record) -> str:
-    """Format the number of CPU threads: `1 thread`, or `2 threads each` for several processes."""
-    text = counted(record.threads or 0, "thread")
-    if record.world_size > 1:
-        text += " each"
-    return text
-
-
-def batch(record: Record) -> str:
-    """Format the global batch as replicas × share: `64 = 2 × 32`."""
-    size = record.global_batch_size or 0
-    text = f"{size:,}"
-    if record.replicas > 1:
-        text += f" = {record.replicas} × {size / record.replicas:g}"
-    if record.virtual_devices:
-        text += f", in {record.virtual_devices} shards"
-    return text
-
-
 def taken_cores(others: float | None, hardware: Hardware | None) -> str:
     """Format the cores that other programs took: `1.8 of 2 cores`, or nothing if few."""
     if others is None or hardware is None or others <= BUSY * hardware.cores:
         return ""
     return f"{others:.1f} of {hardware.cores} cores"
+
+
+def time_taken(record: Record) -> str:
+    """Format the seconds of a training and of its set-up, and its throughput."""
+    text = f"{duration(record.train_s or 0.0)} training"
+    if record.parts:
+        text += f" in {len(record.parts) + 1} parts"
+    text += f", {duration(record.setup_s or 0.0)} set-up"
+    speed = record.throughput
+    if speed.median:
+        text += f", {speed.median:,.0f} samples/s (median of {counted(speed.n, 'window')})"
+    taken = taken_cores(record.others_cores, record.hardware)
+    if taken:
+        text += f"; other programs took {taken}"
+    return text
 
 
 def bottleneck(
@@ -120,8 +156,8 @@ def bottleneck(
     """
     if taken and not gpu:
         return f"Other programs: {taken}", "again when they are done"
-    overheads = set(PHASES) - {"forward_backward"}
-    phase = max(sorted(overheads), key=milliseconds.__getitem__)
+    overheads = [phase for phase in PHASES if phase != "forward_backward"]
+    phase = max(overheads, key=milliseconds.__getitem__)
     step = sum(milliseconds[name] for name in PHASES)
     if milliseconds[phase] < OVERHEAD * step:
         phase = "forward_backward"

@@ -111,7 +111,8 @@ def run(arguments: list[str]) -> int:
         console.print(f"\nreport  {folder}/report.html, report.md, results.csv, results.json")
     if options.wandb:
         project = variants[0].settings.run.project
-        loggers = make_loggers(folder, tracking_mode(None), project, group, ["summary"])
+        sorting = {"project": project, "group": group, "tags": ["summary"]}
+        loggers = make_loggers(folder, tracking_mode(None), **sorting)
         for tracker in trackers(loggers):
             tracker.log_comparison(table, pictures)
             tracker.finish()

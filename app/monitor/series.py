@@ -6,7 +6,7 @@ MOST = 200  # maximum number of points in a series, because a plot shows no more
 NUMBERS = 12_800
 
 
-class Course:
+class Series:
     """Time series of measurements, thinned evenly so that its length is limited.
 
     Args:
