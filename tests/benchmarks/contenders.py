@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+import math
 import os
 import resource
 import statistics
@@ -17,22 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from input_pipelines import (
-    crops_ours,
-    crops_torchvision,
-    feed_ours,
-    feed_torchvision,
-    shuffled,
-    synthetic,
-)
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from PIL import Image
 from torch import Tensor, nn
 
-__all__ = ["crops_ours", "crops_torchvision", "feed_ours", "feed_torchvision"]
-
 ROOT = Path(__file__).parents[2]
-CORES = len(os.sched_getaffinity(0))
 FIT = "fit --trainer.accelerator cpu --run.test false --run.wandb false"
 QUIET = "--trainer.enable_progress_bar false --trainer.enable_model_summary false"
 UNTOUCHED = "--trainer.limit_val_batches 0 --trainer.enable_checkpointing false"
@@ -108,12 +101,30 @@ def ours(flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
     return contender
 
 
+def synthetic(like: str, size: int) -> tuple[Tensor, Tensor]:
+    """Return the synthetic data set: images uint8 (n, C, H, W) and labels (n,)."""
+    from app.data.synthetic import SyntheticSource
+
+    split = SyntheticSource(like, size, 0).load("train")
+    return split.tensor(0), split.labels
+
+
+class Shuffled:
+    """Batches of resident images, in a new order in each epoch."""
+
+    def __init__(self, images: Tensor, labels: Tensor, batch: int) -> None:
+        self.images, self.labels, self.batch = images, labels, batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in torch.randperm(len(self.labels)).split(self.batch):
+            yield self.images[rows], self.labels[rows]
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.labels) / self.batch)
+
+
 def loop(
-    network: Callable[[Tensor], Tensor],
-    optimizer: torch.optim.Optimizer,
-    batches: Callable[[], Iterator[tuple[Tensor, Tensor]]],
-    epochs: int,
-    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
+    network: nn.Module, optimizer: torch.optim.Optimizer, batches: Shuffled, epochs: int
 ) -> dict[str, float]:
     """Measure a hand-written training loop."""
     walls = []
@@ -121,15 +132,13 @@ def loop(
     for _ in range(epochs):
         wall = time.perf_counter()
         cpu = time.process_time()
-        steps = 0
-        for images, labels in batches():
+        for images, labels in batches:
             optimizer.zero_grad()
-            loss(network(images), labels).backward()
+            nn.functional.cross_entropy(network(images), labels).backward()
             optimizer.step()
-            steps += 1
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
-    return figures(sum(cpus[1:]), walls[1:], (epochs - 1) * steps)
+    return figures(sum(cpus[1:]), walls[1:], (epochs - 1) * len(batches))
 
 
 TINY = """
@@ -138,20 +147,21 @@ TINY = """
 """
 
 
-def _tiny() -> tuple[nn.Module, Tensor, Tensor]:
+def _tiny() -> tuple[nn.Module, Shuffled]:
     images, labels = synthetic("FashionMNIST", 8000)
     network = nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.ReLU(), nn.Linear(4, 10))
-    return network, images.float() / 255, labels
+    return network, Shuffled(images.float() / 255, labels, 16)
 
 
 def overhead_raw() -> dict[str, float]:
     """A hand-written loop over resident images."""
-    network, images, labels = _tiny()
-    return loop(network, torch.optim.Adam(network.parameters()), shuffled(images, labels, 16), 4)
+    network, batches = _tiny()
+    return loop(network, torch.optim.Adam(network.parameters()), batches, 4)
 
 
-def _stock(**settings: Any) -> dict[str, float]:
-    network, images, labels = _tiny()
+def overhead_stock() -> dict[str, float]:
+    """Lightning's Trainer with its progress bar, CSV file and checkpoints."""
+    network, batches = _tiny()
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -166,43 +176,13 @@ def _stock(**settings: Any) -> dict[str, float]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters())
 
-    class Batches:
-        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-            return shuffled(images, labels, 16)()
-
-        def __len__(self) -> int:
-            return 500
-
     clock = Clock()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         os.environ["CLOCK"] = f"{folder}/clock.json"
-        with contextlib.redirect_stdout(sys.stderr):
-            trainer = Trainer(
-                max_epochs=4,
-                accelerator="cpu",
-                callbacks=[clock],
-                default_root_dir=folder,
-                **settings,
-            )
-            trainer.fit(Module(), Batches())
+        logger = CSVLogger(folder)
+        trainer = Trainer(max_epochs=4, accelerator="cpu", callbacks=[clock], logger=logger)
+        trainer.fit(Module(), batches)
     return clock.figures()
-
-
-def overhead_stock() -> dict[str, float]:
-    """Lightning's Trainer with its progress bar, CSV file and checkpoints."""
-    from lightning.pytorch.loggers import CSVLogger
-
-    return _stock(logger=CSVLogger(tempfile.mkdtemp()))
-
-
-def overhead_stock_quiet() -> dict[str, float]:
-    """Lightning's Trainer without logger, progress bar and checkpoints."""
-    return _stock(
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
 
 
 overhead_ours = ours(TINY)
@@ -225,36 +205,7 @@ def lenet_raw() -> dict[str, float]:
         nn.Linear(84, 10),
     ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # fmt: skip
     resident = (images.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
-    return loop(network, SGD(network.parameters(), fused=True), shuffled(resident, labels, 64), 3)
-
-
-class _Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    def __init__(self) -> None:
-        from torchvision import transforms
-
-        images, labels = synthetic("CIFAR10", 50_000)
-        self.images = images.permute(0, 2, 3, 1).numpy()
-        self.labels = labels.tolist()
-        self.transform = transforms.Compose(
-            [transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.5,) * 3)]
-        )
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        from PIL import Image
-
-        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
-
-
-def lenet_loader() -> dict[str, float]:
-    """The usual loop: PIL images, torchvision's transforms, a DataLoader with two workers."""
-    from app.modules.networks import LeNet
-
-    network = LeNet()
-    loader = torch.utils.data.DataLoader(_Pictures(), batch_size=64, shuffle=True, num_workers=2)
-    return loop(network, SGD(network.parameters()), loader.__iter__, 2)
+    return loop(network, SGD(network.parameters(), fused=True), Shuffled(resident, labels, 64), 3)
 
 
 lenet_ours = ours(LENET)
@@ -267,15 +218,6 @@ def start_import() -> dict[str, float]:
 
 start_ours = ours("--data Synthetic --data.images 640 --trainer.max_steps 1", clock=False)
 start_quickstart = ours("--config configs/quickstart.yaml --run.test true", clock=False)
-
-
-def start_verify() -> dict[str, float]:
-    """`verify --data Synthetic`: one device and all variants."""
-    with tempfile.TemporaryDirectory() as folder:
-        verify = [sys.executable, "-m", "app", "verify", "--data", "Synthetic", "--root", folder]
-        environment = dict(os.environ)
-        environment.pop("OMP_NUM_THREADS", None)
-        return cost_of(verify, env=environment)
 
 
 DDP = f"""
@@ -295,7 +237,7 @@ def _ddp_rank(rank: int, store: str, figures: str) -> None:
     images, labels = synthetic("CIFAR10", 12_800)
     share = (images.float() / 127.5 - 1)[rank::2]
     network = DistributedDataParallel(LeNet())
-    batches = shuffled(share, labels[rank::2], 32)
+    batches = Shuffled(share, labels[rank::2], 32)
     measured = loop(network, SGD(network.parameters()), batches, 3)
     if rank == 0:
         Path(figures).write_text(json.dumps(measured))
@@ -324,55 +266,91 @@ one_plain = ours(SHARDED)
 one_ours = ours(f"{SHARDED} --run.virtual_devices 1")
 
 
-class Halved(Callback):
-    """Callback that halves the second rank's speed: it is stopped for 20 ms of every 40 ms."""
+PHOTOS = int(os.environ.get("PHOTOS", 2000))
+WORKERS = 2
+CROPPED = 64  # images of a batch
 
-    PROGRAM = """
-import os, signal, sys, time
-while True:
-    for name in ("SIGSTOP", "SIGCONT"):
-        os.kill(int(sys.argv[1]), getattr(signal, name))
-        time.sleep(0.02)
-"""
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the program that stops and continues the rank; it ends with the rank."""
-        if trainer.global_rank == 1:
-            subprocess.Popen(
-                [sys.executable, "-c", self.PROGRAM, str(os.getpid())], stderr=subprocess.DEVNULL
+def _photos(folder: str) -> None:
+    """Write JPEG files of 500 × 375 pixels and 55 kB, like photographs."""
+    rng = np.random.default_rng(0)
+    for number in range(PHOTOS):
+        place = Path(folder, "train", f"class{number % 10}")
+        place.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(rng.integers(256, size=(24, 32, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC), np.int16)
+        pixels = (smooth + rng.integers(-8, 9, size=smooth.shape)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.jpg", quality=90)
+
+
+def _read(begin: Callable[[], Callable[[], Iterator[Any]]]) -> dict[str, float]:
+    """Measure images/s of the first epoch, including set-up, and the median of nine later ones."""
+    walls = []
+    began = time.perf_counter()
+    batches = begin()
+    for _ in range(10):
+        assert sum(len(images) for images, *_ in batches()) == PHOTOS
+        walls.append(time.perf_counter() - began)
+        began = time.perf_counter()
+    return {
+        "first_epoch_images_per_s": PHOTOS / walls[0],
+        "images_per_s": PHOTOS / statistics.median(walls[1:]),
+    }
+
+
+def crops_torchvision() -> dict[str, float]:
+    """ImageFolder, transforms and DataLoader of torchvision's reference training, two workers."""
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    with tempfile.TemporaryDirectory() as folder:
+        _photos(folder)
+        transform = v2.Compose(
+            [
+                v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(), v2.PILToTensor(),
+                v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,) * 3, (0.5,) * 3),
+            ]
+        )  # fmt: skip
+
+        def begin() -> Callable[[], Iterator[Any]]:
+            images = ImageFolder(f"{folder}/train", transform)
+            loader = torch.utils.data.DataLoader(
+                images, CROPPED, num_workers=WORKERS, shuffle=True, persistent_workers=True
             )
+            return loader.__iter__
+
+        return _read(begin)
 
 
-# `Halved` leaves the second rank half of its core
-UNEQUAL = f"""
-{SHARDED} {TWO} --run.virtual_devices 16 --trainer.max_epochs 4
---trainer.callbacks+=contenders.Halved
-"""
-balance_equal = ours(UNEQUAL)
-balance_ours = ours(f"{UNEQUAL} --run.balance true")
+def crops_ours() -> dict[str, float]:
+    """`--data ImageFolder --data.crop random_resized --data.flip true`: crops of mapped pixels."""
+    from app.data import ImageFolder
 
-WIDE = f"""
---model FashionMLP --model.hidden [256] --data Synthetic --data.like FashionMNIST
---data.images 60000 --data.val_size 0 --data.batch_size=0.25 --trainer.max_epochs 3 {UNTOUCHED}
-{QUIET} --model.repeats
-"""
-mlp24_ours = ours(f"{WIDE} 24")
-mlp64_ours = ours(f"{WIDE} 64")
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        _photos(folder)
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False
+        )
 
+        def begin() -> Callable[[], Iterator[Any]]:
+            data = ImageFolder(
+                folder,
+                size=224,
+                resize=256,
+                crop="random_resized",
+                flip=True,
+                val_size=0,
+                batch_size=CROPPED,
+                num_workers=WORKERS,
+                cache=f"{folder}/cache",
+            )
+            data.trainer = trainer
+            data.prepare_data("fit")
+            data.setup("fit")
+            loader = data.train_dataloader()
+            return lambda: (data.on_after_batch_transfer(batch, 0) for batch in loader)
 
-def mlp24_raw() -> dict[str, float]:
-    """A hand-written loop over stored images, each repeated 24 times."""
-    from app.modules import smooth_l1
-    from app.modules.networks import MLP
-
-    images, labels = synthetic("FashionMNIST", 60_000)
-    network = MLP(1, [256], 10)
-    network.layers[0] = nn.Linear(784 * 24, network.layers[0].out_features)
-    stored = (images.float() / 256).flatten(1).repeat(1, 24)
-    return loop(
-        network.layers, torch.optim.Adam(network.parameters()), shuffled(stored, labels, 15_000), 3,
-        lambda scores, target: smooth_l1(scores, target).mean(),
-    )  # fmt: skip
+        return _read(begin)
 
 
 if __name__ == "__main__":

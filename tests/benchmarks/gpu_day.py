@@ -27,7 +27,7 @@ LEAST = 15  # seconds without which no item starts
 # deadline
 CALLS = {
     "A": {"versions": 20, "step": 40, "smoke": 50, "synchronisations": 35},
-    "B": {"lenet": 60, "resnet": 60, "apart": 75, "mlp": 50},
+    "B": {"resnet": 60, "apart": 75},
     "C": {"same_bits": 110, "gpu_tests": 80, "dp": 20, "commands": 85},
 }
 
