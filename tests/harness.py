@@ -41,6 +41,7 @@ from app.launch.process import STARTER
 App = Callable[
     ..., tuple[int, str]
 ]  # type of the fixture `app`, which returns exit code and output
+Fit = Callable[..., Path]  # type of the fixture `fit`, which returns the run's directory
 Signal = tuple[int, float] | None  # number of a signal, and the seconds after which it is sent
 Environment = Mapping[str, str | None]  # None removes the variable
 
@@ -78,32 +79,25 @@ def tiny(
 
     Further settings become flags as in `options`.
     """
-    words = ["--data", "Synthetic", *options(images=images, batch_size=batch_size, **settings)]
+    words = ["--data=Synthetic", *options(images=images, batch_size=batch_size, **settings)]
     return [*words, *(["--model", model] if model else []), *QUIET]
 
 
 # flags for every feature of a training recipe at once
 RECIPE = [
-    *(*options(mixup=0.3, cutmix=1), "--data.balance", "true"),
+    *(*options(mixup=0.3, cutmix=1), "--data.balance=true"),
     *(
-        "--model.optimizer.lr",
-        "0.02",
-        "--model.optimizer.weight_decay",
-        "0.01",
-        "--model.no_decay",
-        "norm,bias",
+        "--model.optimizer.lr=0.02",
+        "--model.optimizer.weight_decay=0.01",
+        "--model.no_decay=norm,bias",
     ),
     *(
-        "--model.schedule",
-        "cosine",
-        "--model.warmup",
-        "1ep",
-        "--model.label_smoothing",
-        "0.1",
-        "--model.ema",
-        "0.9",
+        "--model.schedule=cosine",
+        "--model.warmup=1ep",
+        "--model.label_smoothing=0.1",
+        "--model.ema=0.9",
     ),
-    *("--model.head_lr", "3", "--model.class_weights", "balanced", "--model.freeze", "1"),
+    *("--model.head_lr=3", "--model.class_weights=balanced", "--model.freeze=1"),
 ]
 
 
@@ -116,17 +110,6 @@ def acts(action: str, batches: int) -> list[str]:
 def on_cpu(strategy: str, devices: int = 2, **settings: object) -> list[str]:
     """Return flags for a strategy on several CPU devices."""
     return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)
-
-
-def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
-    """Run a command twice at once, as two nodes on this machine; return the results of both."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with ThreadPoolExecutor(2) as pool:
-        nodes = [
-            pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)})
-            for node in (0, 1)
-        ]
-        return [node.result() for node in nodes]
 
 
 def output_of(code: int, out: str, expected: int = 0) -> str:
@@ -150,6 +133,11 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def newest_run(root: Path) -> Path:
+    """Return the directory of the run below a folder that was written last."""
+    return max(root.glob("*/version_*"), key=lambda run: run.stat().st_mtime_ns)
 
 
 def losses(run_dir: Path) -> np.ndarray:
@@ -557,6 +545,12 @@ def fork_app(
         seconds=timeout,
         env={"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})},
     )
+
+
+def fork_fit(root: Path, *flags: str | Path) -> Path:
+    """Run `fit` as `fork_app` does, with runs below a folder; return the run's directory."""
+    output_of(*fork_app("fit", "--run.root", root, *flags))
+    return newest_run(root)
 
 
 def fork_run(

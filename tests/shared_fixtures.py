@@ -20,7 +20,18 @@ import torchvision
 import yaml
 from cluster.hosts import Network, network
 from cluster.slurm import Slurm, cluster
-from harness import ROOT, TINY, draw_images, fork_run, leave_undrawn, remember_signatures
+from harness import (
+    ROOT,
+    TINY,
+    App,
+    Fit,
+    draw_images,
+    fork_run,
+    leave_undrawn,
+    newest_run,
+    output_of,
+    remember_signatures,
+)
 from torch.utils import data
 
 from app.cli import main
@@ -103,6 +114,17 @@ def app(
             code = int(end.code or 0)
         out, err = capfd.readouterr()
         return code, out + err
+
+    return run
+
+
+@pytest.fixture
+def fit(app: App, tmp_path: Path) -> Fit:
+    """Run `fit` in this process, and return the run's directory."""
+
+    def run(*flags: str | Path) -> Path:
+        output_of(*app("fit", *flags))
+        return newest_run(tmp_path / "runs")
 
     return run
 
