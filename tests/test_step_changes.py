@@ -38,11 +38,6 @@ def adam(trainer: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(trainer.lightning_module.parameters(), lr=0.05)
 
 
-def halving(trainer: Any) -> LRSchedulerConfig:
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
-    return LRSchedulerConfig(scheduler, interval="step")
-
-
 def second_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return nn.functional.mse_loss(self.net(batch[0]), nn.functional.one_hot(batch[1], 2).float())
 
@@ -61,6 +56,11 @@ class Halved(nn.Module):
 def set_up_adam(trainer: Any) -> None:
     trainer.lightning_module.configure_optimizers = lambda: adam(trainer)
     trainer.strategy.setup_optimizers(trainer)
+
+
+def halve(trainer: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
+    trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]
 
 
 def train_manually(trainer: Any) -> None:
@@ -88,9 +88,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "optimizers set up again": set_up_adam,
     "an optimizer's step": lambda trainer: wrap(trainer.optimizers[0], "step"),
     "an optimizer's zero_grad": lambda trainer: wrap(trainer.optimizers[0], "zero_grad"),
-    "schedulers": lambda trainer: setattr(
-        trainer.strategy, "lr_scheduler_configs", [halving(trainer)]
-    ),
+    "schedulers": halve,
     "a scheduler's interval": lambda trainer: setattr(
         trainer.lr_scheduler_configs[0], "interval", "epoch"
     ),
