@@ -189,101 +189,84 @@ def prefixed(prefix: str) -> dict[str, Tensor]:
     return {prefix + name: value for name, value in SQUEEZENET.items()}
 
 
-CONTAINERS: dict[str, tuple[Any, str]] = {
-    "plain": (SQUEEZENET, ""),
-    "a container": ({"epoch": 3, "model_state_dict": SQUEEZENET}, " from model_state_dict"),
-    "nested prefixes": (
-        prefixed("module._orig_mod.model.backbone."),
-        " from module.model.backbone",
-    ),
-    "an average": ({"state_dict": ZEROS, "state_dict_ema": SQUEEZENET}, " from state_dict_ema"),
-    "two encoders": (
-        {"epoch": torch.tensor(3), "model": {"encoder_q": SQUEEZENET, "encoder_k": ZEROS}},
-        " from model.encoder_q",
-    ),
-    "options": (
-        {"model": SQUEEZENET, "args": Namespace(lr=1), "images": torch.zeros(3)},
-        " from model",
-    ),
+def loaded(network: nn.Module, content: Any, folder: Path) -> str:
+    """Load a file of weights into a network, and return the line about it."""
+    torch.save(content, folder / "x.pth")
+    return load_weights(network, read_weights(str(folder / "x.pth"), ""), "x.pth")
+
+
+CONTAINERS: dict[str, Any] = {
+    "": SQUEEZENET,
+    " from model_state_dict": {"epoch": 3, "model_state_dict": SQUEEZENET},
+    " from module.model.backbone": prefixed("module._orig_mod.model.backbone."),
+    " from state_dict_ema": {"state_dict": ZEROS, "state_dict_ema": SQUEEZENET},
+    " from model.encoder_q": {
+        "epoch": torch.tensor(3),
+        "model": {"encoder_q": SQUEEZENET, "encoder_k": ZEROS},
+    },
+    " from model": {"model": SQUEEZENET, "args": Namespace(lr=1), "images": torch.zeros(3)},
 }
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_weights_are_found_under_any_prefix(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("origin", CONTAINERS)
+def test_weights_are_found_under_any_prefix(origin: str, tmp_path: Path) -> None:
     """Weights are found in any container and under any prefix; one line names the chosen set."""
-    content, origin = CONTAINERS[name]
-    torch.save(content, tmp_path / "x.pth")
     network = make_network("squeezenet1_1", 4)
-    line = load_weights(network, read_weights(str(tmp_path / "x.pth"), "squeezenet1_1"), "x.pth")
-    expected = (
+    assert loaded(network, CONTAINERS[origin], tmp_path) == (
         f"Weights of x.pth: 50 tensors loaded{origin}, "
         "classifier.1 starts anew for another number of classes"
     )
-    assert line == expected
     assert image_settings(str(tmp_path / "x.pth"), None) == {}
-    assert_close(
-        network.features[0].weight.data, SQUEEZENET["features.0.weight"], rtol=0.01, atol=0
-    )
+    first = network.features[0].weight.data
+    assert_close(first, SQUEEZENET["features.0.weight"], rtol=0.01, atol=0)
 
 
 def test_weights_of_safetensors(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(prefixed("model."), tmp_path / "x.safetensors")
-    line = load_weights(
-        make_network("squeezenet1_1", 1000), read_weights(f"{tmp_path}/x.safetensors", ""), "x"
-    )
+    state = read_weights(f"{tmp_path}/x.safetensors", "")
+    line = load_weights(make_network("squeezenet1_1", 1000), state, "x")
     assert line == "Weights of x: 52 tensors loaded from model"
 
 
-def test_weights_without_counters_and_head() -> None:
+def test_weights_without_counters_and_head(tmp_path: Path) -> None:
     """Weights load without BatchNorm's counters, with floats in averages, and without a head.
 
     Old versions of torch have no counters, averages have floats, and a backbone has no head.
     """
-    backbone = {
-        k: v.float() for k, v in make_network("resnet18", 10).state_dict().items() if "fc" not in k
-    }
-    for state, count in (
-        (backbone, 120),
-        ({k: v for k, v in backbone.items() if "num_batches" not in k}, 100),
-    ):
-        line = load_weights(make_network("resnet18", 10), state, "x")
-        assert line == f"Weights of x: {count} tensors loaded, fc starts anew"
+    network = make_network("resnet18", 10)
+    backbone = {k: v.float() for k, v in network.state_dict().items() if "fc" not in k}
+    line = "Weights of x.pth: {} tensors loaded, fc starts anew"
+    assert loaded(network, backbone, tmp_path) == line.format(120)
+    old = {k: v for k, v in backbone.items() if "num_batches" not in k}
+    assert loaded(network, old, tmp_path) == line.format(100)
 
 
 BIAS = SQUEEZENET["features.0.bias"]
 HERE = "here floating-point: convert it, and save it anew"
-BIASES = {  # other biases of the first layer, and the reason why they do not fit
-    "another shape": (BIAS[:5], "1 of 52 tensors differ: features.0.bias is (5,), here (64,)"),
-    "complex": (BIAS + 1j, f"features.0.bias is complex, {HERE}"),
-    "integer": (BIAS.byte(), f"features.0.bias is integer, {HERE}"),
-    "sparse": (BIAS.to_sparse(), f"features.0.bias is sparse, {HERE}"),
-    "meta": (BIAS.to("meta"), f"features.0.bias is without values (meta), {HERE}"),
-    "quantized": (
-        torch.quantize_per_tensor(BIAS, 0.1, 0, torch.qint8),
-        f"features.0.bias is quantized, {HERE}",
-    ),
+UNFIT: dict[str, Any] = {  # other biases of the first layer, by the reason why they do not fit
+    "1 of 52 tensors differ: features.0.bias is (5,), here (64,)": BIAS[:5],
+    f"features.0.bias is complex, {HERE}": BIAS + 1j,
+    f"features.0.bias is integer, {HERE}": BIAS.byte(),
+    f"features.0.bias is sparse, {HERE}": BIAS.to_sparse(),
+    f"features.0.bias is without values (meta), {HERE}": BIAS.to("meta"),
+    f"features.0.bias is quantized, {HERE}": torch.quantize_per_tensor(BIAS, 0.1, 0, torch.qint8),
 }
-UNFIT: dict[str, tuple[Any, str]] = {
-    **{name: (SQUEEZENET | {"features.0.bias": bias}, why) for name, (bias, why) in BIASES.items()},
-    "missing": (
-        {k: v for k, v in SQUEEZENET.items() if "7" not in k},
-        "6 of 52 tensors differ: features.7.squeeze.weight",
-    ),
-    "empty": ({}, "it holds no tensors, where the network has features.0.weight"),
+UNFIT = {problem: SQUEEZENET | {"features.0.bias": bias} for problem, bias in UNFIT.items()}
+UNFIT |= {
+    "6 of 52 tensors differ: features.7.squeeze.weight": {
+        k: v for k, v in SQUEEZENET.items() if "7" not in k
+    },
+    "it holds no tensors, where the network has features.0.weight": {},
 }
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_weights_that_do_not_fit(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("problem", UNFIT)
+def test_weights_that_do_not_fit(problem: str, tmp_path: Path) -> None:
     """Weights lost by another kind, shape or name are rejected; the message names the first."""
-    content, problem = UNFIT[name]
-    torch.save(content, tmp_path / "x.pth")
     with pytest.raises(UserError, match=rf"^--model.weights x.pth.*{re.escape(problem)}"):
-        load_weights(
-            make_network("squeezenet1_1", 10), read_weights(str(tmp_path / "x.pth"), ""), "x.pth"
-        )
+        loaded(make_network("squeezenet1_1", 10), UNFIT[problem], tmp_path)
 
 
 def test_files_without_weights_are_rejected(tmp_path: Path) -> None:
@@ -293,10 +276,7 @@ def test_files_without_weights_are_rejected(tmp_path: Path) -> None:
     bit_flipped(shutil.copy(tmp_path / "good.pth", tmp_path / "flipped.pth"))
     os.mkfifo(tmp_path / "pipe.safetensors")
     for name, problem in {
-        "model.pth": (
-            "it holds torch.nn.modules.linear.Linear, but "
-            "only tensors and plain values are loaded: save"
-        ),
+        "model.pth": "it holds torch.nn.modules.linear.Linear, but only tensors and plain values",
         "program.pth": "it holds a TorchScript program, but only tensors",
         "flipped.pth": "damaged (good/data/",
         "pipe.safetensors": "not a file",
