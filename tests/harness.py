@@ -116,7 +116,7 @@ def error_of(code: int, out: str) -> str:
     assert "Traceback" not in out
     lines = [line for line in out.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, out
-    assert out.strip().splitlines()[-1] == lines[0], "it is the last thing said"
+    assert out.strip().endswith(lines[0]), "it is the last thing said"
     return lines[0]
 
 

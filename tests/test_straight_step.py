@@ -61,12 +61,13 @@ MODULE_HOOKS = [
 ]
 
 
-class Calls(list[tuple[Any, ...]]):
-    """Recorded calls: hook, hook name that `self.log` sees, global step, and arguments."""
+# recorded calls: hook, hook name that `self.log` sees, global step, and arguments
+CALLS: list[tuple[Any, ...]] = []
 
-    def note(self, hook: str, module: Any, *args: Any) -> None:
-        step = module.trainer.global_step
-        self.append((hook, module._current_fx_name, step, *map(_described, args)))
+
+def note(hook: str, module: Any, *args: Any) -> None:
+    step = module.trainer.global_step
+    CALLS.append((hook, module._current_fx_name, step, *map(_described, args)))
 
 
 def _described(value: Any) -> Any:
@@ -81,24 +82,24 @@ def _described(value: Any) -> Any:
     return "callable" if callable(value) else type(value).__name__
 
 
-def recorder(calls: Calls, hooks: list[str]) -> Callback:
+def recorder(hooks: list[str]) -> Callback:
     """Return a callback that overrides these hooks, and records their calls."""
 
     def overriding(name: str) -> Callable[..., None]:
-        return lambda self, trainer, module, *args, **kwargs: calls.note(
+        return lambda self, trainer, module, *args, **kwargs: note(
             f"callback.{name}", module, *args, kwargs
         )
 
     return type("Recorder", (Callback,), {name: overriding(name) for name in hooks})()
 
 
-def recording(calls: Calls, base: type, hooks: list[str], whose: str) -> type:
+def recording(base: type, hooks: list[str], whose: str) -> type:
     """Return a subclass of a module or data module that records the calls of these hooks."""
 
     def overriding(name: str) -> Callable[..., Any]:
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
             module = self if isinstance(self, pl.LightningModule) else self.trainer.lightning_module
-            calls.note(f"{whose}.{name}", module, *args, kwargs)
+            note(f"{whose}.{name}", module, *args, kwargs)
             return getattr(super(made, self), name)(*args, **kwargs)
 
         return hook
@@ -167,9 +168,9 @@ class KeepsLoss(Plain):
         loss.mul_(0.5)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        CALLS.note("kept", self, outputs["loss"], self.loss)
+        note("kept", self, outputs["loss"], self.loss)
         outputs["loss"].zero_()
-        CALLS.note("kept", self, self.loss)
+        note("kept", self, self.loss)
 
 
 class LBFGS(Plain):
@@ -210,9 +211,6 @@ class ClipsEach(Precision):
             nn.utils.clip_grad_norm_(parameter, 0.01)
 
 
-CALLS = Calls()
-
-
 def trained(
     straight: bool,
     folder: Path,
@@ -220,7 +218,7 @@ def trained(
     data: type = TheirData,
     hooks: Any = CALLBACK_HOOKS,
     **flags: Any,
-) -> tuple[Calls, dict[str, Any], str | None]:
+) -> tuple[list[Any], dict[str, Any], str | None]:
     """Train, by default two epochs of five batches; return calls, checkpoint and the loop's reason.
 
     The reason says why the straight loop used Lightning's step. Otherwise, it is None.
@@ -228,7 +226,7 @@ def trained(
     CALLS.clear()
     shutil.rmtree(folder, ignore_errors=True)
     made = {name: [make() for make in flags.pop(name, [])] for name in ("callbacks", "plugins")}
-    made["callbacks"].insert(0, recorder(CALLS, hooks))
+    made["callbacks"].insert(0, recorder(hooks))
     flags = {"max_epochs": 2, "log_every_n_steps": 2, "accelerator": "cpu"} | flags
     torch.manual_seed(1)
     trainer = pl.Trainer(
@@ -244,7 +242,7 @@ def trained(
         StraightLoop.put_into(trainer)
     trainer.fit(model(), data())
     trainer.save_checkpoint(folder / "end.ckpt")
-    calls = Calls(CALLS)
+    calls = list(CALLS)
     calls.append(("metrics", _described(dict(trainer.logged_metrics))))
     calls.append(("csv", Path(trainer.log_dir, "metrics.csv").read_text()))
     reason = getattr(trainer.fit_loop.epoch_loop, "reason", None)
@@ -317,7 +315,7 @@ def test_settings(name: str, tmp_path: Path) -> None:
     "hooks", [*([hook] for hook in MODULE_HOOKS), MODULE_HOOKS], ids=lambda hooks: hooks[-1]
 )
 def test_module_hooks(hooks: list[str], tmp_path: Path) -> None:
-    model = recording(CALLS, ByStep, hooks, "module")
+    model = recording(ByStep, hooks, "module")
     others = CALLBACK_HOOKS if len(hooks) > 1 else []
     assert_alike(
         tmp_path, model=model, hooks=others, accumulate_grad_batches=2, gradient_clip_val=0.1
@@ -327,8 +325,8 @@ def test_module_hooks(hooks: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("hook", BATCH_HOOKS)
 def test_data_module_hook(hook: str, tmp_path: Path) -> None:
     """If module and data module override a hook, the straight step makes Lightning's choice."""
-    model = recording(CALLS, Plain, [hook], "module")
-    assert_alike(tmp_path, model=model, data=recording(CALLS, TheirData, [hook], "data"), hooks=[])
+    model = recording(Plain, [hook], "module")
+    assert_alike(tmp_path, model=model, data=recording(TheirData, [hook], "data"), hooks=[])
 
 
 @pytest.mark.parametrize("hook", CALLBACK_HOOKS)
@@ -368,9 +366,7 @@ def test_features_that_need_lightnings_step(reason: str, tmp_path: Path) -> None
 
 # without on_save_checkpoint, because a checkpoint contains measured times, which differ between
 # runs
-RecordsAll = type(
-    recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"])
-)
+RecordsAll = type(recorder([name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"]))
 RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test=false"]
 
 
@@ -409,7 +405,7 @@ def assert_alike_by_command(fit: Fit, *flags: str | Path) -> None:
     """Check that straight loop and Lightning's agree; the second run uses the first's config."""
     CALLS.clear()
     straight = fit(*flags, *RECORDED)
-    calls = Calls(CALLS)
+    calls = list(CALLS)
     CALLS.clear()
     stock = fit("--config", straight / "config.yaml", "--run.loop=lightning")
     for call, expected in zip(calls, CALLS, strict=True):

@@ -5,7 +5,6 @@ import random
 import re
 import sys
 from collections.abc import Sequence
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +151,9 @@ def test_one_order_of_additions(count: int) -> None:
     """In any order of addition, the shards' sum has the same bits and includes every shard."""
     tree, values = Tree(count), torch.randn(count, generator=torch.Generator().manual_seed(1))
     sums = set()
-    for order in list(permutations(range(count)))[:: 1 if count < 8 else 997]:
+    for _ in range(100):
         nodes: dict[tuple[int, int], Tensor] = {}
-        for shard in order:
+        for shard in torch.randperm(count).tolist():
             tree.add(nodes, (0, shard), values[shard], torch.add)
         sums.add(nodes.pop(tree.root).item())
         assert not nodes
