@@ -99,8 +99,10 @@ def acts(action: str, batches: int) -> list[str]:
     return ["--trainer.callbacks+=user_code.ActsAfter", *settings]
 
 
-def on_cpu(strategy: str, devices: int = 2, **settings: object) -> list[str]:
-    """Return flags for a strategy on several CPU devices."""
+def on_cpu(strategy: str, devices: int | None = None, **settings: object) -> list[str]:
+    """Return flags for a strategy on CPU devices: by default one for `auto`, two for others."""
+    if devices is None:
+        devices = 1 if strategy == "auto" else 2
     return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)
 
 

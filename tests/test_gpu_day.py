@@ -61,7 +61,6 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(
     assert all(row["figures"] == {"a": 1} for row in rows.values())
     assert rows["fails"]["end"] == ["it broke"]
     assert "a: 1" in (tmp_path / "out" / "results.md").read_text()
-    assert len(list((tmp_path / "out").iterdir())) == 3
     with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:
         assert {"logs/fails.log", "logs/fails.json", "logs/works.log"} <= set(archive.getnames())
 
@@ -82,12 +81,8 @@ def test_a_call_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit, match="0"):
         gpu_day.main(["A"], tmp_path)
     rows = json.loads((tmp_path / "results.json").read_text())
-    assert [row["status"] for row in rows] == [
-        "ok",
-        "ok",
-        "skipped: no time left",
-        "skipped: no time left",
-    ]
+    late = "skipped: no time left"
+    assert [row["status"] for row in rows] == ["ok", "ok", late, late]
     assert limits == {"versions": 20, "step": 20}
 
 

@@ -42,7 +42,7 @@ SMALL = tiny(72, 12, val_size=8)
     "strategy", ["auto", "dp", "ddp_fork", pytest.param("ddp", marks=pytest.mark.slow)]
 )
 def test_somebodys_own_model_and_data(strategy: str, tmp_path: Path) -> None:
-    flags = on_cpu(strategy, 1 if strategy == "auto" else 2, root=tmp_path, name="x")
+    flags = on_cpu(strategy, root=tmp_path, name="x")
     assert "does not log val_acc" in output_of(*fork_app("fit", *THEIRS, *flags))
     run = tmp_path / "x" / "version_0"
     names = ["best.ckpt", "last-1.ckpt", "last.ckpt"]
@@ -56,7 +56,7 @@ def test_torch_checks_collective_calls(tmp_path: Path) -> None:
 
     torch's DDP would crash.
     """
-    flags = [*SMALL, *on_cpu("ddp_fork", 2, precision="bf16-mixed", max_epochs=1, root=tmp_path)]
+    flags = [*SMALL, *on_cpu("ddp_fork", precision="bf16-mixed", max_epochs=1, root=tmp_path)]
     output_of(*start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}))
 
 
@@ -92,7 +92,7 @@ def test_what_an_error_of_a_communication_tells(message: str, kind: type) -> Non
 
 def test_what_cannot_be_pickled_is_named(app: App) -> None:
     message = error_of(
-        *app("fit", *SMALL, "--model=user_code.CannotBePickled", *on_cpu("ddp_spawn", 2))
+        *app("fit", *SMALL, "--model=user_code.CannotBePickled", *on_cpu("ddp_spawn"))
     )
     assert "Can't pickle" in message
     assert "use --trainer.strategy ddp" in message
@@ -108,8 +108,8 @@ def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) 
     """
     flags = tiny(130, 32, "user_code.BuildsLate", val_size=33, max_epochs=1, threads=1)
     values = []
-    for strategy, devices in (("auto", 1), ("ddp_fork", 2)):
-        run = fork_fit(tmp_path, *flags, *on_cpu(strategy, devices))
+    for strategy in ("auto", "ddp_fork"):
+        run = fork_fit(tmp_path, *flags, *on_cpu(strategy))
         output_of(*app("validate", *flags, "--ckpt_path", last_of(run)))
         logged = pd.read_csv(run / "metrics.csv")["their_val_loss"].dropna().item()
         values.append(weights(run) | {"logged": logged})
@@ -162,12 +162,12 @@ PRECISIONS = {  # precisions of the scores and of the images
 }
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 2)])
+@pytest.mark.parametrize("strategy", ["auto", "dp"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_replicas_compute_in_the_precision_that_was_asked_for(
-    precision: str, strategy: str, devices: int, app: App
+    precision: str, strategy: str, app: App
 ) -> None:
-    flags = on_cpu(strategy, devices, precision=precision, max_steps=2)
+    flags = on_cpu(strategy, precision=precision, max_steps=2)
     out = output_of(*app("fit", *THEIRS, "--model=user_code.NotesPrecision", *flags))
     lines = {line for line in out.splitlines() if line.startswith("computed in")}
     scores, images = PRECISIONS[precision]
@@ -176,7 +176,7 @@ def test_replicas_compute_in_the_precision_that_was_asked_for(
 
 MODELS = {
     "CIFARCNN": on_cpu("dp"),
-    "FashionMLP": [*on_cpu("auto", 1), "--data.like=FashionMNIST", "--model.repeats=1"],
+    "FashionMLP": [*on_cpu("auto"), "--data.like=FashionMNIST", "--model.repeats=1"],
 }
 DTYPES = {
     "bf16-mixed": torch.float32,

@@ -88,8 +88,7 @@ def test_accumulated_gradients(
     number of samples.
     """
     model, expected = single
-    way = on_cpu(strategy, 1 if strategy == "auto" else 2)
-    way += options(batch_size=64 // batches, accumulate_grad_batches=batches)
+    way = on_cpu(strategy, batch_size=64 // batches, accumulate_grad_batches=batches)
     check_same(fork_fit(tmp_path, *MODELS[model], *RECORDED, *way), expected)
 
 

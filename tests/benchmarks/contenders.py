@@ -33,43 +33,45 @@ SGD = partial(torch.optim.SGD, lr=0.001, momentum=0.9)
 
 
 class Clock(Callback):
-    """Callback that times the epochs after the first, without validation, and writes `$CLOCK`."""
+    """Clock of a training's epochs; as a callback, it writes the figures into the file `$CLOCK`."""
 
     def __init__(self) -> None:
-        self.began = (0.0, 0.0)
-        self.cpu = 0.0
-        self.steps = 0.0
-        self.epochs: list[float] = []
+        self.walls: list[float] = []
+        self.cpus: list[float] = []
+
+    def start(self) -> None:
+        """Start an epoch."""
+        self.wall = time.perf_counter()
+        self.cpu = time.process_time()
+
+    def stop(self) -> None:
+        """End an epoch."""
+        self.walls.append(time.perf_counter() - self.wall)
+        self.cpus.append(time.process_time() - self.cpu)
+
+    def figures(self, steps: int) -> dict[str, float]:
+        """Return the figures of all epochs but the first, of `steps` steps each."""
+        measured = steps * (len(self.walls) - 1)
+        return {
+            "cpu_us_per_step": 1e6 * sum(self.cpus[1:]) / measured,
+            "ms_per_step": 1e3 * sum(self.walls[1:]) / measured,
+            "epoch_s": statistics.median(self.walls[1:]),
+            "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
-        self.began = time.process_time(), time.perf_counter()
+        """Start an epoch."""
+        self.start()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock, before the checkpoint is written."""
-        if trainer.current_epoch:
-            self.cpu += time.process_time() - self.began[0]
-            self.epochs.append(time.perf_counter() - self.began[1])
-            self.steps += trainer.num_training_batches
+        """End an epoch, before the checkpoint is written."""
+        self.stop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the figures."""
-        if trainer.is_global_zero and self.steps:
-            Path(os.environ["CLOCK"]).write_text(json.dumps(self.figures()))
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures of all measured epochs."""
-        return figures(self.cpu, self.epochs, self.steps)
-
-
-def figures(cpu: float, epochs: list[float], steps: int) -> dict[str, float]:
-    """Return figures from CPU seconds, each epoch's seconds, and the number of steps."""
-    return {
-        "cpu_us_per_step": 1e6 * cpu / steps,
-        "ms_per_step": 1e3 * sum(epochs) / steps,
-        "epoch_s": statistics.median(epochs),
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
+        if trainer.is_global_zero:
+            figures = self.figures(int(trainer.num_training_batches))
+            Path(os.environ["CLOCK"]).write_text(json.dumps(figures))
 
 
 def cost_of(command: list[str], **settings: Any) -> dict[str, float]:
@@ -127,18 +129,15 @@ def loop(
     network: nn.Module, optimizer: torch.optim.Optimizer, batches: Shuffled, epochs: int
 ) -> dict[str, float]:
     """Measure a hand-written training loop."""
-    walls = []
-    cpus = []
+    clock = Clock()
     for _ in range(epochs):
-        wall = time.perf_counter()
-        cpu = time.process_time()
+        clock.start()
         for images, labels in batches:
             optimizer.zero_grad()
             nn.functional.cross_entropy(network(images), labels).backward()
             optimizer.step()
-        walls.append(time.perf_counter() - wall)
-        cpus.append(time.process_time() - cpu)
-    return figures(sum(cpus[1:]), walls[1:], (epochs - 1) * len(batches))
+        clock.stop()
+    return clock.figures(len(batches))
 
 
 TINY = """
@@ -182,7 +181,7 @@ def overhead_stock() -> dict[str, float]:
         logger = CSVLogger(folder)
         trainer = Trainer(max_epochs=4, accelerator="cpu", callbacks=[clock], logger=logger)
         trainer.fit(Module(), batches)
-    return clock.figures()
+    return clock.figures(len(batches))
 
 
 overhead_ours = ours(TINY)
@@ -226,30 +225,29 @@ DDP = f"""
 """
 
 
-def _ddp_rank(rank: int, store: str, figures: str) -> None:
+def _ddp_rank(rank: int, folder: str) -> None:
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
     from app.modules.networks import LeNet
 
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     images, labels = synthetic("CIFAR10", 12_800)
     share = (images.float() / 127.5 - 1)[rank::2]
     network = DistributedDataParallel(LeNet())
     batches = Shuffled(share, labels[rank::2], 32)
     measured = loop(network, SGD(network.parameters()), batches, 3)
-    if rank == 0:
-        Path(figures).write_text(json.dumps(measured))
+    Path(folder, f"{rank}.json").write_text(json.dumps(measured))
     distributed.destroy_process_group()
 
 
 def ddp_raw() -> dict[str, float]:
     """A hand-written loop with DistributedDataParallel, two processes, gloo."""
     with tempfile.TemporaryDirectory() as folder:
-        place = f"{folder}/figures.json"
-        torch.multiprocessing.spawn(_ddp_rank, (f"{folder}/store", place), nprocs=2)
-        return json.loads(Path(place).read_text())
+        torch.multiprocessing.spawn(_ddp_rank, (folder,), nprocs=2)
+        return json.loads(Path(folder, "0.json").read_text())
 
 
 TWO = "--trainer.strategy ddp --trainer.devices 2"
@@ -328,9 +326,7 @@ def crops_ours() -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         _photos(folder)
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False
-        )
+        trainer = Trainer(accelerator="cpu", barebones=True)
 
         def begin() -> Callable[[], Iterator[Any]]:
             data = ImageFolder(
