@@ -38,7 +38,7 @@ def halves(images: Path, place: Path) -> list[Path]:
 def train(images: Path, epochs: int, flags: dict[str, Any]) -> float:
     """Train a ResNet-18, and return its best accuracy on the validation images."""
     fixed = {"max_epochs": epochs, "data.root": str(images), "run.root": str(images.parent)}
-    return max(row["val_acc"] for row in app.fit(**BOTH, **fixed, **flags).epochs)
+    return max(row.val_acc for row in app.fit(**BOTH, **fixed, **flags).epochs)
 
 
 def main() -> None:
