@@ -255,7 +255,7 @@ def dp() -> None:
         for several in (False, True):
             torch.manual_seed(0)
             model = CIFARCNN()
-            replicas = DataParallelStrategy([torch.device(DEVICE.type, 0)] * 2)
+            replicas = DataParallelStrategy([torch.device("cpu" if CPU else "cuda:0")] * 2)
             trainer = Trainer(
                 accelerator=DEVICE.type, devices=1, strategy=replicas if several else "auto",
                 max_epochs=1, precision=precision, barebones=True,
