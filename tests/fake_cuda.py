@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from app.monitor.step_clock import StepClock
 from app.training import virtual_devices
 from app.training.step import StraightLoop
 
+PACKAGE = str(Path(batches.__file__).parents[1])
 META = torch.device("meta")
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -204,15 +206,8 @@ class FakeCUDA:
     def note(self, kind: str) -> None:
         """Count an operation that makes the host wait, under the line of code that started it."""
         self.streams.host.wait_stream(self.streams.current)
-        frames = [
-            f
-            for f in traceback.extract_stack()
-            if "/app/" in f.filename or "/lightning/" in f.filename
-        ]
-        relevant = [f for f in frames if "site-packages" not in f.filename] or frames
-        self.notes[
-            self.place, f"{Path(relevant[-1].filename).name}:{relevant[-1].lineno}", kind
-        ] += 1
+        line = [frame for frame in traceback.extract_stack() if PACKAGE in frame.filename][-1]
+        self.notes[self.place, f"{Path(line.filename).name}:{line.lineno}", kind] += 1
 
     def at(self, place: str) -> dict[tuple[str, str], int]:
         """Return the counts of one place in the training, by line and kind."""
@@ -225,17 +220,6 @@ class FakeCUDA:
 
 def is_on_cuda(value: Any) -> bool:
     return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
-
-
-class Event:
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        pass
-
-    def elapsed_time(self, _: "Event") -> float:
-        return 1.0
 
 
 def fake_device(args: Any) -> torch.device:
@@ -307,22 +291,16 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
             pins = True
         blocks = False
         source = None
+        target = None
         if func is aten.copy_.default:
             source = args[1]
+            target = args[0].device.type
         elif func is aten._to_copy.default:
             source = args[0]
+            target = torch.device(kwargs.get("device") or source.device).type
         if isinstance(source, Tensor) and source.numel():
-            target = (
-                args[0].device.type
-                if func is aten.copy_.default
-                else torch.device(kwargs.get("device") or "cpu").type
-            )
             at_once = not (kwargs.get("non_blocking") or args[2:])
-            if (
-                is_on_cuda(source)
-                and target == "cpu"
-                and (func is aten.copy_.default or kwargs.get("device"))
-            ):
+            if is_on_cuda(source) and target == "cpu":
                 fake.note("copy to the host")
             elif (
                 not is_on_cuda(source)
@@ -455,7 +433,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     for name, value in constants.items():
         patch(torch.cuda, name, lambda *_, value=value, **__: value)
     patch(torch.accelerator, "synchronize", lambda *_: fake.note("synchronize"))
-    patch(torch.cuda, "Event", Event)
+    patch(torch.cuda, "Event", lambda **_: Mock(elapsed_time=lambda _: 1.0))
     patch(torch.cuda, "Stream", Stream)
     patch(torch.cuda, "current_stream", lambda *_: fake.streams.current)
     patch(torch.cuda, "stream", fake.streams.using)

@@ -67,6 +67,7 @@ def serve(number: int) -> None:
 def prepare() -> None:
     """Import everything, and read the signatures of the classes that most commands use."""
     gc.disable()
+    from app.command.configuration import resolve
     from app.system.program import set_up
 
     set_up()
@@ -74,11 +75,6 @@ def prepare() -> None:
         importlib.import_module(f"app.{name}")
     for name in ("agg", "svg"):
         importlib.import_module(f"matplotlib.backends.backend_{name}")
-    from harness import remember_signatures
-
-    from app.command.configuration import resolve
-
-    remember_signatures()
     resolve(["fit", "--data", "Synthetic"])
     gc.freeze()
     gc.enable()

@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -29,9 +28,6 @@ import pytest
 import torch
 from cluster.hosts import awaited
 from fork_server import ADDRESS, PATHS, ROOT
-from jsonargparse._optionals import parse_docstring
-from jsonargparse._parameter_resolvers import get_signature_parameters
-from jsonargparse._util import get_import_path, resolved_import_paths
 from lightning.pytorch import Trainer
 from PIL import Image
 
@@ -41,6 +37,7 @@ from app.launch.process import STARTER
 App = Callable[
     ..., tuple[int, str]
 ]  # type of the fixture `app`, which returns exit code and output
+Fit = Callable[..., Path]  # type of the fixture `fit`, which returns the run's directory
 Signal = tuple[int, float] | None  # number of a signal, and the seconds after which it is sent
 Environment = Mapping[str, str | None]  # None removes the variable
 
@@ -63,11 +60,15 @@ def options(**settings: object) -> list[str]:
     """
     words = []
     for name, value in settings.items():
-        section = "trainer" if name in TRAINER else "run" if name in RUN else "data"
-        words += [
-            f"--{section}.{name}",
-            str(value).lower() if isinstance(value, bool) else str(value),
-        ]
+        section = "data"
+        if name in TRAINER:
+            section = "trainer"
+        elif name in RUN:
+            section = "run"
+        text = str(value)
+        if isinstance(value, bool):
+            text = text.lower()
+        words += [f"--{section}.{name}", text]
     return words
 
 
@@ -78,32 +79,17 @@ def tiny(
 
     Further settings become flags as in `options`.
     """
-    words = ["--data", "Synthetic", *options(images=images, batch_size=batch_size, **settings)]
+    words = ["--data=Synthetic", *options(images=images, batch_size=batch_size, **settings)]
     return [*words, *(["--model", model] if model else []), *QUIET]
 
 
 # flags for every feature of a training recipe at once
 RECIPE = [
-    *(*options(mixup=0.3, cutmix=1), "--data.balance", "true"),
-    *(
-        "--model.optimizer.lr",
-        "0.02",
-        "--model.optimizer.weight_decay",
-        "0.01",
-        "--model.no_decay",
-        "norm,bias",
-    ),
-    *(
-        "--model.schedule",
-        "cosine",
-        "--model.warmup",
-        "1ep",
-        "--model.label_smoothing",
-        "0.1",
-        "--model.ema",
-        "0.9",
-    ),
-    *("--model.head_lr", "3", "--model.class_weights", "balanced", "--model.freeze", "1"),
+    *options(mixup=0.3, cutmix=1),
+    *("--model.optimizer.lr=0.02", "--model.optimizer.weight_decay=0.01"),
+    *("--model.no_decay=norm,bias", "--model.schedule=cosine", "--model.warmup=1ep"),
+    *("--model.label_smoothing=0.1", "--model.ema=0.9", "--model.head_lr=3"),
+    *("--model.class_weights=balanced", "--model.freeze=1", "--data.balance=true"),
 ]
 
 
@@ -113,20 +99,11 @@ def acts(action: str, batches: int) -> list[str]:
     return ["--trainer.callbacks+=user_code.ActsAfter", *settings]
 
 
-def on_cpu(strategy: str, devices: int = 2, **settings: object) -> list[str]:
-    """Return flags for a strategy on several CPU devices."""
+def on_cpu(strategy: str, devices: int | None = None, **settings: object) -> list[str]:
+    """Return flags for a strategy on CPU devices: by default one for `auto`, two for others."""
+    if devices is None:
+        devices = 1 if strategy == "auto" else 2
     return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)
-
-
-def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
-    """Run a command twice at once, as two nodes on this machine; return the results of both."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with ThreadPoolExecutor(2) as pool:
-        nodes = [
-            pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)})
-            for node in (0, 1)
-        ]
-        return [node.result() for node in nodes]
 
 
 def output_of(code: int, out: str, expected: int = 0) -> str:
@@ -141,7 +118,7 @@ def error_of(code: int, out: str) -> str:
     assert "Traceback" not in out
     lines = [line for line in out.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, out
-    assert out.strip().splitlines()[-1] == lines[0], "it is the last thing said"
+    assert out.strip().endswith(lines[0]), "it is the last thing said"
     return lines[0]
 
 
@@ -150,6 +127,12 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def newest_run(root: Path) -> Path:
+    """Return the directory of the run below a folder that was written last, or the folder."""
+    runs = root.glob("*/version_*")
+    return max(runs, key=lambda run: run.stat().st_mtime_ns, default=root)
 
 
 def losses(run_dir: Path) -> np.ndarray:
@@ -218,42 +201,14 @@ def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
     patch("app.monitor.report.make_report", lambda folder, record: "")
 
 
-def remember_signatures() -> None:
-    """Patch jsonargparse to read a class's signature and documentation once per process."""
-    path, signature, documentation = map(
-        cache, (get_import_path, get_signature_parameters, parse_docstring)
-    )
-
-    def path_of(value: Any) -> str | None:
-        return resolved_import_paths.get(value) or (
-            path if isinstance(value, type) else get_import_path
-        )(value)
-
-    kept: dict[Any, Callable[..., Any]] = {
-        get_import_path: path_of,
-        get_signature_parameters: lambda function, name=None, logger=None: [
-            *map(copy, signature(function, name))
-        ],
-        parse_docstring: lambda component, params=False, logger=None: copy(
-            documentation(component, params)
-        ),
-    }
-    for module in [
-        module for name, module in sys.modules.items() if name.startswith("jsonargparse.")
-    ]:
-        for function, remembered in kept.items():
-            if getattr(module, function.__name__, None) is function:
-                setattr(module, function.__name__, remembered)
-
-
 SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
 
 
 SIZES = {"data": "Synthetic", "data.images": 240, "data.batch_size": 24}
 TINY: dict[str, Any] = {
-    "flags": {"trainer.accelerator": "cpu", **SIZES, "trainer.log_every_n_steps": 2}
+    "flags": {"trainer.accelerator": "cpu", **SIZES, "trainer.log_every_n_steps": 2},
+    **{"max_epochs": 2, "repeats": 1, "time_limit": 60},
 }
-TINY |= {"max_epochs": 2, "repeats": 1, "time_limit": 60}
 
 
 def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
@@ -353,11 +308,7 @@ class Running:
     def directory(self) -> Path:
         """Directory of the newest run below `--run.root`; before the first run, `--run.root`."""
         root = Path(self.words[self.words.index("--run.root") + 1])
-        return max(
-            root.glob("*/version_*"),
-            key=lambda path: int(path.name.rpartition("_")[2]),
-            default=root,
-        )
+        return newest_run(root)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -557,6 +508,12 @@ def fork_app(
         seconds=timeout,
         env={"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})},
     )
+
+
+def fork_fit(root: Path, *flags: str | Path) -> Path:
+    """Run `fit` as `fork_app` does, with runs below a folder; return the run's directory."""
+    output_of(*fork_app("fit", "--run.root", root, *flags))
+    return newest_run(root)
 
 
 def fork_run(

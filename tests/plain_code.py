@@ -25,14 +25,13 @@ class PlainModel(LightningModule):
 
     def __init__(self, normalized: bool = True) -> None:
         super().__init__()
-        norm: nn.Module = nn.Identity()
-        drop: nn.Module = nn.Identity()
-        if normalized:
-            norm = nn.BatchNorm2d(8)
-            drop = nn.Dropout(0.2)
         convolution = nn.Conv2d(3, 8, 3, bias=False)
         pool = nn.AdaptiveAvgPool2d(2)
-        self.net = nn.Sequential(convolution, norm, nn.ReLU(), drop, pool, nn.Flatten())
+        self.net = nn.Sequential(
+            convolution, nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), pool, nn.Flatten()
+        )
+        if not normalized:
+            self.net[1] = self.net[3] = nn.Identity()
         self.head = nn.Linear(32, 3)
 
     def forward(self, x: Tensor) -> Tensor:

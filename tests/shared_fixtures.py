@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import os
 import pickle
 import signal
 import struct
@@ -20,12 +19,12 @@ import torchvision
 import yaml
 from cluster.hosts import Network, network
 from cluster.slurm import Slurm, cluster
-from harness import ROOT, TINY, draw_images, fork_run, leave_undrawn, remember_signatures
+from fork_server import PATHS
+from harness import TINY, App, Fit, draw_images, fork_run, leave_undrawn, newest_run, output_of
 from torch.utils import data
 
 from app.cli import main
 
-remember_signatures()
 # otherwise garbage collection would scan all imported modules, which takes a fifth of the tests'
 # time
 gc.freeze()
@@ -58,17 +57,11 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     # deterministic runs need it; set for every test, because cuBLAS reads it only once per process
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-    left = (
-        "APP_DEBUG",
-        "APP_TRUST",
-        "PL_GLOBAL_SEED",
-        "LOCAL_RANK",
-        "RANK",
-        "WORLD_SIZE",
-        "NODE_RANK",
-    )
-    for name in (*left, "MASTER_ADDR", "MASTER_PORT"):
+    monkeypatch.setenv("PYTHONPATH", PATHS)
+    for name in (
+        *("APP_DEBUG", "APP_TRUST", "PL_GLOBAL_SEED", "LOCAL_RANK", "RANK", "WORLD_SIZE"),
+        *("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["app"])
     # a shell's background job ignores SIGINT, and child processes would inherit this
@@ -108,6 +101,17 @@ def app(
 
 
 @pytest.fixture
+def fit(app: App, tmp_path: Path) -> Fit:
+    """Run `fit` in this process, and return the run's directory."""
+
+    def run(*flags: str | Path) -> Path:
+        output_of(*app("fit", *flags))
+        return newest_run(tmp_path / "runs")
+
+    return run
+
+
+@pytest.fixture
 def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write files in CIFAR-10's format, 10 images per batch, and patch torchvision's checksums."""
     cls = torchvision.datasets.CIFAR10
@@ -120,23 +124,10 @@ def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return [name, torchvision.datasets.utils.calculate_md5(str(folder / name))]
 
     def batch(name: str) -> list[str]:
-        return write(
-            name,
-            {"data": rng.integers(256, size=(10, 3072), dtype=np.uint8), "labels": list(range(10))},
-        )
+        pixels = rng.integers(256, size=(10, 3072), dtype=np.uint8)
+        return write(name, {"data": pixels, "labels": list(range(10))})
 
-    names = [
-        "airplane",
-        "automobile",
-        "bird",
-        "cat",
-        "deer",
-        "dog",
-        "frog",
-        "horse",
-        "ship",
-        "truck",
-    ]
+    names = [f"class {number}" for number in range(10)]
     monkeypatch.setattr(cls, "train_list", [batch(f"data_batch_{i}") for i in range(1, 6)])
     monkeypatch.setattr(cls, "test_list", [batch("test_batch")])
     filename, md5 = write("batches.meta", {"label_names": names})

@@ -10,31 +10,30 @@ import torch.distributed as dist
 import yaml
 from harness import (
     App,
-    assert_same,
     difference,
     error_of,
     fork_app,
+    fork_fit,
+    on_cpu,
     options,
     output_of,
     record_of,
     tiny,
 )
 from jsonargparse import Namespace
-from test_parity import MODELS, STEPS, TOLERANCE
 
 from app.command.configuration import resolve
 from app.training.comm_hooks import ring_all_reduce
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 SMALL = tiny(72, 16, val_size=8)
-CPU = ["--trainer.accelerator", "cpu", "--trainer.devices", "2"]
+CPU = ["--trainer.accelerator=cpu", "--trainer.devices=2"]
 
 
-def forked(strategy: str, *options: str) -> list[str]:
+def forked(*settings: str, strategy: str = "ddp") -> list[str]:
     """Return flags for a strategy with two processes. They are forks, because forks start fast."""
-    pairs = zip(options[::2], options[1::2], strict=True)
-    words = [word for name, value in pairs for word in (f"--trainer.strategy.{name}", value)]
-    return [*CPU, "--trainer.strategy", strategy, "--trainer.strategy.start_method", "fork", *words]
+    words = [f"--trainer.strategy.{setting}" for setting in ("start_method=fork", *settings)]
+    return [*CPU, "--trainer.strategy", strategy, *words]
 
 
 def rings(rank: int, store: str, is_staged: bool) -> None:
@@ -77,23 +76,12 @@ def test_ring_all_reduce(is_staged: bool, tmp_path: Path) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a run on one device."""
-    root = tmp_path_factory.mktemp("single")
-    output_of(*fork_app("fit", *MODELS["cnn"], *STEPS, "--run.root", root, "--run.name", "x"))
-    return root / "x" / "version_0"
-
-
 @pytest.mark.slow
-def test_parity_of_the_ring(single: Path, tmp_path: Path) -> None:
-    flags = [*MODELS["cnn"], *STEPS, *forked("ddp_ring"), "--trainer.devices", "4"]
-    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, "--run.name", "x"))
-    run = tmp_path / "x" / "version_0"
-    assert_same(run, single, TOLERANCE)
+def test_ring_reports_its_bytes(tmp_path: Path) -> None:
+    flags = [*SMALL, *on_cpu("ddp_ring", 4, root=tmp_path, max_epochs=1)]
     # LeNet has 62,006 parameters of 4 bytes
-    assert "ddp_ring: rank 0 sent 0.372 MB a step, 2(N−1)/N of 0.248 MB of gradients, N = 4" in out
-    assert record_of(run)["strategy"] == "ddp_ring"
+    expected = "ddp_ring: rank 0 sent 0.372 MB a step, 2(N−1)/N of 0.248 MB of gradients, N = 4"
+    assert expected in output_of(*fork_app("fit", *flags))
 
 
 EXACT = [*SMALL, *options(precision="64-true", max_epochs=4, test=False)]  # 16 steps
@@ -102,39 +90,29 @@ EXACT = [*SMALL, *options(precision="64-true", max_epochs=4, test=False)]  # 16 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on one device in float64, so that rounding hides no difference."""
-    root = tmp_path_factory.mktemp("exact")
-    output_of(*fork_app("fit", *EXACT, "--run.root", root, "--run.name", "x"))
-    return root / "x" / "version_0"
+    return fork_fit(tmp_path_factory.mktemp("exact"), *EXACT)
 
 
 ACTING = [
     ("ddp_fp16", []),
     pytest.param("ddp_bf16", [], marks=pytest.mark.slow),
-    pytest.param("ddp", ["ddp_comm_hook", f"{HOOKS}.fp16_compress_hook"], marks=pytest.mark.slow),
+    pytest.param("ddp", [f"ddp_comm_hook={HOOKS}.fp16_compress_hook"], marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "options"), ACTING)
-def test_hooks_act_on_cpu(strategy: str, options: list[str], exact: Path, tmp_path: Path) -> None:
-    flags = [*EXACT, *forked(strategy, *options), "--run.root", tmp_path, "--run.name", "x"]
-    output_of(*fork_app("fit", *flags))
-    assert 1e-9 < difference(tmp_path / "x" / "version_0", exact) < 1e-2
-    assert record_of(tmp_path / "x" / "version_0")["strategy"] in (strategy, f"{strategy}_fork")
+@pytest.mark.parametrize(("strategy", "settings"), ACTING)
+def test_hooks_act_on_cpu(strategy: str, settings: list[str], exact: Path, tmp_path: Path) -> None:
+    run = fork_fit(tmp_path, *EXACT, *forked(*settings, strategy=strategy))
+    assert 1e-9 < difference(run, exact) < 1e-2
+    assert record_of(run)["strategy"] in (strategy, f"{strategy}_fork")
 
 
 def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
-    flags = [
-        *SMALL,
-        *forked("ddp", "ddp_comm_hook", "user_code.speaking_hook"),
-        "--run.root",
-        tmp_path,
-    ]
-    out = output_of(
-        *fork_app("fit", *flags, *options(accumulate_grad_batches=2, max_epochs=1, test=False))
-    )
-    assert (
-        out.count("averaged a bucket") == 4
-    )  # 64 images are 4 batches in 2 steps; each of 2 ranks prints once a step
+    flags = [*SMALL, *forked("ddp_comm_hook=user_code.speaking_hook")]
+    flags += options(accumulate_grad_batches=2, max_epochs=1, test=False, root=tmp_path)
+    out = output_of(*fork_app("fit", *flags))
+    # 64 images are 4 batches in 2 steps; each of 2 ranks prints once a step
+    assert out.count("averaged a bucket") == 4
     assert "static graph" not in out
 
 
@@ -143,93 +121,72 @@ def strategy(*words: str) -> Namespace | str:
     return resolve(["fit", *SMALL, *words]).trainer.strategy
 
 
-def test_options_follow_a_name(tmp_path: Path) -> None:
-    assert strategy("--trainer.strategy", "ddp_ring") == "ddp_ring"
+def test_options_follow_a_name() -> None:
+    assert strategy("--trainer.strategy=ddp_ring") == "ddp_ring"
     for words in (["--trainer.strategy", "ddp"], ["--trainer.strategy=ddp"]):
-        spec = strategy(
-            *words, "--trainer.devices", "2", "--trainer.strategy.process_group_backend", "gloo"
-        )
+        spec = strategy(*words, "--trainer.strategy.process_group_backend=gloo")
         assert spec.class_path == "app.training.ddp.DDP"
-        assert (spec.init_args.process_group_backend, spec.init_args.start_method) == (
-            "gloo",
-            "popen",
-        )
-    spec = strategy(
-        "--trainer.strategy=ddp_spawn_find_unused_parameters_true",
-        "--trainer.strategy.bucket_cap_mb=1",
-    )
+        assert spec.init_args.process_group_backend == "gloo"
+        assert spec.init_args.start_method == "popen"
+    limit = "--trainer.strategy.bucket_cap_mb=1"
+    spec = strategy("--trainer.strategy=ddp_spawn_find_unused_parameters_true", limit)
     assert spec.init_args.find_unused_parameters
     assert spec.init_args.start_method == "spawn"
-    spec = strategy(
-        "--trainer.strategy",
-        "ddp_fp16",
-        "--trainer.strategy.bucket_cap_mb=1",
-        "--trainer.strategy",
-        "dp",
-    )
-    assert spec == "dp"
+    assert strategy("--trainer.strategy=ddp_fp16", limit, "--trainer.strategy=dp") == "dp"
 
 
 @pytest.mark.parametrize("content", ["ddp_fp16", {"class_path": "app.training.FP16"}])
 def test_options_follow_a_name_in_a_config(content: str | dict[str, str], tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"strategy": content}}))
-    spec = strategy("--config", str(config), "--trainer.strategy.bucket_cap_mb", "2")
+    spec = strategy("--config", str(config), "--trainer.strategy.bucket_cap_mb=2")
     assert spec.class_path.endswith(".FP16")
     assert spec.init_args.bucket_cap_mb == 2
     spec = strategy("--config", str(config))
-    if isinstance(content, str):
-        assert spec == content
-    else:
-        assert spec.init_args.bucket_cap_mb is None
+    assert spec == content or spec.init_args.bucket_cap_mb is None
 
 
-REFUSED = [
-    (
-        "process_group_backend gloo",
-        "process_group_backend: give --trainer.strategy ddp, or another one, before it",
+FLAG = "--trainer.strategy"
+REFUSED = {
+    f"{FLAG}.process_group_backend gloo": f"give {FLAG} ddp, or another one, before it",
+    f"{FLAG} ddpp {FLAG}.bucket_cap_mb 1": f"there is no {FLAG} ddpp: did you mean ddp?",
+    f"{FLAG} ddp {FLAG}.find_unused_parameter true": f"mean {FLAG}.find_unused_parameters?",
+    f"{FLAG} ddp {FLAG}.period 3": "the chosen class has no such setting",
+    f"{FLAG} ddp {FLAG}.bucket_cap_mb big": f"{FLAG}.bucket_cap_mb big: expected a number",
+    f"{FLAG} ddp {FLAG}.bucket_cap_mb -1": f"{FLAG}.bucket_cap_mb -1: give 0 or more",
+    f"{FLAG} ddp {FLAG}.process_group_backend nccl": "backend nccl: on cpu use gloo",
+    f"{FLAG} ddp {FLAG}.process_group_backend glo": "backend glo: on cpu use gloo",
+    f"{FLAG} ddp {FLAG}.ddp_comm_hook torch.nowhere": "module 'torch' has no attribute 'nowhere'",
+    f"{FLAG} ddp {FLAG}.ddp_comm_hook {HOOKS}.fp16_compress_wrapper": "wrapper: not a hook",
+    f"{FLAG} ddp {FLAG}.ddp_comm_wrapper {HOOKS}.fp16_compress_wrapper": (
+        "has no effect without a hook"
     ),
-    ("ddpp process_group_backend gloo", "there is no --trainer.strategy ddpp: did you mean ddp?"),
-    ("ddp find_unused_parameter true", "did you mean --trainer.strategy.find_unused_parameters?"),
-    ("ddp period 3", "the chosen class has no such setting"),
-    ("ddp bucket_cap_mb big", "--trainer.strategy.bucket_cap_mb big: expected a number"),
-    ("ddp bucket_cap_mb -1", "--trainer.strategy.bucket_cap_mb -1: give 0 or more"),
-    ("ddp process_group_backend nccl", "process_group_backend nccl: on cpu use gloo"),
-    ("ddp process_group_backend glo", "process_group_backend glo: on cpu use gloo"),
-    ("ddp ddp_comm_hook torch.nowhere", "module 'torch' has no attribute 'nowhere'"),
-    (f"ddp ddp_comm_hook {HOOKS}.fp16_compress_wrapper", "fp16_compress_wrapper: not a hook"),
-    (f"ddp ddp_comm_wrapper {HOOKS}.fp16_compress_wrapper", "has no effect without a hook"),
-    ("ddp_fp16 ddp_comm_hook user_code.speaking_hook", "the chosen class has no such setting"),
-    (
-        "ddp_fp16 --trainer.devices 1",
-        "this run is one process: use --trainer.strategy ddp without a hook",
+    f"{FLAG} ddp_fp16 {FLAG}.ddp_comm_hook user_code.speaking_hook": (
+        "the chosen class has no such setting"
     ),
-    ("ddp_ring --trainer.devices 1", "ring_hook has no effect, because this run is one process"),
-    (
-        "ddp static_graph true --trainer.accumulate_grad_batches 2",
-        "torch fails where gradients are accumulated",
+    f"{FLAG} ddp_fp16 --trainer.devices 1": f"one process: use {FLAG} ddp without a hook",
+    f"{FLAG} ddp_ring --trainer.devices 1": (
+        "ring_hook has no effect, because this run is one process"
     ),
-    ("dp --trainer.sync_batchnorm true", "sync_batchnorm has no effect under dp"),
-]
+    f"{FLAG} ddp {FLAG}.static_graph true --trainer.accumulate_grad_batches 2": (
+        "torch fails where gradients are accumulated"
+    ),
+    f"{FLAG} dp --trainer.sync_batchnorm true": "sync_batchnorm has no effect under dp",
+}
 
 
-@pytest.mark.parametrize(("flags", "message"), REFUSED)
+@pytest.mark.parametrize(("flags", "message"), REFUSED.items())
 def test_what_cannot_act_is_refused(flags: str, message: str, app: App) -> None:
-    words = flags.split()
-    argv = ["--trainer.strategy", words.pop(0)] if len(words) % 2 else []
-    for name, value in zip(words[::2], words[1::2], strict=True):
-        argv += [name if name.startswith("--") else f"--trainer.strategy.{name}", value]
-    assert message in error_of(*app("fit", *SMALL, *CPU, *argv))
+    assert message in error_of(*app("fit", *SMALL, *CPU, *flags.split()))
 
 
 def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert "use --trainer.strategy ddp_fp16" in error_of(
-        *app("fit", *SMALL, *CPU, "--trainer.strategy", "ddp_bf16")
-    )
+    message = error_of(*app("fit", *SMALL, *on_cpu("ddp_bf16")))
+    assert "use --trainer.strategy ddp_fp16" in message
 
 
 def test_a_backend_that_torch_lacks_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
-    message = error_of(*app("fit", *SMALL, *forked("ddp", "process_group_backend", "mpi")))
+    message = error_of(*app("fit", *SMALL, *forked("process_group_backend=mpi")))
     assert "process_group_backend mpi: on cpu use gloo" in message

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from statistics import mean, median
-from types import CodeType, FrameType, SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import QUIET, RECIPE, ROOT, App, options, output_of, start_app
+from harness import QUIET, RECIPE, ROOT, Fit, fork_fit, options
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
@@ -27,18 +27,9 @@ from app.modules import CIFARCNN, ImageClassifier
 from app.modules.networks import LeNet
 
 # 1,800 training images: 113 steps and two logging windows per epoch
-MLP = [
-    "--model",
-    "FashionMLP",
-    "--model.repeats",
-    "1",
-    "--model.hidden",
-    "[4]",
-    "--data",
-    "Synthetic",
-]
+MLP = ["--model=FashionMLP", "--model.repeats=1", "--model.hidden=[4]", "--data=Synthetic"]
 MLP += options(like="FashionMNIST", images=2000, batch_size=16)
-LENET = ["--model", "CIFARCNN", "--data", "Synthetic", *options(images=1280, batch_size=16)]
+LENET = ["--model=CIFARCNN", "--data=Synthetic", *options(images=1280, batch_size=16)]
 AUGMENTED = options(crop_padding=4, flip=True, cutout=8, images=640)
 TWO_EPOCHS = options(max_epochs=2, accelerator="cpu", test=False)
 STEP = ImageClassifier.training_step.__code__
@@ -69,23 +60,21 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
     patch.setattr(GlobalBatches, "set_epoch", replacement)
 
 
-def calls_per_step(
-    app: App, patch: pytest.MonkeyPatch, *flags: str | Path, step: CodeType = STEP
-) -> list[int]:
-    """Return the Python calls per step of the second epoch; a call of `step` begins a step."""
+def calls_per_step(fit: Fit, patch: pytest.MonkeyPatch, *flags: str | Path) -> list[int]:
+    """Return the Python calls per step of the second epoch; `training_step` begins a step."""
     count, marks = 0, []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         nonlocal count
         if event in ("call", "c_call"):
-            if event == "call" and frame.f_code is step:
+            if event == "call" and frame.f_code is STEP:
                 marks.append(count)
             count += 1
 
     in_second_epoch(patch, lambda: sys.setprofile(profile))
     gc.disable()  # otherwise, calls of hypothesis's callback at each collection would be counted
     try:
-        output_of(*app("fit", *TWO_EPOCHS, *flags))
+        fit(*TWO_EPOCHS, *flags)
     finally:
         sys.setprofile(None)
         gc.enable()
@@ -93,7 +82,7 @@ def calls_per_step(
 
 
 def operations_per_step(
-    app: App, patch: pytest.MonkeyPatch, *flags: str | Path
+    fit: Fit, patch: pytest.MonkeyPatch, *flags: str | Path
 ) -> list[Counter[str]]:
     """Count the second epoch's tensor operations per step; `training_step` begins a step."""
     mode, marks = Counting(), []
@@ -114,16 +103,13 @@ def operations_per_step(
         return counted
 
     with patch.context() as temporary:  # undone at the end, so that a test can count twice
-        for name in (
-            "tolist",
-            "cpu",
-            "numpy",
-        ):  # patched, because on a CPU they dispatch no operation
+        # patched, because on a CPU they dispatch no operation
+        for name in ("tolist", "cpu", "numpy"):
             temporary.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
         temporary.setattr(ImageClassifier, "training_step", step)
         in_second_epoch(temporary, lambda: (marks.clear(), mode.__enter__()))
         try:
-            output_of(*app("fit", *TWO_EPOCHS, *flags))
+            fit(*TWO_EPOCHS, *flags)
         finally:
             mode.__exit__(None, None, None)
     return [after - before for before, after in itertools.pairwise(marks)]
@@ -131,11 +117,10 @@ def operations_per_step(
 
 def raw_operations() -> int:
     """Count the operations of a hand-written LeNet step with uint8 images, mean loss and SGD."""
-    images, labels = (
-        torch.zeros(64, 3, 32, 32, dtype=torch.uint8),
-        torch.zeros(64, dtype=torch.long),
-    )
-    order, mean, std = torch.arange(64), torch.full((3, 1, 1), 127.5), torch.full((3, 1, 1), 127.5)
+    images = torch.zeros(64, 3, 32, 32, dtype=torch.uint8)
+    labels = torch.zeros(64, dtype=torch.long)
+    order = torch.arange(64)
+    mean = std = torch.full((3, 1, 1), 127.5)
     network = LeNet().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
 
@@ -163,22 +148,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # for comparison, calls per step: stock Trainer 3,750, or 4,169 with bar, CSV and checkpoints;
 # hand-written loop 209
-def test_python_calls(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_calls(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step averages at most 1,000 Python calls. Callbacks that override nothing add none."""
-    calls = calls_per_step(app, monkeypatch, *MLP)
+    calls = calls_per_step(fit, monkeypatch, *MLP)
     assert mean(calls) <= 1000
     idle = "--trainer.callbacks+=lightning.pytorch.Callback"
-    assert calls_per_step(app, monkeypatch, *MLP, idle, idle) == calls
+    assert calls_per_step(fit, monkeypatch, *MLP, idle, idle) == calls
 
 
-def test_python_calls_of_the_fast_config(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        mean(calls_per_step(app, monkeypatch, *MLP, "--config", ROOT / "configs" / "fast.yaml"))
-        <= 800
-    )
+def test_python_calls_of_the_fast_config(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ["--config", ROOT / "configs" / "fast.yaml"]
+    assert mean(calls_per_step(fit, monkeypatch, *MLP, *config)) <= 800
 
 
-def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_a_rank_is_a_percent(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step clock takes at most 1 % of a step's Python calls, its epoch-end calls excepted."""
     ours: Counter[str] = Counter()
     steps = 0
@@ -193,15 +176,11 @@ def test_timing_a_rank_is_a_percent(app: App, monkeypatch: pytest.MonkeyPatch) -
 
     in_second_epoch(monkeypatch, lambda: sys.setprofile(profile))
     try:
-        code, out = app("fit", *TWO_EPOCHS, *MLP)
+        fit(*TWO_EPOCHS, *MLP)
     finally:
         sys.setprofile(None)
-    assert code == 0, out
-    assert (
-        0
-        < sum(ours[name] for name in ours if name.startswith("on_train_batch"))
-        <= 0.01 * 560 * steps
-    )
+    calls = sum(count for name, count in ours.items() if name.startswith("on_train_batch"))
+    assert 0 < calls <= 0.01 * 560 * steps
 
 
 def check_reads(steps: list[Counter[str]]) -> None:
@@ -210,38 +189,28 @@ def check_reads(steps: list[Counter[str]]) -> None:
     assert reading == [100 - 72 - 1], "72 steps of the first epoch; a window is 50"
 
 
-def test_operations(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """LeNet's step has at most 8 operations more than a hand-written one.
 
     Crop, flip and cutout add at most 14. Only the last step of a logging window reads the device.
     """
-    steps = operations_per_step(app, monkeypatch, *LENET)
+    steps = operations_per_step(fit, monkeypatch, *LENET)
     check_reads(steps)
     plain = median(step.total() for step in steps)
     assert plain - raw_operations() <= 8
-    assert (
-        median(step.total() for step in operations_per_step(app, monkeypatch, *LENET, *AUGMENTED))
-        - plain
-        <= 14
-    )
+    augmented = operations_per_step(fit, monkeypatch, *LENET, *AUGMENTED)
+    assert median(step.total() for step in augmented) - plain <= 14
 
 
-FUSED = [
-    "--model.optimizer",
-    "SGD",
-    "--model.optimizer.lr",
-    "0.001",
-    "--model.optimizer.fused",
-    "true",
-]
-FLOAT16 = ["--trainer.plugins", "user_code.Float16"]
+FUSED = ["--model.optimizer=SGD", "--model.optimizer.lr=0.001", "--model.optimizer.fused=true"]
+FLOAT16 = ["--trainer.plugins=user_code.Float16"]
 
 
 @pytest.mark.parametrize(
     "flags", [options(strategy="dp", devices=2), [*FLOAT16, *FUSED]], ids=["dp", "float16"]
 )
-def test_reads_of_the_device(flags: list[str], app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_reads(operations_per_step(app, monkeypatch, *LENET, *flags))
+def test_reads_of_the_device(flags: list[str], fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_reads(operations_per_step(fit, monkeypatch, *LENET, *flags))
 
 
 class CountsReads(CIFARCNN):
@@ -262,41 +231,26 @@ class CountsReads(CIFARCNN):
     def on_train_epoch_end(self) -> None:
         if self.current_epoch == 1:
             self.mode.__exit__(None, None, None)
-            Path(self.trainer.log_dir or "", f"reads{self.global_rank}.json").write_text(
-                json.dumps(self.reads)
-            )
+            file = Path(str(self.trainer.log_dir), f"reads{self.global_rank}.json")
+            file.write_text(json.dumps(self.reads))
         super().on_train_epoch_end()
 
 
 @pytest.mark.slow
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
     """Only a logging window's last step reads the device, although ranks must agree on stopping."""
-    ddp = [
-        "--trainer.strategy",
-        "ddp",
-        "--trainer.devices",
-        "2",
-        "--model",
-        "test_cost.CountsReads",
-        *QUIET,
-    ]
-    output_of(*start_app("fit", *LENET, *TWO_EPOCHS, *ddp, "--run.root", tmp_path))
+    ddp = ["--trainer.strategy=ddp", "--trainer.devices=2", "--model=test_cost.CountsReads", *QUIET]
+    run = fork_fit(tmp_path, *LENET, *TWO_EPOCHS, *ddp)
     for rank in range(2):
-        reads = json.loads(
-            (tmp_path / "CountsReads-Synthetic" / "version_0" / f"reads{rank}.json").read_text()
-        )
+        reads = json.loads((run / f"reads{rank}.json").read_text())
         assert len(reads) == 72
         assert reads[27] == 0, "until the window ends with the hundredth step"
         assert reads[28] == reads[-1], "and after it"
 
 
-def test_a_recipe_costs_half_a_step_at_most(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, rich = (
-        calls_per_step(app, monkeypatch, *LENET, *AUGMENTED, *flags) for flags in ([], RECIPE)
-    )
+def test_a_recipe_costs_half_a_step_at_most(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = calls_per_step(fit, monkeypatch, *LENET, *AUGMENTED)
+    rich = calls_per_step(fit, monkeypatch, *LENET, *AUGMENTED, *RECIPE)
     assert median(rich) <= 1.5 * median(plain)
-    reads = [
-        step["_local_scalar_dense"]
-        for step in operations_per_step(app, monkeypatch, *LENET, *AUGMENTED, *RECIPE)
-    ]
-    assert median(reads) == 0
+    steps = operations_per_step(fit, monkeypatch, *LENET, *AUGMENTED, *RECIPE)
+    assert median(step["_local_scalar_dense"] for step in steps) == 0

@@ -28,10 +28,10 @@ def run_script(
 
 
 def test_without_a_gpu_everything_is_skipped(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "A", "mlp")
+    done = run_script(tmp_path, "A", "dp")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())
-    assert [row["item"] for row in rows] == ["versions", "step", "smoke", "synchronisations", "mlp"]
+    assert [row["item"] for row in rows] == ["versions", "step", "smoke", "synchronisations", "dp"]
     assert {row["status"] for row in rows} == {"skipped: no CUDA device"}
     table = (tmp_path / "results.md").read_text().splitlines()
     assert len(table) == len(rows) + 2
@@ -61,7 +61,6 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(
     assert all(row["figures"] == {"a": 1} for row in rows.values())
     assert rows["fails"]["end"] == ["it broke"]
     assert "a: 1" in (tmp_path / "out" / "results.md").read_text()
-    assert len(list((tmp_path / "out").iterdir())) == 3
     with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:
         assert {"logs/fails.log", "logs/fails.json", "logs/works.log"} <= set(archive.getnames())
 
@@ -78,16 +77,12 @@ def test_a_call_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu_day, "run", run)
     monkeypatch.setattr(gpu_day, "why_not", lambda: None)
     monkeypatch.setattr(gpu_day.time, "monotonic", lambda: now[0])
-    assert [sum(items.values()) for items in gpu_day.CALLS.values()] == [145, 245, 295]
+    assert [sum(items.values()) for items in gpu_day.CALLS.values()] == [145, 135, 295]
     with pytest.raises(SystemExit, match="0"):
         gpu_day.main(["A"], tmp_path)
     rows = json.loads((tmp_path / "results.json").read_text())
-    assert [row["status"] for row in rows] == [
-        "ok",
-        "ok",
-        "skipped: no time left",
-        "skipped: no time left",
-    ]
+    late = "skipped: no time left"
+    assert [row["status"] for row in rows] == ["ok", "ok", late, late]
     assert limits == {"versions": 20, "step": 20}
 
 

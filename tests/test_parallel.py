@@ -8,8 +8,12 @@ import torch
 from harness import (
     QUIET,
     App,
+    Fit,
     error_of,
     fork_app,
+    fork_fit,
+    last_of,
+    newest_run,
     on_cpu,
     on_gpu,
     options,
@@ -24,14 +28,10 @@ from user_code import Normalises, TheirData
 import app.training  # noqa: F401  (registers dp)
 from app.errors import RankLostError, RankSilentError
 from app.launch.failures import lost
-from app.modules import CIFARCNN
-from app.training.data_parallel import Replica
 
 THEIRS = [
-    "--model",
-    "user_code.TheirModel",
-    "--data",
-    "user_code.TheirData",
+    "--model=user_code.TheirModel",
+    "--data=user_code.TheirData",
     *options(max_epochs=2),
     *QUIET,
 ]
@@ -41,17 +41,12 @@ SMALL = tiny(72, 12, val_size=8)
 @pytest.mark.parametrize(
     "strategy", ["auto", "dp", "ddp_fork", pytest.param("ddp", marks=pytest.mark.slow)]
 )
-def test_somebodys_own_model_and_data(strategy: str, app: App, tmp_path: Path) -> None:
-    flags = on_cpu(strategy, 1 if strategy == "auto" else 2, root=tmp_path, name="x")
-    assert "does not log val_acc" in output_of(
-        *(fork_app if "ddp" in strategy else app)("fit", *THEIRS, *flags)
-    )
+def test_somebodys_own_model_and_data(strategy: str, tmp_path: Path) -> None:
+    flags = on_cpu(strategy, root=tmp_path, name="x")
+    assert "does not log val_acc" in output_of(*fork_app("fit", *THEIRS, *flags))
     run = tmp_path / "x" / "version_0"
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {
-        "best.ckpt",
-        "last.ckpt",
-        "last-1.ckpt",
-    }
+    names = ["best.ckpt", "last-1.ckpt", "last.ckpt"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
     assert (run / "config.yaml").read_text().count("user_code.") == 2
 
 
@@ -61,50 +56,43 @@ def test_torch_checks_collective_calls(tmp_path: Path) -> None:
 
     torch's DDP would crash.
     """
-    flags = [*SMALL, *on_cpu("ddp_fork", 2, precision="bf16-mixed", max_epochs=1, root=tmp_path)]
+    flags = [*SMALL, *on_cpu("ddp_fork", precision="bf16-mixed", max_epochs=1, root=tmp_path)]
     output_of(*start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["fast_dev_run", "barebones"])
 def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
-    flags = [*SMALL[:-4], *on_cpu("ddp", 2), f"--trainer.{flag}", "true", "--run.root", tmp_path]
-    output_of(*fork_app("fit", *flags, "--trainer.max_epochs", "1", "--run.virtual_devices", "2"))
+    flags = ["--data=Synthetic", *options(images=72, val_size=8, max_epochs=1, root=tmp_path)]
+    flags += [*on_cpu("ddp", virtual_devices=2), f"--trainer.{flag}=true"]
+    output_of(*fork_app("fit", *flags))
     assert list(tmp_path.iterdir()) == []
 
 
 COMMUNICATION = [
-    (
-        "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
-        "[10.0.0.2]:51",
-        "gone",
-    ),
-    ("socketProgress: Connection closed by remote peer h2<42921>", "gone"),
-    (
-        "ncclRemoteError: possibly due to a network error or a remote process exiting prematurely.",
-        "gone",
-    ),
-    ("NCCL communicator was aborted on rank 0.", "gone"),
-    ("[unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete", "silent"),
-    ("Socket Timeout", "silent"),
-    ("DataLoader timed out after 5 seconds", None),
-    ("mat1 and mat2 shapes cannot be multiplied", None),
+    ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:51", RankLostError),
+    ("socketProgress: Connection closed by remote peer h2<42921>", RankLostError),
+    ("ncclRemoteError: possibly due to a network error or a remote process", RankLostError),
+    ("NCCL communicator was aborted on rank 0.", RankLostError),
+    ("[buffer.cc:78] Timed out waiting 20000ms for recv operation to complete", RankSilentError),
+    ("Socket Timeout", RankSilentError),
+    ("DataLoader timed out after 5 seconds", type(None)),
+    ("mat1 and mat2 shapes cannot be multiplied", type(None)),
 ]
 
 
 @pytest.mark.parametrize(("message", "kind"), COMMUNICATION)
-def test_what_an_error_of_a_communication_tells(message: str, kind: str | None) -> None:
+def test_what_an_error_of_a_communication_tells(message: str, kind: type) -> None:
     """Errors of gloo and NCCL tell whether a rank is lost or silent; other messages tell neither.
 
     NCCL's messages are copied from its source, because no test here can provoke them.
     """
-    kinds = {"gone": RankLostError, "silent": RankSilentError}
-    assert type(lost(message)) is kinds.get(str(kind), type(None))
+    assert type(lost(message)) is kind
 
 
 def test_what_cannot_be_pickled_is_named(app: App) -> None:
     message = error_of(
-        *app("fit", *SMALL, "--model", "user_code.CannotBePickled", *on_cpu("ddp_spawn", 2))
+        *app("fit", *SMALL, "--model=user_code.CannotBePickled", *on_cpu("ddp_spawn"))
     )
     assert "Can't pickle" in message
     assert "use --trainer.strategy ddp" in message
@@ -118,42 +106,28 @@ def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) 
     97 training and 33 validation images in batches of 32 leave last batches of one image, and rank
     1 gets none of it.
     """
-    flags = [
-        *tiny(130, 32, "user_code.BuildsLate", val_size=33, max_epochs=1),
-        "--run.threads",
-        "1",
-    ]
+    flags = tiny(130, 32, "user_code.BuildsLate", val_size=33, max_epochs=1, threads=1)
     values = []
-    for strategy, devices in (("auto", 1), ("ddp_fork", 2)):
-        output_of(
-            *fork_app("fit", *flags, *on_cpu(strategy, devices, root=tmp_path, name=strategy))
-        )
-        run = tmp_path / strategy / "version_0"
-        output_of(*app("validate", *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt"))
-        values.append(
-            weights(run)
-            | {"logged": pd.read_csv(run / "metrics.csv")["their_val_loss"].dropna().item()}
-        )
+    for strategy in ("auto", "ddp_fork"):
+        run = fork_fit(tmp_path, *flags, *on_cpu(strategy))
+        output_of(*app("validate", *flags, "--ckpt_path", last_of(run)))
+        logged = pd.read_csv(run / "metrics.csv")["their_val_loss"].dropna().item()
+        values.append(weights(run) | {"logged": logged})
     torch.testing.assert_close(*values)
 
 
-def test_lazy_layers(app: App) -> None:
+def test_lazy_layers(app: App, fit: Fit) -> None:
     flags = tiny(32, 8, "user_code.Lazy", max_epochs=1)
-    output_of(*app("fit", *flags))
+    fit(*flags)
     assert "no predictions.csv for your own model or data" in output_of(
-        *app("predict", *flags, "--ckpt_path", "last")
+        *app("predict", *flags, "--ckpt_path=last")
     )
 
 
-def test_dp_splits_a_classifier_with_views() -> None:
-    model = CIFARCNN(views="mirror")
-    assert Replica(model).module is model
-
-
-def test_dp_refuses_a_step_that_it_cannot_split(app: App) -> None:
-    message = error_of(*app("fit", *THEIRS, "--model", "user_code.SkipsForward", *on_cpu("dp", 2)))
-    assert "its step never calls self(batch)" in message
-    output_of(*app("fit", *THEIRS, "--model", "user_code.SkipsForward"))
+def test_dp_refuses_a_step_that_it_cannot_split(app: App, fit: Fit) -> None:
+    flags = [*THEIRS, "--model=user_code.SkipsForward"]
+    assert "its step never calls self(batch)" in error_of(*app("fit", *flags, *on_cpu("dp")))
+    fit(*flags)
 
 
 def test_dp_keeps_the_running_statistics_of_replica_0_only() -> None:
@@ -180,92 +154,83 @@ def test_dp_keeps_the_running_statistics_of_replica_0_only() -> None:
     assert (norm.num_batches_tracked, model.forwards) == (1, 0)
 
 
+PRECISIONS = {  # precisions of the scores and of the images
+    "32-true": ("float32", "float32"),
+    "bf16-mixed": ("bfloat16", "float32"),
+    "bf16-true": ("bfloat16", "bfloat16"),
+    "64-true": ("float64", "float64"),
+}
+
+
 @pytest.mark.parametrize("strategy", ["auto", "dp"])
-def test_replicas_compute_in_the_precision_that_was_asked_for(strategy: str, app: App) -> None:
-    flags = [
-        *THEIRS,
-        "--model",
-        "user_code.NotesPrecision",
-        *on_cpu(strategy, 2 if strategy == "dp" else 1),
-    ]
-    for precision, scores, images in (
-        ("32-true", "float32", "float32"),
-        ("bf16-mixed", "bfloat16", "float32"),
-        ("bf16-true", "bfloat16", "bfloat16"),
-        ("64-true", "float64", "float64"),
-    ):
-        out = output_of(
-            *app("fit", *flags, "--trainer.precision", precision, "--trainer.max_steps", "2")
-        )
-        lines = {line for line in out.splitlines() if line.startswith("computed in")}
-        assert lines == {f"computed in torch.{scores} from torch.{images}"}
-
-
-@pytest.mark.parametrize(("model", "strategy"), [("CIFARCNN", "dp"), ("FashionMLP", "auto")])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true", "64-true"])
-def test_every_precision(
-    model: str, strategy: str, precision: str, app: App, tmp_path: Path
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_replicas_compute_in_the_precision_that_was_asked_for(
+    precision: str, strategy: str, app: App
 ) -> None:
-    flags = ["--model", model, *SMALL, *on_cpu(strategy, 2 if strategy == "dp" else 1)]
-    flags += (
-        ["--data.like", "FashionMNIST", "--model.repeats", "1"] if model == "FashionMLP" else []
-    )
-    flags += options(
-        crop_padding=4, flip=True, on_nonfinite="warn"
-    )  # because Adam's eps of 1e-8 is 0 in float16
-    output_of(*app("fit", *flags, "--trainer.precision", precision, "--trainer.max_epochs", "1"))
-    (run,) = tmp_path.glob("runs/*/version_0")
-    true = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-    assert {value.dtype for value in weights(run).values()} == {true.get(precision, torch.float32)}
+    flags = on_cpu(strategy, precision=precision, max_steps=2)
+    out = output_of(*app("fit", *THEIRS, "--model=user_code.NotesPrecision", *flags))
+    lines = {line for line in out.splitlines() if line.startswith("computed in")}
+    scores, images = PRECISIONS[precision]
+    assert lines == {f"computed in torch.{scores} from torch.{images}"}
 
 
-SHAPES = [
-    "--trainer.callbacks+=app.monitor.BatchShapes",
-    "--trainer.max_epochs",
-    "1",
-    "--run.test",
-    "false",
-]
+MODELS = {
+    "CIFARCNN": on_cpu("dp"),
+    "FashionMLP": [*on_cpu("auto"), "--data.like=FashionMNIST", "--model.repeats=1"],
+}
+DTYPES = {
+    "bf16-mixed": torch.float32,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "64-true": torch.float64,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_every_precision(model: str, precision: str, fit: Fit) -> None:
+    flags = [*SMALL, "--model", model, *MODELS[model], *options(crop_padding=4, flip=True)]
+    # warn, because Adam's eps of 1e-8 is 0 in float16
+    run = fit(*flags, *options(precision=precision, max_epochs=1, on_nonfinite="warn"))
+    assert {value.dtype for value in weights(run).values()} == {DTYPES[precision]}
+
+
+SHAPES = ["--trainer.callbacks+=app.monitor.BatchShapes", *SMALL]
+SHAPES += options(batch_size=30, max_epochs=1, test=False)
 
 
 def test_batch_shapes_under_dp(app: App) -> None:
-    out = output_of(*app("fit", *SMALL, "--data.batch_size", "30", *on_cpu("dp", 2), *SHAPES))
+    out = output_of(*app("fit", *SHAPES, *on_cpu("dp")))
     expected = []
     for n in (4, 15, 2):  # images per replica: half of 8 in the sanity check, then of 30 and of 4
-        expected += [
-            f"rank 0, replica {index}: input [{n}, 3, 32, 32] -> output [{n}, 10]"
-            for index in (0, 1)
-        ]
+        shapes = f"input [{n}, 3, 32, 32] -> output [{n}, 10]"
+        expected += [f"rank 0, replica 0: {shapes}", f"rank 0, replica 1: {shapes}"]
         expected += [f"gathered: [{2 * n}, 10]"]
     assert [line for line in out.splitlines() if line.startswith(("rank", "gathered"))] == expected
 
 
 @pytest.mark.slow
 def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
-    flags = [*SMALL, "--data.batch_size", "30", *on_cpu("ddp_fork", 2), *SHAPES]
-    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path))
+    out = output_of(*fork_app("fit", *SHAPES, *on_cpu("ddp_fork", root=tmp_path)))
     lines = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
     # (rank, images): first in the sanity check, then in the epoch
     seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]
     assert lines == [
         f"rank {rank}, replica 0: input [{n}, 3, 32, 32] -> output [{n}, 10]" for rank, n in seen
     ]
-    last = tmp_path / "LeNet-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
+    last = ["--ckpt_path", last_of(newest_run(tmp_path)), "--run.root", tmp_path]
     for command in ("test", "predict"):
-        out = output_of(*fork_app(command, "--ckpt_path", last, "--run.root", tmp_path))
+        out = output_of(*fork_app(command, *last))
         lines = [line for line in out.splitlines() if line.startswith("rank")]
         assert lines == sorted(lines), out
         assert {line.split(",")[0] for line in lines} == {"rank 0", "rank 1"}
 
 
-def test_batchnorm_on_a_single_image_is_refused(app: App) -> None:
-    flags = [
-        "--model.network",
-        "resnet18",
-        *options(images=30, batch_size=21, max_epochs=1, test=False),
-    ]
-    assert "--data.drop_last true" in error_of(*app("fit", *SMALL, *flags))
-    output_of(*app("fit", *SMALL, *flags, "--data.drop_last", "true"))
+def test_batchnorm_on_a_single_image_is_refused(app: App, fit: Fit) -> None:
+    flags = tiny(30, 21, val_size=8, max_epochs=1, test=False)
+    flags += ["--model.network=resnet18"]
+    assert "--data.drop_last true" in error_of(*app("fit", *flags))
+    fit(*flags, "--data.drop_last=true")
 
 
 @on_gpu
@@ -273,19 +238,10 @@ def test_batchnorm_on_a_single_image_is_refused(app: App) -> None:
     ("strategy", "precision"), [("auto", "16-mixed"), ("dp", "bf16-mixed"), ("ddp", "32-true")]
 )
 def test_on_cuda(strategy: str, precision: str, tmp_path: Path) -> None:
-    flags = [
-        "--trainer.accelerator",
-        "cuda",
-        "--trainer.strategy",
-        strategy,
-        "--trainer.precision",
-        precision,
-    ]
+    flags = [*SMALL, *options(accelerator="cuda", strategy=strategy, precision=precision)]
     for placement in ("memory", "device"):
-        more = ["--data.placement", placement, "--trainer.max_epochs", "2", "--run.name", placement]
-        output_of(*fork_app("fit", *SMALL, *flags, *more, "--run.root", tmp_path))
-        last = tmp_path / placement / "version_0" / "checkpoints" / "last.ckpt"
+        flags += options(placement=placement, name=placement)
+        last = last_of(fork_fit(tmp_path, *flags, "--trainer.max_epochs=2"))
         if precision == "16-mixed":
             assert "scale" in torch.load(last, weights_only=True)["MixedPrecision"]
-        again = ["--trainer.max_epochs", "3", "--run.root", tmp_path, "--ckpt_path", last]
-        output_of(*fork_app("fit", *SMALL, *flags, *more, *again))
+        fork_fit(tmp_path, *flags, "--trainer.max_epochs=3", "--ckpt_path", last)

@@ -6,37 +6,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import RECIPE, App, difference, fork_app, losses, on_cpu, options, output_of, tiny
+import torch.nn.functional as F
+from harness import RECIPE, difference, fork_fit, losses, on_cpu, options, tiny
 
 from app.data.shares import stream
 from app.data.synthetic import SyntheticSource
 from app.lab.verify.differences import TOLERANCE, Recorded, differences
 from app.modules import CIFARCNN, FashionMLP
 
-RECORDING = ["--trainer.callbacks+=app.lab.verify.recording.Recording"]
-RECORDING += ["--trainer.callbacks.steps=60", "--trainer.callbacks.epoch_steps=15"]
 STEPS = options(max_epochs=4, log_every_n_steps=1, test=False)
+RECORDED = [*STEPS, "--trainer.callbacks+=app.lab.verify.recording.Recording"]
+RECORDED += ["--trainer.callbacks.steps=60", "--trainer.callbacks.epoch_steps=15"]
 # batches of 64 from 903 training and 103 validation images: neither 2 nor 4 divides the last
 # batches, of 7 and 39
 IMAGES = tiny(1006, 64, val_size=103, flip=True, crop_padding=2)
 # float64, because Adam takes full steps even for gradients that are only rounding errors
 MLP = [
-    "--model",
-    "FashionMLP",
-    "--model.repeats",
-    "1",
+    "--model=FashionMLP",
+    "--model.repeats=1",
     *options(like="FashionMNIST", precision="64-true"),
 ]
-ADAMW = [
-    "--model.optimizer",
-    "AdamW",
-    "--model.optimizer.lr",
-    "0.002",
-    "--model.scheduler",
-    "StepLR",
-]
-ADAMW += ["--model.scheduler.step_size", "1", "--model.scheduler.gamma", "0.5"]
-CNN = [*IMAGES, "--model", "CIFARCNN"]
+ADAMW = ["--model.optimizer=AdamW", "--model.optimizer.lr=0.002", "--model.scheduler=StepLR"]
+ADAMW += ["--model.scheduler.step_size=1", "--model.scheduler.gamma=0.5"]
+CNN = [*IMAGES, "--model=CIFARCNN"]
 MODELS = {"cnn": CNN, "mlp": [*IMAGES, *MLP], "adamw": [*IMAGES, *MLP, *ADAMW]}
 MODELS["recipe"] = [*CNN, *RECIPE, *options(gradient_clip_val=1)]
 SLOW = pytest.mark.slow
@@ -59,19 +51,7 @@ def single(
 ) -> tuple[str, Path]:
     """Name of a model, and directory of its run on one device."""
     root = tmp_path_factory.mktemp(request.param)
-    output_of(
-        *fork_app(
-            "fit",
-            *MODELS[request.param],
-            *STEPS,
-            *RECORDING,
-            "--run.root",
-            root,
-            "--run.name",
-            "single",
-        )
-    )
-    return request.param, root / "single" / "version_0"
+    return request.param, fork_fit(root, *MODELS[request.param], *RECORDED)
 
 
 WAYS: list[Any] = [
@@ -82,24 +62,16 @@ WAYS: list[Any] = [
 ]
 # ddp_spawn runs "adamw", because it must pickle the optimizer and the scheduler that flags
 # configure
-WAYS += [pytest.param(*way, marks=SLOW) for way in (("adamw", "ddp_spawn", 2), ("recipe", "dp", 2))]
+MORE = [("adamw", "ddp_spawn", 2), ("recipe", "dp", 2), ("cnn", "ddp_ring", 4)]
+WAYS += [pytest.param(*way, marks=SLOW) for way in MORE]
 
 
 @pytest.mark.parametrize(("single", "strategy", "devices"), WAYS, indirect=["single"])
-def test_parity(
-    single: tuple[str, Path], strategy: str, devices: int, app: App, tmp_path: Path
-) -> None:
+def test_parity(single: tuple[str, Path], strategy: str, devices: int, tmp_path: Path) -> None:
     model, expected = single
-    flags = [
-        *MODELS[model],
-        *STEPS,
-        *RECORDING,
-        *on_cpu(strategy, devices, root=tmp_path, name="x"),
-    ]
-    output_of(*(app if strategy == "dp" else fork_app)("fit", *flags))
+    run = fork_fit(tmp_path, *MODELS[model], *RECORDED, *on_cpu(strategy, devices))
     # not 0, because metrics of the float64 runs of "adamw" are logged in float32
-    tolerance = 1e-8 if model == "adamw" else TOLERANCE
-    check_same(tmp_path / "x" / "version_0", expected, tolerance)
+    check_same(run, expected, 1e-8 if model == "adamw" else TOLERANCE)
 
 
 ACCUMULATED: list[Any] = [(4, "auto"), (2, "dp"), pytest.param(2, "ddp_fork", marks=SLOW)]
@@ -108,7 +80,7 @@ ACCUMULATED: list[Any] = [(4, "auto"), (2, "dp"), pytest.param(2, "ddp_fork", ma
 @pytest.mark.parametrize("single", ["cnn"], indirect=True)
 @pytest.mark.parametrize(("batches", "strategy"), ACCUMULATED)
 def test_accumulated_gradients(
-    single: tuple[str, Path], batches: int, strategy: str, app: App, tmp_path: Path
+    single: tuple[str, Path], batches: int, strategy: str, tmp_path: Path
 ) -> None:
     """Gradients accumulated over batches equal those of whole batches of 64.
 
@@ -116,25 +88,15 @@ def test_accumulated_gradients(
     number of samples.
     """
     model, expected = single
-    way = on_cpu(
-        strategy,
-        1 if strategy == "auto" else 2,
-        batch_size=64 // batches,
-        accumulate_grad_batches=batches,
-    )
-    way += options(root=tmp_path, name="x")
-    output_of(
-        *(fork_app if "ddp" in strategy else app)("fit", *MODELS[model], *STEPS, *RECORDING, *way)
-    )
-    check_same(tmp_path / "x" / "version_0", expected)
+    way = on_cpu(strategy, batch_size=64 // batches, accumulate_grad_batches=batches)
+    check_same(fork_fit(tmp_path, *MODELS[model], *RECORDED, *way), expected)
 
 
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
-def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
+def test_a_loop_by_hand(model: str, tmp_path: Path) -> None:
     """On one device, the app has a plain torch loop's losses and weights over the same batches."""
-    flags = ["--seed_everything", "7", *options(flip=False, crop_padding=0, precision="32-true")]
-    output_of(*app("fit", *MODELS[model], *STEPS, *flags))
-    (run,) = tmp_path.glob("runs/*/version_0")
+    flags = ["--seed_everything=7", *options(flip=False, crop_padding=0, precision="32-true")]
+    run = fork_fit(tmp_path, *MODELS[model], *STEPS, *flags)
 
     torch.manual_seed(7)
     if model == "cnn":
@@ -146,18 +108,17 @@ def test_a_loop_by_hand(model: str, app: App, tmp_path: Path) -> None:
     train = source.load("train")
     pixels, labels = train.tensor(0).float(), train.labels
     images = (pixels / 255 - 0.5) / 0.5 if model == "cnn" else pixels / 256
-    rows = (
-        torch.randperm(1006, generator=stream(7, 0))[103:].sort().values
-    )  # the first 103 are for validation
+    # the first 103 are for validation
+    rows = torch.randperm(1006, generator=stream(7, 0))[103:].sort().values
     steps = []
     for epoch in range(4):
         for batch in rows[torch.randperm(903, generator=stream(7, 1, epoch))].split(64):
             scores = module.network(images[batch])
             if model == "cnn":
-                loss = torch.nn.functional.cross_entropy(scores, labels[batch])
+                loss = F.cross_entropy(scores, labels[batch])
             else:
-                target = torch.nn.functional.one_hot(labels[batch], 10).float()
-                loss = torch.nn.functional.smooth_l1_loss(scores.softmax(1), target)
+                target = F.one_hot(labels[batch], 10).float()
+                loss = F.smooth_l1_loss(scores.softmax(1), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -8,6 +8,7 @@ import re
 import shutil
 from argparse import Namespace
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import Mock
@@ -19,6 +20,7 @@ import torchvision
 import yaml
 from harness import (
     App,
+    Fit,
     bit_flipped,
     draw_images,
     error_of,
@@ -30,6 +32,7 @@ from harness import (
 )
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.testing import assert_close
 
 from app.data.batches import GlobalBatches, HostReader, ImageOrder
 from app.data.sources import Split
@@ -40,6 +43,7 @@ from app.modules.networks import make_network
 from app.modules.recipe import Recipe, rate
 from app.modules.weights import image_settings, load_weights, read_weights
 
+NETWORK = "--model ImageClassifier --model.network"
 QUICK = [*tiny(40, 16), *options(max_epochs=1, test=False, accelerator="cpu")]
 
 
@@ -60,27 +64,25 @@ class Net(nn.Sequential):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["squeezenet1_1", "timm/test_resnet", "test_recipe.Net"])
-def test_network_by_name_or_import_path(model: str, app: App, tmp_path: Path) -> None:
-    chosen = (
-        ["--model", model]
-        if model.islower() and "/" not in model
-        else ["--model", "ImageClassifier"]
-    )
-    chosen += [] if chosen[1] == model else ["--model.network", model]
-    out = output_of(*app("fit", *QUICK, *chosen, "--trainer.enable_model_summary", "true"))
-    name = model.rpartition(".")[2].rpartition("/")[2]
-    (run,) = (tmp_path / "runs").glob("*")
-    assert run.name == f"{name}-Synthetic"
+NETWORKS = {
+    "--model squeezenet1_1": "squeezenet1_1",
+    f"{NETWORK} timm/test_resnet": "test_resnet",
+    f"{NETWORK} test_recipe.Net": "Net",
+}
+
+
+@pytest.mark.parametrize(("flags", "name"), NETWORKS.items())
+def test_network_by_name_or_import_path(flags: str, name: str, app: App, tmp_path: Path) -> None:
+    summary = options(enable_model_summary=True)
+    out = output_of(*app("fit", *QUICK, *flags.split(), *summary))
+    run = tmp_path / "runs" / f"{name}-Synthetic" / "version_0"
     assert f"network    {name}, " in out
-    config = run / "version_0/config.yaml"
-    assert yaml.safe_load(config.read_text())["model"]["init_args"]["network"] == model
-    saved = run / "version_0/checkpoints/last.ckpt"
-    assert ImageClassifier.load_from_checkpoint(saved).eval()(torch.rand(2, 3, 32, 32)).shape == (
-        2,
-        10,
-    )
-    output_of(*app("test", "--config", config, "--ckpt_path", saved, *options(accelerator="cpu")))
+    config = run / "config.yaml"
+    assert yaml.safe_load(config.read_text())["model"]["init_args"]["network"] == flags.split()[-1]
+    model = ImageClassifier.load_from_checkpoint(last_of(run)).eval()
+    assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+    saved = ["--ckpt_path", last_of(run), *options(accelerator="cpu")]
+    output_of(*app("test", "--config", config, *saved))
 
 
 def test_a_network_with_a_second_head() -> None:
@@ -123,7 +125,7 @@ def make_text(num_classes: int) -> str:
 
 @pytest.mark.parametrize(("flags", "message"), WRONG.items())
 def test_wrong_recipes_are_rejected(flags: str, message: str, app: App) -> None:
-    model = [] if flags.startswith("--model ") else ["--model", "ImageClassifier"]
+    model = [] if flags.startswith("--model ") else ["--model=ImageClassifier"]
     assert message in error_of(*app("fit", *QUICK, *model, *flags.split()))
 
 
@@ -136,9 +138,7 @@ def test_whitened_patches_are_uncorrelated() -> None:
     network.whiten(images)
     expected = torch.kron(torch.tensor([[1.0, -1], [-1, 1]]), torch.eye(12))
     whitened = network.whitening(images).transpose(0, 1).flatten(1)  # (24, patches)
-    torch.testing.assert_close(
-        whitened @ whitened.T / whitened.shape[1], expected, rtol=0, atol=0.01
-    )
+    assert_close(whitened @ whitened.T / whitened.shape[1], expected, rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize(("views", "moves"), [("mirror", [0]), ("shift", [0, 1, -1])])
@@ -150,7 +150,7 @@ def test_views_are_averaged(views: Literal["mirror", "shift"], moves: list[int])
         for by in moves
         for side in ([], [3])
     ]
-    torch.testing.assert_close(model(images), torch.stack(seen).mean(0))
+    assert_close(model(images), torch.stack(seen).mean(0))
     assert model(images[:0]).shape == (0, 10)
 
 
@@ -158,37 +158,15 @@ def test_views_are_averaged(views: Literal["mirror", "shift"], moves: list[int])
 # ------------------------------------------------------------------------------------------------
 
 
-def test_weights_of_a_run_with_another_number_of_classes(app: App, tmp_path: Path) -> None:
+def test_weights_of_a_run_with_another_number_of_classes(
+    app: App, fit: Fit, tmp_path: Path
+) -> None:
     folder = draw_images(tmp_path / "images", ("cat", "dog"), train=12)
-    flags = [
-        "--data",
-        "ImageFolder",
-        "--data.root",
-        folder,
-        *options(max_epochs=1, test=False, accelerator="cpu"),
-    ]
-    net = ["--model", "ImageClassifier", "--model.network", "resnet18_cifar"]
-    output_of(
-        *app(
-            "fit",
-            *flags,
-            *net,
-            *options(size=12, resize=16, mean=[0.4, 0.5, 0.6]),
-            "--run.name",
-            "first",
-        )
-    )
-    first = tmp_path / "runs/first/version_0"
+    flags = ["--data=ImageFolder", "--data.root", folder, *f"{NETWORK} resnet18_cifar".split()]
+    flags += options(max_epochs=1, test=False, accelerator="cpu")
+    first = fit(*flags, *options(size=12, resize=16, mean=[0.4, 0.5, 0.6], name="first"))
     draw_images(folder, ("eel",), train=12)
-    tuned = [
-        *net,
-        "--model.weights",
-        last_of(first),
-        "--model.freeze",
-        "backbone",
-        "--run.name",
-        "second",
-    ]
+    tuned = ["--model.weights", last_of(first), "--model.freeze=backbone", "--run.name=second"]
     assert (
         "120 tensors loaded from state_dict.network, fc starts anew for another number of classes"
         in output_of(*app("fit", *flags, *tuned))
@@ -211,101 +189,84 @@ def prefixed(prefix: str) -> dict[str, Tensor]:
     return {prefix + name: value for name, value in SQUEEZENET.items()}
 
 
-CONTAINERS: dict[str, tuple[Any, str]] = {
-    "plain": (SQUEEZENET, ""),
-    "a container": ({"epoch": 3, "model_state_dict": SQUEEZENET}, " from model_state_dict"),
-    "nested prefixes": (
-        prefixed("module._orig_mod.model.backbone."),
-        " from module.model.backbone",
-    ),
-    "an average": ({"state_dict": ZEROS, "state_dict_ema": SQUEEZENET}, " from state_dict_ema"),
-    "two encoders": (
-        {"epoch": torch.tensor(3), "model": {"encoder_q": SQUEEZENET, "encoder_k": ZEROS}},
-        " from model.encoder_q",
-    ),
-    "options": (
-        {"model": SQUEEZENET, "args": Namespace(lr=1), "images": torch.zeros(3)},
-        " from model",
-    ),
+def loaded(network: nn.Module, content: Any, folder: Path) -> str:
+    """Load a file of weights into a network, and return the line about it."""
+    torch.save(content, folder / "x.pth")
+    return load_weights(network, read_weights(str(folder / "x.pth"), ""), "x.pth")
+
+
+CONTAINERS: dict[str, Any] = {
+    "": SQUEEZENET,
+    " from model_state_dict": {"epoch": 3, "model_state_dict": SQUEEZENET},
+    " from module.model.backbone": prefixed("module._orig_mod.model.backbone."),
+    " from state_dict_ema": {"state_dict": ZEROS, "state_dict_ema": SQUEEZENET},
+    " from model.encoder_q": {
+        "epoch": torch.tensor(3),
+        "model": {"encoder_q": SQUEEZENET, "encoder_k": ZEROS},
+    },
+    " from model": {"model": SQUEEZENET, "args": Namespace(lr=1), "images": torch.zeros(3)},
 }
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_weights_are_found_under_any_prefix(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("origin", CONTAINERS)
+def test_weights_are_found_under_any_prefix(origin: str, tmp_path: Path) -> None:
     """Weights are found in any container and under any prefix; one line names the chosen set."""
-    content, origin = CONTAINERS[name]
-    torch.save(content, tmp_path / "x.pth")
     network = make_network("squeezenet1_1", 4)
-    line = load_weights(network, read_weights(str(tmp_path / "x.pth"), "squeezenet1_1"), "x.pth")
-    expected = (
+    assert loaded(network, CONTAINERS[origin], tmp_path) == (
         f"Weights of x.pth: 50 tensors loaded{origin}, "
         "classifier.1 starts anew for another number of classes"
     )
-    assert line == expected
     assert image_settings(str(tmp_path / "x.pth"), None) == {}
-    torch.testing.assert_close(
-        network.features[0].weight.data, SQUEEZENET["features.0.weight"], rtol=0.01, atol=0
-    )
+    first = network.features[0].weight.data
+    assert_close(first, SQUEEZENET["features.0.weight"], rtol=0.01, atol=0)
 
 
 def test_weights_of_safetensors(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(prefixed("model."), tmp_path / "x.safetensors")
-    line = load_weights(
-        make_network("squeezenet1_1", 1000), read_weights(f"{tmp_path}/x.safetensors", ""), "x"
-    )
+    state = read_weights(f"{tmp_path}/x.safetensors", "")
+    line = load_weights(make_network("squeezenet1_1", 1000), state, "x")
     assert line == "Weights of x: 52 tensors loaded from model"
 
 
-def test_weights_without_counters_and_head() -> None:
+def test_weights_without_counters_and_head(tmp_path: Path) -> None:
     """Weights load without BatchNorm's counters, with floats in averages, and without a head.
 
     Old versions of torch have no counters, averages have floats, and a backbone has no head.
     """
-    backbone = {
-        k: v.float() for k, v in make_network("resnet18", 10).state_dict().items() if "fc" not in k
-    }
-    for state, count in (
-        (backbone, 120),
-        ({k: v for k, v in backbone.items() if "num_batches" not in k}, 100),
-    ):
-        line = load_weights(make_network("resnet18", 10), state, "x")
-        assert line == f"Weights of x: {count} tensors loaded, fc starts anew"
+    network = make_network("resnet18", 10)
+    backbone = {k: v.float() for k, v in network.state_dict().items() if "fc" not in k}
+    line = "Weights of x.pth: {} tensors loaded, fc starts anew"
+    assert loaded(network, backbone, tmp_path) == line.format(120)
+    old = {k: v for k, v in backbone.items() if "num_batches" not in k}
+    assert loaded(network, old, tmp_path) == line.format(100)
 
 
 BIAS = SQUEEZENET["features.0.bias"]
 HERE = "here floating-point: convert it, and save it anew"
-BIASES = {  # other biases of the first layer, and the reason why they do not fit
-    "another shape": (BIAS[:5], "1 of 52 tensors differ: features.0.bias is (5,), here (64,)"),
-    "complex": (BIAS + 1j, f"features.0.bias is complex, {HERE}"),
-    "integer": (BIAS.byte(), f"features.0.bias is integer, {HERE}"),
-    "sparse": (BIAS.to_sparse(), f"features.0.bias is sparse, {HERE}"),
-    "meta": (BIAS.to("meta"), f"features.0.bias is without values (meta), {HERE}"),
-    "quantized": (
-        torch.quantize_per_tensor(BIAS, 0.1, 0, torch.qint8),
-        f"features.0.bias is quantized, {HERE}",
-    ),
+UNFIT: dict[str, Any] = {  # other biases of the first layer, by the reason why they do not fit
+    "1 of 52 tensors differ: features.0.bias is (5,), here (64,)": BIAS[:5],
+    f"features.0.bias is complex, {HERE}": BIAS + 1j,
+    f"features.0.bias is integer, {HERE}": BIAS.byte(),
+    f"features.0.bias is sparse, {HERE}": BIAS.to_sparse(),
+    f"features.0.bias is without values (meta), {HERE}": BIAS.to("meta"),
+    f"features.0.bias is quantized, {HERE}": torch.quantize_per_tensor(BIAS, 0.1, 0, torch.qint8),
 }
-UNFIT: dict[str, tuple[Any, str]] = {
-    **{name: (SQUEEZENET | {"features.0.bias": bias}, why) for name, (bias, why) in BIASES.items()},
-    "missing": (
-        {k: v for k, v in SQUEEZENET.items() if "7" not in k},
-        "6 of 52 tensors differ: features.7.squeeze.weight",
-    ),
-    "empty": ({}, "it holds no tensors, where the network has features.0.weight"),
+UNFIT = {problem: SQUEEZENET | {"features.0.bias": bias} for problem, bias in UNFIT.items()}
+UNFIT |= {
+    "6 of 52 tensors differ: features.7.squeeze.weight": {
+        k: v for k, v in SQUEEZENET.items() if "7" not in k
+    },
+    "it holds no tensors, where the network has features.0.weight": {},
 }
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_weights_that_do_not_fit(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("problem", UNFIT)
+def test_weights_that_do_not_fit(problem: str, tmp_path: Path) -> None:
     """Weights lost by another kind, shape or name are rejected; the message names the first."""
-    content, problem = UNFIT[name]
-    torch.save(content, tmp_path / "x.pth")
     with pytest.raises(UserError, match=rf"^--model.weights x.pth.*{re.escape(problem)}"):
-        load_weights(
-            make_network("squeezenet1_1", 10), read_weights(str(tmp_path / "x.pth"), ""), "x.pth"
-        )
+        loaded(make_network("squeezenet1_1", 10), UNFIT[problem], tmp_path)
 
 
 def test_files_without_weights_are_rejected(tmp_path: Path) -> None:
@@ -315,10 +276,7 @@ def test_files_without_weights_are_rejected(tmp_path: Path) -> None:
     bit_flipped(shutil.copy(tmp_path / "good.pth", tmp_path / "flipped.pth"))
     os.mkfifo(tmp_path / "pipe.safetensors")
     for name, problem in {
-        "model.pth": (
-            "it holds torch.nn.modules.linear.Linear, but "
-            "only tensors and plain values are loaded: save"
-        ),
+        "model.pth": "it holds torch.nn.modules.linear.Linear, but only tensors and plain values",
         "program.pth": "it holds a TorchScript program, but only tensors",
         "flipped.pth": "damaged (good/data/",
         "pipe.safetensors": "not a file",
@@ -332,16 +290,15 @@ def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Without a connection, the error names the file to download and the folder to put it into."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
-    flags = [*QUICK, "--model", "squeezenet1_1", "--model.weights", "DEFAULT"]
+    flags = [*QUICK, "--model=squeezenet1_1", "--model.weights=DEFAULT"]
     message = error_of(*app("fit", *flags))
     match = re.fullmatch(
         r".*: no weights of squeezenet1_1 \(.*refused\): put https://\S+/(\S+) into (\S+)", message
     )
     assert match
-    torch.save(torchvision.models.squeezenet1_1().state_dict(), Path(match[2], match[1]))
-    assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in output_of(
-        *app("fit", *flags)
-    )
+    torch.save(SQUEEZENET, Path(match[2], match[1]))
+    out = output_of(*app("fit", *flags))
+    assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in out
 
 
 def test_the_images_of_published_weights() -> None:
@@ -381,17 +338,12 @@ def test_parameter_groups() -> None:
     assert {(round(g["lr"], 6), len(g["params"])) for g in groups} == {(0.001, 42), (0.064, 20)}
 
 
-def test_a_resumed_run_of_another_length_follows_its_own_schedule(app: App, tmp_path: Path) -> None:
-    flags = [*tiny(40, 16), *options(test=False, accelerator="cpu", log_every_n_steps=1, name="x")]
-    flags += ["--model.schedule", "linear", "--model.optimizer.lr", "1e-3"]
-    output_of(*app("fit", *flags, *options(max_epochs=1)))
-    output_of(*app("fit", *flags, *options(max_epochs=3), "--ckpt_path", "last"))
-    rates = (
-        pd.read_csv(tmp_path / "runs/x/version_0/metrics.csv")
-        .groupby("step")["lr-SGD"]
-        .first()
-        .dropna()
-    )
+def test_a_resumed_run_of_another_length_follows_its_own_schedule(fit: Fit) -> None:
+    flags = [*QUICK, *options(log_every_n_steps=1)]
+    flags += ["--model.schedule=linear", "--model.optimizer.lr=1e-3"]
+    fit(*flags)
+    run = fit(*flags, *options(max_epochs=3), "--ckpt_path=last")
+    rates = pd.read_csv(run / "metrics.csv").groupby("step")["lr-SGD"].first().dropna()
     falling = [1 - step / 3 for step in range(3)] + [1 - step / 9 for step in range(3, 9)]
     assert rates.tolist() == pytest.approx([1e-3 * rate for rate in falling])
 
@@ -409,47 +361,21 @@ def test_schedules_by_hand() -> None:
 
 
 def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path) -> None:
-    flags = [
-        *tiny(40, 8, model="CIFARCNN", val_size=0),
-        *options(max_epochs=2, test=False, log_every_n_steps=1),
-    ]
-    schedule = [
-        "--model.schedule",
-        "cosine",
-        "--model.warmup",
-        "1ep",
-        "--trainer.accumulate_grad_batches",
-        "2",
-    ]
-    chosen = [
-        *options(flip=True, mixup=0.2),
-        "--model.ema",
-        "0.9",
-        "--trainer.enable_model_summary",
-        "true",
-    ]
-    out = output_of(*app("fit", *flags, *schedule, *chosen, "--run.name", "x"))
+    flags = tiny(40, 8, "CIFARCNN", val_size=0, max_epochs=2, test=False, log_every_n_steps=1)
+    flags += ["--model.schedule=cosine", "--model.warmup=1ep", "--model.ema=0.9"]
+    flags += options(flip=True, mixup=0.2, accumulate_grad_batches=2, name="x")
+    out = output_of(*app("fit", *flags, *options(enable_model_summary=True)))
     assert "recipe     ema 0.9, flip True, mixup 0.2\n" in out
     assert "SGD, lr 0.001, momentum 0.9; cosine over 6 steps, 3 of them warm-up" in out
     rates = pd.read_csv(tmp_path / "runs/x/version_0/metrics.csv")["lr-SGD"].dropna()
-    steps = [0.00025, 0.0005, 0.00075, 0.001, 0.00075, 0.00025]
-    assert rates.drop_duplicates().tolist() == pytest.approx(steps[:4] + steps[5:])
+    steps = [0.00025, 0.0005, 0.00075, 0.001, 0.00025]  # 0.00075 again is a duplicate
+    assert rates.drop_duplicates().tolist() == pytest.approx(steps)
 
 
-def test_the_average_begins_with_the_weights_that_training_begins_with(
-    app: App, tmp_path: Path
-) -> None:
-    flags = [
-        *tiny(40, 8, "CIFARCNN", max_steps=2),
-        "--model.network",
-        "whitened",
-        "--model.class_weights",
-        "balanced",
-    ]
-    for decay in ("0.001", "0.999"):
-        chosen = ["--trainer.precision", "64-true", "--model.ema", decay, "--run.name", decay]
-        output_of(*app("fit", *flags, *chosen, "--run.test", "false"))
-    runs = (tmp_path / "runs" / decay / "version_0" for decay in ("0.001", "0.999"))
+def test_the_average_begins_with_the_weights_that_training_begins_with(fit: Fit) -> None:
+    flags = tiny(40, 8, "CIFARCNN", max_steps=2, precision="64-true", test=False)
+    flags += ["--model.network=whitened", "--model.class_weights=balanced"]
+    runs = [fit(*flags, f"--model.ema={decay}") for decay in (0.001, 0.999)]
     assert torch.equal(*(weights(run)["network.whitening.weight"] for run in runs))
 
 
@@ -460,30 +386,24 @@ def test_the_average_begins_with_the_weights_that_training_begins_with(
 def test_losses_of_labels_and_probabilities_agree() -> None:
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     soft, factor = functional.one_hot(labels, 4).float(), torch.tensor([1.0, 2, 3, 4])
-    for loss in ("cross_entropy", "smooth_l1"):
-        for smoothing in (0.0, 0.2):
-            recipe = Recipe(loss=loss, label_smoothing=smoothing)
-            torch.testing.assert_close(
-                recipe.criterion(logits, labels), recipe.criterion(logits, soft)
-            )
-            weighted = recipe.criterion(logits, soft, factor)
-            torch.testing.assert_close(recipe.criterion(logits, labels, factor), weighted)
-            if not smoothing:
-                torch.testing.assert_close(
-                    weighted, recipe.criterion(logits, labels) * factor[labels]
-                )
+    for loss, smoothing in product(("cross_entropy", "smooth_l1"), (0.0, 0.2)):
+        criterion = Recipe(loss=loss, label_smoothing=smoothing).criterion
+        assert_close(criterion(logits, labels), criterion(logits, soft))
+        weighted = criterion(logits, soft, factor)
+        assert_close(criterion(logits, labels, factor), weighted)
+        if not smoothing:
+            assert_close(weighted, criterion(logits, labels) * factor[labels])
 
 
 def test_mixing_by_hand() -> None:
     images, labels = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 4, 4), torch.tensor([0, 1, 2])
     mixed, targets = Mix(0.75, None)(images, labels, 3)
-    torch.testing.assert_close(mixed[:, 0, 0, 0], torch.tensor([0.25, 1.25]))
-    torch.testing.assert_close(targets, torch.tensor([[0.75, 0.25, 0], [0, 0.75, 0.25]]))
-    mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(
-        images, labels, 3
-    )  # the left half of the box is outside
+    assert_close(mixed[:, 0, 0, 0], torch.tensor([0.25, 1.25]))
+    assert_close(targets, torch.tensor([[0.75, 0.25, 0], [0, 0.75, 0.25]]))
+    # the left half of the box is outside
+    mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(images, labels, 3)
     assert mixed[0, 0].tolist() == [[0] * 4, [1, 0, 0, 0], [1, 0, 0, 0], [0] * 4]
-    torch.testing.assert_close(targets[0], torch.tensor([14 / 16, 2 / 16, 0]))
+    assert_close(targets[0], torch.tensor([14 / 16, 2 / 16, 0]))
     assert 150 < Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))[True] < 250
 
 
@@ -502,26 +422,17 @@ def test_balanced_classes_are_drawn_equally() -> None:
 
 
 def test_metrics_of_many_classes() -> None:
-    assert {*CIFARCNN(num_classes=12).val_metrics.keys()} == {
-        "val_loss",
-        "val_acc",
-        "val_f1",
-        "val_top5",
-    }
-    assert "val_top5" not in CIFARCNN(num_classes=10).val_metrics
+    names = ["val_loss", "val_acc", "val_f1"]
+    assert sorted(CIFARCNN(num_classes=10).val_metrics) == sorted(names)
+    assert sorted(CIFARCNN(num_classes=12).val_metrics) == sorted([*names, "val_top5"])
 
 
-def test_the_average_is_evaluated_and_saved(app: App, tmp_path: Path) -> None:
-    output_of(
-        *app(
-            "fit", *tiny(40, 8, model="CIFARCNN"), *options(max_epochs=2, test=False),
-            "--run.name", "x", "--model.ema", "0.5", "--model.optimizer.lr", "0.1",
-        )
-    )  # fmt: skip
-    last = torch.load(tmp_path / "runs/x/version_0/checkpoints/last.ckpt", weights_only=True)
-    average, current = (
-        last[name]["network.features.0.weight"] for name in ("state_dict", "current_model_state")
-    )
-    assert not torch.equal(average, current)
-    model = CIFARCNN.load_from_checkpoint(tmp_path / "runs/x/version_0/checkpoints/last.ckpt")
+def test_the_average_is_evaluated_and_saved(fit: Fit) -> None:
+    flags = ["--model.ema=0.5", "--model.optimizer.lr=0.1"]
+    run = fit(*tiny(40, 8, "CIFARCNN", max_epochs=2, test=False), *flags)
+    last = torch.load(last_of(run), weights_only=True)
+    name = "network.features.0.weight"
+    average = last["state_dict"][name]
+    assert not torch.equal(average, last["current_model_state"][name])
+    model = CIFARCNN.load_from_checkpoint(last_of(run))
     assert torch.equal(model.network.features[0].weight, average)

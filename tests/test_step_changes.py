@@ -1,6 +1,7 @@
 """A hook, method or optimizer replaced in mid-epoch acts at once, as in Lightning's step."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,6 @@ def adam(trainer: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(trainer.lightning_module.parameters(), lr=0.05)
 
 
-def halving(trainer: Any) -> LRSchedulerConfig:
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
-    return LRSchedulerConfig(scheduler, interval="step")
-
-
 def second_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return nn.functional.mse_loss(self.net(batch[0]), nn.functional.one_hot(batch[1], 2).float())
 
@@ -63,6 +59,11 @@ def set_up_adam(trainer: Any) -> None:
     trainer.strategy.setup_optimizers(trainer)
 
 
+def halve(trainer: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
+    trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]
+
+
 def train_manually(trainer: Any) -> None:
     module = trainer.lightning_module
     optimizer = module.optimizers()
@@ -76,10 +77,18 @@ def train_manually(trainer: Any) -> None:
     module.training_step = step
 
 
+def sets(owner: str, **values: Any) -> Callable[[Any], None]:
+    """Return a change of attributes of an object that belongs to the module's Trainer."""
+
+    def change(trainer: Any) -> None:
+        for name, value in values.items():
+            setattr(attrgetter(owner)(trainer), name, value)
+
+    return change
+
+
 def late() -> Callback:
-    return recorder(
-        CALLS, [name for name in CALLBACK_HOOKS if "batch" in name or "backward" in name]
-    )
+    return recorder([name for name in CALLBACK_HOOKS if "batch" in name or "backward" in name])
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -88,9 +97,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "optimizers set up again": set_up_adam,
     "an optimizer's step": lambda trainer: wrap(trainer.optimizers[0], "step"),
     "an optimizer's zero_grad": lambda trainer: wrap(trainer.optimizers[0], "zero_grad"),
-    "schedulers": lambda trainer: setattr(
-        trainer.strategy, "lr_scheduler_configs", [halving(trainer)]
-    ),
+    "schedulers": halve,
     "a scheduler's interval": lambda trainer: setattr(
         trainer.lr_scheduler_configs[0], "interval", "epoch"
     ),
@@ -107,18 +114,16 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "other callbacks": lambda trainer: setattr(trainer, "callbacks", [late(), *trainer.callbacks]),
     "a callback less": lambda trainer: trainer.callbacks.pop(0),
     "a callback's class": lambda trainer: wrap(type(trainer.callbacks[0]), "on_train_batch_end"),
-    "clipping": lambda trainer: vars(trainer).update(gradient_clip_val=0.01),
-    "accumulation": lambda trainer: vars(trainer).update(accumulate_grad_batches=2),
-    "logging": lambda trainer: vars(trainer).update(log_every_n_steps=1),
+    "clipping": sets("lightning_module.trainer", gradient_clip_val=0.01),
+    "accumulation": sets("lightning_module.trainer", accumulate_grad_batches=2),
+    "logging": sets("lightning_module.trainer", log_every_n_steps=1),
     "a profiler": lambda trainer: vars(trainer).update(profiler=SimpleProfiler()),
-    "validation": lambda trainer: vars(trainer).update(val_check_batch=2),
-    "an end": lambda trainer: vars(trainer).update(should_stop=True),
-    "the epoch's length": lambda trainer: vars(trainer.fit_loop).update(max_batches=4),
-    "max_steps": lambda trainer: vars(trainer.fit_loop.epoch_loop).update(max_steps=4),
-    "precision": lambda trainer: setattr(trainer.strategy, "precision_plugin", ClipsEach()),
-    "16 bits": lambda trainer: setattr(
-        trainer.strategy, "precision_plugin", MixedPrecision("bf16-mixed", "cpu")
-    ),
+    "validation": sets("lightning_module.trainer", val_check_batch=2),
+    "an end": sets("lightning_module.trainer", should_stop=True),
+    "the epoch's length": sets("fit_loop", max_batches=4),
+    "max_steps": sets("fit_loop.epoch_loop", max_steps=4),
+    "precision": sets("strategy", precision_plugin=ClipsEach()),
+    "16 bits": sets("strategy", precision_plugin=MixedPrecision("bf16-mixed", "cpu")),
     "the model": lambda trainer: setattr(
         trainer.strategy, "model", Halved(trainer.lightning_module)
     ),

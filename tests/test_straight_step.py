@@ -13,13 +13,13 @@ import yaml
 from harness import (
     RECIPE,
     ROOT,
-    App,
+    Fit,
     difference,
-    fork_app,
+    fork_fit,
+    last_of,
     losses,
     on_cpu,
     options,
-    output_of,
     record_of,
     tiny,
 )
@@ -31,7 +31,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from user_code import TheirData, TwoOptimizers
+from user_code import TheirData, TheirModel, TwoOptimizers
 
 from app.training.step import StraightLoop
 
@@ -61,15 +61,13 @@ MODULE_HOOKS = [
 ]
 
 
-class Calls(list[tuple[Any, ...]]):
-    """Recorded calls: hook, hook name that `self.log` sees, global step, and arguments."""
+# recorded calls: hook, hook name that `self.log` sees, global step, and arguments
+CALLS: list[tuple[Any, ...]] = []
 
-    def note(self, hook: str, module: Any, *args: Any) -> None:
-        described = map(_described, args)
-        if module is None:
-            self.append((hook, None, None, *described))
-        else:
-            self.append((hook, module._current_fx_name, module.trainer.global_step, *described))
+
+def note(hook: str, module: Any, *args: Any) -> None:
+    step = module.trainer.global_step
+    CALLS.append((hook, module._current_fx_name, step, *map(_described, args)))
 
 
 def _described(value: Any) -> Any:
@@ -84,24 +82,24 @@ def _described(value: Any) -> Any:
     return "callable" if callable(value) else type(value).__name__
 
 
-def recorder(calls: Calls, hooks: list[str]) -> Callback:
+def recorder(hooks: list[str]) -> Callback:
     """Return a callback that overrides these hooks, and records their calls."""
 
     def overriding(name: str) -> Callable[..., None]:
-        return lambda self, trainer, module, *args, **kwargs: calls.note(
+        return lambda self, trainer, module, *args, **kwargs: note(
             f"callback.{name}", module, *args, kwargs
         )
 
     return type("Recorder", (Callback,), {name: overriding(name) for name in hooks})()
 
 
-def recording(calls: Calls, base: type, hooks: list[str], whose: str) -> type:
+def recording(base: type, hooks: list[str], whose: str) -> type:
     """Return a subclass of a module or data module that records the calls of these hooks."""
 
     def overriding(name: str) -> Callable[..., Any]:
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
             module = self if isinstance(self, pl.LightningModule) else self.trainer.lightning_module
-            calls.note(f"{whose}.{name}", module, *args, kwargs)
+            note(f"{whose}.{name}", module, *args, kwargs)
             return getattr(super(made, self), name)(*args, **kwargs)
 
         return hook
@@ -110,7 +108,7 @@ def recording(calls: Calls, base: type, hooks: list[str], whose: str) -> type:
     return made
 
 
-class Plain(pl.LightningModule):
+class Plain(TheirModel):
     """LightningModule that logs in its steps, as most modules do."""
 
     scheduler: Callable[[Any], Any] | None = None
@@ -120,33 +118,22 @@ class Plain(pl.LightningModule):
     )
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 2))
+        super().__init__(width=4)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        images, labels = batch
-        loss = nn.functional.cross_entropy(self.net(images.to(self.net[1].weight.dtype)), labels)
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         if batch_idx % 3 == 0:
             self.log("now_and_then", loss)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log(
-            "val_loss",
-            nn.functional.cross_entropy(self.net(batch[0].to(self.net[1].weight.dtype)), batch[1]),
-        )
-
     def configure_optimizers(self) -> Any:
-        optimizer = type(self).optimizer(self.parameters())
+        optimizer = self.optimizer(self.parameters())
         if self.scheduler is None:
             return optimizer
-        settings = {
-            "scheduler": type(self).scheduler(optimizer),
-            "interval": "step",
-            "monitor": self.monitor,
-        }
+        scheduler = self.scheduler(optimizer)
+        settings = {"scheduler": scheduler, "interval": "step", "monitor": self.monitor}
         return {"optimizer": optimizer, "lr_scheduler": settings}
 
 
@@ -181,9 +168,9 @@ class KeepsLoss(Plain):
         loss.mul_(0.5)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        CALLS.note("kept", self, outputs["loss"], self.loss)
+        note("kept", self, outputs["loss"], self.loss)
         outputs["loss"].zero_()
-        CALLS.note("kept", self, self.loss)
+        note("kept", self, self.loss)
 
 
 class LBFGS(Plain):
@@ -224,9 +211,6 @@ class ClipsEach(Precision):
             nn.utils.clip_grad_norm_(parameter, 0.01)
 
 
-CALLS = Calls()
-
-
 def trained(
     straight: bool,
     folder: Path,
@@ -234,22 +218,20 @@ def trained(
     data: type = TheirData,
     hooks: Any = CALLBACK_HOOKS,
     **flags: Any,
-) -> tuple[Calls, dict[str, Any], str | None]:
+) -> tuple[list[Any], dict[str, Any], str | None]:
     """Train, by default two epochs of five batches; return calls, checkpoint and the loop's reason.
 
     The reason says why the straight loop used Lightning's step. Otherwise, it is None.
     """
     CALLS.clear()
     shutil.rmtree(folder, ignore_errors=True)
-    callbacks = [recorder(CALLS, hooks)]
-    callbacks += [make() for make in flags.pop("callbacks", [])]
-    plugins = [make() for make in flags.pop("plugins", [])]
+    made = {name: [make() for make in flags.pop(name, [])] for name in ("callbacks", "plugins")}
+    made["callbacks"].insert(0, recorder(hooks))
     flags = {"max_epochs": 2, "log_every_n_steps": 2, "accelerator": "cpu"} | flags
     torch.manual_seed(1)
     trainer = pl.Trainer(
         **flags,
-        callbacks=callbacks,
-        plugins=plugins,
+        **made,
         logger=pl.loggers.CSVLogger(folder),
         num_sanity_val_steps=0,
         enable_progress_bar=False,
@@ -260,10 +242,8 @@ def trained(
         StraightLoop.put_into(trainer)
     trainer.fit(model(), data())
     trainer.save_checkpoint(folder / "end.ckpt")
-    calls = Calls(CALLS)
-    calls.append(
-        ("metrics", sorted((name, float(value)) for name, value in trainer.logged_metrics.items()))
-    )
+    calls = list(CALLS)
+    calls.append(("metrics", _described(dict(trainer.logged_metrics))))
     calls.append(("csv", Path(trainer.log_dir, "metrics.csv").read_text()))
     reason = getattr(trainer.fit_loop.epoch_loop, "reason", None)
     return calls, torch.load(folder / "end.ckpt", weights_only=False), reason
@@ -275,10 +255,6 @@ def same_checkpoint(saved: dict[str, Any], other: dict[str, Any]) -> None:
         assert other[key] == saved[key], key
     assert difference(other["state_dict"], saved["state_dict"]) == 0
     assert repr(other["optimizer_states"]) == repr(saved["optimizer_states"])
-
-
-def last_checkpoint(run: Path) -> dict[str, Any]:
-    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
 
 
 def assert_alike(tmp_path: Path, reason: str | None = None, **settings: Any) -> None:
@@ -339,7 +315,7 @@ def test_settings(name: str, tmp_path: Path) -> None:
     "hooks", [*([hook] for hook in MODULE_HOOKS), MODULE_HOOKS], ids=lambda hooks: hooks[-1]
 )
 def test_module_hooks(hooks: list[str], tmp_path: Path) -> None:
-    model = recording(CALLS, ByStep, hooks, "module")
+    model = recording(ByStep, hooks, "module")
     others = CALLBACK_HOOKS if len(hooks) > 1 else []
     assert_alike(
         tmp_path, model=model, hooks=others, accumulate_grad_batches=2, gradient_clip_val=0.1
@@ -349,8 +325,8 @@ def test_module_hooks(hooks: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("hook", BATCH_HOOKS)
 def test_data_module_hook(hook: str, tmp_path: Path) -> None:
     """If module and data module override a hook, the straight step makes Lightning's choice."""
-    model = recording(CALLS, Plain, [hook], "module")
-    assert_alike(tmp_path, model=model, data=recording(CALLS, TheirData, [hook], "data"), hooks=[])
+    model = recording(Plain, [hook], "module")
+    assert_alike(tmp_path, model=model, data=recording(TheirData, [hook], "data"), hooks=[])
 
 
 @pytest.mark.parametrize("hook", CALLBACK_HOOKS)
@@ -369,22 +345,20 @@ def test_hook_set_on_an_object(tmp_path: Path) -> None:
 class TakesIterator(Plain):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
-FALLBACKS = [
-    ("StochasticWeightAveraging", {"callbacks": [lambda: StochasticWeightAveraging(0.01, 1)]}),
-    ("a profiler", {"profiler": "simple"}),
-    ("manual optimization", {"model": TwoOptimizers}),
-    ("a training_step that takes the data iterator", {"model": TakesIterator}),
-]
+FALLBACKS: dict[str, dict[str, Any]] = {
+    "StochasticWeightAveraging": {"callbacks": [lambda: StochasticWeightAveraging(0.01, 1)]},
+    "a profiler": {"profiler": "simple"},
+    "manual optimization": {"model": TwoOptimizers},
+    "a training_step that takes the data iterator": {"model": TakesIterator},
+}
 
 
-@pytest.mark.parametrize(("reason", "settings"), FALLBACKS)
-def test_features_that_need_lightnings_step(
-    reason: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    assert_alike(tmp_path, reason, **settings)
+@pytest.mark.parametrize("reason", FALLBACKS)
+def test_features_that_need_lightnings_step(reason: str, tmp_path: Path) -> None:
+    assert_alike(tmp_path, reason, **FALLBACKS[reason])
 
 
 # -- through the command
@@ -392,10 +366,8 @@ def test_features_that_need_lightnings_step(
 
 # without on_save_checkpoint, because a checkpoint contains measured times, which differ between
 # runs
-RecordsAll = type(
-    recorder(CALLS, [name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"])
-)
-RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test", "false"]
+RecordsAll = type(recorder([name for name in CALLBACK_HOOKS if name != "on_save_checkpoint"]))
+RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test=false"]
 
 
 LARGE = ("cifar_resnet18", "imagenet", "finetune", "cifar10_94")
@@ -405,65 +377,66 @@ CONFIGS = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LARGE))
     for path in CONFIGS
 ]
+PHOTOS = ["--model.network=resnet18", *options(size=32, resize=36)]
+SMALLER = {
+    "fashion_mlp": ["--model.repeats=1"],
+    "imagenet": PHOTOS,
+    "finetune": [*PHOTOS, "--model.weights=null"],  # which would be downloaded
+    "cifar10_94": ["--model.warmup=1ep"],
+    "cifar10_cpu": ["--model.warmup=1ep"],
+}
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_config(
-    config: Path, app: App, tmp_path: Path, cifar_root: Path, fashion_root: Path, image_root: Path
+    config: Path, fit: Fit, cifar_root: Path, fashion_root: Path, image_root: Path
 ) -> None:
+    roots = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}
     data = yaml.safe_load(config.read_text()).get("data", {}).get("class_path")
-    root = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}.get(
-        data
-    )
-    flags = ["--data.root", str(root)] if root else ["--data.images", "80"] if data else tiny(80)
-    if "batch_size: 0.25" not in config.read_text():
-        flags += ["--data.batch_size", "8"]
-    if "weights: DEFAULT" in config.read_text():  # needs a download
-        flags += ["--model.weights", "null"]
-    if "network: resnet50" in config.read_text():
-        flags += ["--model.network", "resnet18", *options(size=32, resize=36)]
-    flags += ["--model.warmup", "1ep"] if "warmup: 2ep" in config.read_text() else []
-    flags += ["--model.repeats", "1"] if "FashionMLP" in config.read_text() else []
+    flags = ["--data.root", str(roots[data])] if data in roots else tiny(80)
     flags += options(
-        max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, name="x"
+        max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, batch_size=8
     )
-    flags += ["--run.virtual_devices", "null"]  # because Lightning's step has no virtual devices
-    assert_alike_by_command(app, tmp_path / "runs" / "x", "--config", str(config), *flags)
+    flags += ["--run.virtual_devices=null"]  # because Lightning's step has no virtual devices
+    assert_alike_by_command(fit, "--config", config, *flags, *SMALLER.get(config.stem, []))
 
 
-def assert_alike_by_command(app: App, runs: Path, *flags: str) -> None:
+def assert_alike_by_command(fit: Fit, *flags: str | Path) -> None:
     """Check that straight loop and Lightning's agree; the second run uses the first's config."""
     CALLS.clear()
-    output_of(*app("fit", *flags, *RECORDED))
-    calls = Calls(CALLS)
+    straight = fit(*flags, *RECORDED)
+    calls = list(CALLS)
     CALLS.clear()
-    output_of(
-        *app("fit", "--config", runs / "version_0" / "config.yaml", "--run.loop", "lightning")
-    )
+    stock = fit("--config", straight / "config.yaml", "--run.loop=lightning")
     for call, expected in zip(calls, CALLS, strict=True):
         assert call == expected
-    runs = [runs / name for name in ("version_0", "version_1")]
-    same_checkpoint(*map(last_checkpoint, runs))
-    records = [record_of(run) for run in runs]
-    reasons = [(record["loop"], record["loop_reason"]) for record in records]
-    assert reasons == [("straight", None), ("lightning", "--run.loop lightning")]
+    assert record_of(straight)["loop_reason"] is None
+    assert record_of(stock)["loop_reason"] == "--run.loop lightning"
+    assert_same_run(straight, stock)
+
+
+def assert_same_run(straight: Path, stock: Path) -> None:
+    """Check that two runs are the same training in the straight loop and in Lightning's."""
+    same_checkpoint(*(torch.load(last_of(run), weights_only=True) for run in (straight, stock)))
+    records = [record_of(run) for run in (straight, stock)]
+    assert [record["loop"] for record in records] == ["straight", "lightning"]
     assert records[0]["train_loss"] == records[1]["train_loss"]
-    assert losses(runs[0]).tolist() == losses(runs[1]).tolist()
+    assert losses(straight).tolist() == losses(stock).tolist()
 
 
-VARIANTS = [
-    options(strategy="dp", devices=2),
-    options(accumulate_grad_batches=3, gradient_clip_val=0.1, precision="bf16-mixed"),
-    ["--model", "user_code.OneCycle"],
-]
+VARIANTS = {
+    "dp": options(strategy="dp", devices=2),
+    "accumulation, clipping and bf16": options(
+        accumulate_grad_batches=3, gradient_clip_val=0.1, precision="bf16-mixed"
+    ),
+    "a scheduler by step": ["--model=user_code.OneCycle"],
+}
 
 
-@pytest.mark.parametrize(
-    "more", VARIANTS, ids=["dp", "accumulation, clipping and bf16", "a scheduler by step"]
-)
-def test_variants(more: list[str], app: App, tmp_path: Path) -> None:
-    flags = tiny(103, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3, name="x")
-    assert_alike_by_command(app, tmp_path / "runs" / "x", *flags, *more)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name: str, fit: Fit) -> None:
+    flags = tiny(103, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3)
+    assert_alike_by_command(fit, *flags, *VARIANTS[name])
 
 
 class Pickles(Callback):
@@ -478,37 +451,28 @@ class Pickles(Callback):
             assert copy.current_epoch == 1
 
 
+SMALL = tiny(64, 16)
 PICKLED = {
-    "all callbacks": [*RECIPE, "--run.wandb", "offline"],
-    "Lightning's loop": options(loop="lightning"),
-    "virtual devices": options(virtual_devices=2),
-    "dp": options(strategy="dp", devices=2),
+    "all callbacks": [*SMALL, *RECIPE, "--run.wandb", "offline"],
+    "Lightning's loop": [*SMALL, *options(loop="lightning")],
+    "virtual devices": [*SMALL, *options(virtual_devices=2)],
+    "dp": [*SMALL, *options(strategy="dp", devices=2)],
     "a user's loaders": [
-        "--model",
-        "user_code.TheirModel",
-        "--data",
-        "user_code.TheirData",
+        *("--model=user_code.TheirModel", "--data=user_code.TheirData"),
         *options(global_order=True),
     ],
 }
 
 
 @pytest.mark.parametrize("name", PICKLED)
-def test_trainer_can_be_pickled(name: str, app: App) -> None:
-    flags = [] if name == "a user's loaders" else tiny(64, 16)
-    flags += options(accelerator="cpu", max_epochs=2, limit_train_batches=3, test=False)
-    output_of(
-        *app("fit", *flags, *PICKLED[name], "--trainer.callbacks+=test_straight_step.Pickles")
-    )
+def test_trainer_can_be_pickled(name: str, fit: Fit) -> None:
+    flags = ["--trainer.callbacks+=test_straight_step.Pickles", "--trainer.accelerator=cpu"]
+    fit(*PICKLED[name], *flags, *options(max_epochs=2, limit_train_batches=3, test=False))
 
 
 @pytest.mark.slow
 def test_two_processes_accumulate(tmp_path: Path) -> None:
     flags = tiny(203, 16, log_every_n_steps=3, accumulate_grad_batches=2, max_epochs=2, test=False)
-    flags += on_cpu("ddp_fork", root=tmp_path, name="x")
-    for profiler in ("null", "simple"):
-        output_of(*fork_app("fit", *flags, "--trainer.profiler", profiler))
-    runs = [tmp_path / "x" / name for name in ("version_0", "version_1")]
-    same_checkpoint(*map(last_checkpoint, runs))
-    assert [record_of(run)["loop"] for run in runs] == ["straight", "lightning"]
-    assert losses(runs[0]).tolist() == losses(runs[1]).tolist()
+    flags += on_cpu("ddp_fork")
+    straight = fork_fit(tmp_path, *flags)
+    assert_same_run(straight, fork_fit(tmp_path, *flags, "--trainer.profiler=simple"))

@@ -54,12 +54,10 @@ class Poisoned(CIFARCNN):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        bad = (self.trainer.current_epoch, batch_idx, self.trainer.global_rank) == (
-            0,
-            6,
-            self.trainer.world_size - 1,
-        )
-        return loss * float("nan") if bad else loss
+        is_last_rank = self.global_rank == self.trainer.world_size - 1
+        if is_last_rank and self.trainer.current_epoch == 0 and batch_idx == 6:
+            return loss * float("nan")
+        return loss
 
 
 class Unrepeatable(CIFARCNN):
@@ -268,15 +266,18 @@ class LogsNothing(TheirModel):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self(batch[0])
 
+    def accuracy(self, batch: Any) -> Tensor:
+        return (self(batch[0]).argmax(1) == batch[1]).float().mean()
+
 
 class LogsAccuracy(LogsNothing):
     """Model that logs `val_acc`, one per validation loader, and `test_acc`."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+        self.log("val_acc", self.accuracy(batch), sync_dist=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+        self.log("test_acc", self.accuracy(batch), sync_dist=True)
 
 
 class AccuracyFalls(TheirModel):
@@ -300,9 +301,7 @@ class LogsOtherNames(LogsNothing):
         self.log("val/their acc", torch.tensor(float("nan")), prog_bar=True, sync_dist=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log(
-            "test/their acc", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True
-        )
+        self.log("test/their acc", self.accuracy(batch), sync_dist=True)
         self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
 
@@ -356,13 +355,12 @@ class SaysWhereImagesLie(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         split = trainer.train_dataloader.split
         images = split.tensor()
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            span, _, _, _, _, *path = line.split(maxsplit=5)
-            start, end = (int(address, 16) for address in span.split("-"))
+        for mapping in psutil.Process().memory_maps(grouped=False):
+            start, end = (int(address, 16) for address in mapping.addr.split("-"))
             if start <= images.data_ptr() < end:
                 break
         sums = [int(images.sum(dtype=torch.int64)), int(split.labels @ torch.arange(len(split)))]
-        note = {"path": "".join(path), "sums": sums}
+        note = {"path": mapping.path, "sums": sums}
         Path(self.directory, f"rank{trainer.global_rank}").write_text(json.dumps(note))
 
 

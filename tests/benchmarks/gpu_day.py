@@ -27,7 +27,7 @@ LEAST = 15  # seconds without which no item starts
 # deadline
 CALLS = {
     "A": {"versions": 20, "step": 40, "smoke": 50, "synchronisations": 35},
-    "B": {"lenet": 60, "resnet": 60, "apart": 75, "mlp": 50},
+    "B": {"resnet": 60, "apart": 75},
     "C": {"same_bits": 110, "gpu_tests": 80, "dp": 20, "commands": 85},
 }
 
@@ -43,7 +43,9 @@ def why_not() -> str | None:
 
 def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
     """Run an item, and kill all of its processes when it ends or times out."""
-    began, figures, log = time.monotonic(), folder / f"{item}.json", folder / f"{item}.log"
+    began = time.monotonic()
+    figures = folder / f"{item}.json"
+    log = folder / f"{item}.log"
     command = [sys.executable, str(Path(__file__).with_name("gpu_items.py")), item, str(figures)]
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -54,16 +56,14 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             status = f"cut off after {seconds:.0f} s"
         finally:
-            for number in (
-                signal.SIGINT,
-                signal.SIGKILL,
-            ):  # SIGINT first, because pytest then ends its children
+            # SIGINT first, because pytest then ends its children
+            for number in (signal.SIGINT, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, number)
                     process.wait(3)
     recorded = json.loads(figures.read_text()) if figures.exists() else {}
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    seconds, end = round(time.monotonic() - began, 1), lines[-12:] if status == "failed" else []
+    seconds = round(time.monotonic() - began, 1)
+    end = log.read_text(errors="replace").splitlines()[-12:]
     return {"item": item, "status": status, "seconds": seconds, "figures": recorded, "end": end}
 
 
@@ -74,11 +74,8 @@ def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
     for row in rows:
         text = "; ".join(f"{name}: {value}" for name, value in row["figures"].items())
         end = " ".join(row["end"][-1:])
-        lines.append(
-            f"| {row['item']} | {row['status']} | {row['seconds']} | {text or end} |".replace(
-                "\n", " "
-            )
-        )
+        line = f"| {row['item']} | {row['status']} | {row['seconds']} | {text or end} |"
+        lines.append(line.replace("\n", " "))
     (folder / "results.md").write_text("\n".join(lines) + "\n")
     with tarfile.open(folder / "logs.tar.gz", "w:gz") as archive:
         archive.add(logs, "logs")
@@ -91,7 +88,8 @@ def main(chosen: Sequence[str], folder: Path) -> None:
     """
     limits = {item: limit for call in CALLS.values() for item, limit in call.items()}
     items = [item for name in chosen or CALLS for item in CALLS.get(name, [name])]
-    if unknown := [item for item in items if item not in limits]:
+    unknown = [item for item in items if item not in limits]
+    if unknown:
         raise SystemExit(
             f"gpu_day.sh: there is no {unknown[0]!r}: give wheels, {', '.join([*CALLS, *limits])}"
         )
@@ -102,8 +100,10 @@ def main(chosen: Sequence[str], folder: Path) -> None:
         for item in items:
             left = ends - time.monotonic()
             row = {"item": item, "seconds": 0.0, "figures": {}, "end": []}
-            if skipped := reason or ("no time left" if left < LEAST else None):
-                row["status"] = f"skipped: {skipped}"
+            if reason:
+                row["status"] = f"skipped: {reason}"
+            elif left < LEAST:
+                row["status"] = "skipped: no time left"
             else:
                 row = run(item, min(limits[item] * PATIENCE, left), Path(logs))
             rows.append(row)

@@ -4,9 +4,7 @@ An item writes each figure as soon as it is known. Rates are samples/s, medians 
 windows.
 """
 
-import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,7 @@ import torch
 import torchvision
 from harness import QUIET, ROOT, difference, free_port, losses, options, record_of, tiny
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 
 from app.cli import main
 from app.data import Synthetic
@@ -43,17 +41,12 @@ DATA = tiny(SIZE, 64, val_size=128)
 SPEED = options(
     test=False, max_epochs=3, log_every_n_steps=20, limit_val_batches=1, warmup_epochs=1
 )
-SGD = [
-    "--model.optimizer",
-    "SGD",
-    "--model.optimizer.lr",
-    "0.001",
-    "--model.optimizer.momentum",
-    "0.9",
-]
-BF16, FLOAT16 = (["--trainer.precision", precision] for precision in ("bf16-mixed", "16-mixed"))
-TF32 = ["--model.matmul_precision", "high"]
-COMPILED, REDUCED = (["--model.compile", mode] for mode in ("default", "reduce-overhead"))
+SGD = ["--model.optimizer=SGD", "--model.optimizer.lr=0.001", "--model.optimizer.momentum=0.9"]
+BF16 = ["--trainer.precision=bf16-mixed"]
+FLOAT16 = ["--trainer.precision=16-mixed"]
+TF32 = ["--model.matmul_precision=high"]
+COMPILED = ["--model.compile=default"]
+REDUCED = ["--model.compile=reduce-overhead"]
 _figures: dict[str, Any] = {}
 _lock = threading.Lock()
 
@@ -65,22 +58,19 @@ def note(name: str, value: Any) -> None:
         write_json(FIGURES, _figures)
 
 
-def start(
-    *args: Any, env: dict[str, str] | None = None, timeout: float = 150 if CPU else 65
-) -> tuple[int, str]:
+def start(*args: Any, env: dict[str, str] | None = None) -> tuple[int, str]:
     """Run `python -m app …` in a separate process; return exit code and output."""
     command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
+    limit = 150 if CPU else 65
     try:
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **(env or {})},
-            timeout=timeout, check=False, text=True,
+            timeout=limit, check=False, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        return (
-            124,
-            f"{(error.stdout or b'').decode(errors='replace')}\nnot done after {timeout:.0f} s",
-        )
+        out = (error.stdout or b"").decode(errors="replace")
+        return 124, f"{out}\nnot done after {limit} s"
     return done.returncode, done.stdout
 
 
@@ -109,25 +99,20 @@ def newest(name: str) -> Path:
     return max((PLACE / name).glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def rate(name: str, *flags: str | Path, alone: bool = False) -> float | None:
-    """Train; record and return the rate in samples/s, or record an error and return None."""
+def rate(name: str, *flags: str | Path, alone: bool = False) -> None:
+    """Train, and record the rate in samples/s, or an error."""
     try:
         record = record_of(fit(name.replace(" ", "_"), *flags, alone=alone))
+        note(name, record["throughput"]["median"])
     except (Exception, SystemExit) as error:
-        note(name, f"failed: {str(error).splitlines()[0] if str(error) else error!r}")
+        note(name, f"failed: {error!r}"[:200])
         traceback.print_exc()
-        return None
-    note(name, record["throughput"]["median"])
-    return record["throughput"]["median"]
 
 
 def versions() -> None:
     """Record versions and hardware."""
-    for name, value in {
-        **installed(),
-        "torchvision": torchvision.__version__,
-        **hardware(),
-    }.items():
+    figures = installed() | hardware() | {"torchvision": torchvision.__version__}
+    for name, value in figures.items():
         note(name, value)
 
 
@@ -135,63 +120,57 @@ def step() -> None:
     """Record the training rates with images on device and host, and of a hand-written loop."""
     for placement in ("memory",) if CPU else ("device", "memory"):
         rate(f"images in {placement}", *DATA, *SPEED, *SGD, "--data.placement", placement)
-    raw = Raw(LeNet(), SIZE, 64)
-    raw.train(1)
-    note("raw", SIZE / raw.train(1))
+    network = LeNet().to(DEVICE)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9, fused=not CPU)
+    table = torch.randint(256, (SIZE, 3, 32, 32), dtype=torch.uint8, device=DEVICE)
+    labels = torch.randint(10, (SIZE,), device=DEVICE)
+    for _ in range(2):  # the first epoch warms up
+        began = time_when_done(DEVICE)
+        for rows in torch.randperm(SIZE, device=DEVICE).split(64):
+            optimizer.zero_grad()
+            scores = network((table[rows].float() - 127.5) / 127.5)
+            nn.functional.cross_entropy(scores, labels[rows]).backward()
+            optimizer.step()
+        seconds = time_when_done(DEVICE) - began
+    note("raw", SIZE / seconds)
 
 
 def smoke() -> None:
-    """Record exit code and last loss for each way to run a step, in simultaneous processes.
+    """Record the last loss, or the error, of each way to run a step, in simultaneous processes.
 
     The log has full tracebacks.
     """
-    ways = {
-        "default": [],
-        "bf16": BF16,
-        "16-mixed": FLOAT16,
-        "compile": COMPILED,
-        "reduce-overhead": REDUCED,
-    }
-    if CPU:
-        ways = {name: ways[name] for name in ("default", "bf16")}
+    ways = {"default": [], "bf16": BF16}
+    if not CPU:
+        ways |= {"16-mixed": FLOAT16, "compile": COMPILED, "reduce-overhead": REDUCED}
+    # a rate at which precisions differ
+    flags = [*ON, "--model.optimizer=SGD", "--model.optimizer.lr=0.05"]
 
     def train(name: str) -> None:
-        steep = [
-            "--model.optimizer",
-            "SGD",
-            "--model.optimizer.lr",
-            "0.05",
-        ]  # so that precisions differ
-        flags = [*tiny(640, 64, root=PLACE, name=name, max_epochs=5), *ON, *steep, *ways[name]]
-        code, out = start("fit", *flags)
-        loss = record_of(newest(name))["train_loss"]["last"] if code == 0 else None
-        note(
-            name,
-            {"exit code": code, "loss": loss} if code == 0 else out.strip().splitlines()[-1][:200],
-        )
+        run = tiny(640, 64, root=PLACE, name=name, max_epochs=5)
+        code, out = start("fit", *run, *flags, *ways[name])
         print(f"---- {name}\n{out}")
+        if code:
+            note(name, out.strip().splitlines()[-1][:200])
+        else:
+            note(name, {"loss": record_of(newest(name))["train_loss"]["last"]})
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(train, ways))
 
 
-WATCHED = r"(cudaLaunchKernel|cudaGraphLaunch|cudaMemcpy|cuda\w*Synchronize|aten::item)"
-
-
 class Watch(Callback):
-    """Callback that counts synchronizations by line in steps 60–90, and profiles steps 100–130."""
+    """Callback that counts synchronizations by line of code in steps 60–90."""
 
     latest: "Watch"  # the newest one
 
     def __init__(self) -> None:
         Watch.latest = self
         self.waits: Counter[str] = Counter()
-        self.counts: dict[str, float] = {}
-        self.profiler = torch.profiler.profile()
         self._show = warnings.showwarning
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Start and stop counting and profiling."""
+        """Start and stop counting."""
         if trainer.global_step == 60 and not CPU:
             warnings.simplefilter("always")
             warnings.showwarning = self._note  # type: ignore[assignment]
@@ -199,115 +178,34 @@ class Watch(Callback):
         if trainer.global_step == 90 and not CPU:
             torch.cuda.set_sync_debug_mode("default")
             warnings.showwarning = self._show
-        if trainer.global_step == 100:
-            self.profiler.start()
-        if trainer.global_step == 130:
-            self.profiler.stop()
-            for event in self.profiler.key_averages():
-                if kind := re.match(WATCHED, event.key):
-                    self.counts[kind[1]] = self.counts.get(kind[1], 0) + event.count / 30
 
     def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
         if "synchroniz" in str(message).lower():
             frames = [f for f in traceback.extract_stack()[:-1] if "warnings.py" not in f.filename]
-            relevant = [
-                f for f in frames if "/app/" in f.filename or "lightning" in f.filename
-            ] or frames
-            self.waits[f"{Path(relevant[-1].filename).name}:{relevant[-1].lineno}"] += 1
-
-
-def watched(*flags: str) -> Any:
-    """Train LeNet for 135 steps at batch 64, and return the `Watch` callback."""
-    import gpu_items  # the module from which the flag takes the callback; this one is __main__
-
-    more = options(max_steps=135, test=False, limit_val_batches=0)
-    add = ["--trust", "gpu_items", "--trainer.callbacks+=gpu_items.Watch"]
-    fit("watched", *tiny(1000 if CPU else 10_000, 64), *more, *add, *flags)
-    return gpu_items.Watch.latest
+            ours = [f for f in frames if "/app/" in f.filename or "lightning" in f.filename]
+            line = (ours or frames)[-1]
+            self.waits[f"{Path(line.filename).name}:{line.lineno}"] += 1
 
 
 def synchronisations() -> None:
-    """Record 30 steps' synchronizations by source line, and launches and copies per step."""
-    cases = [[], ["--data.placement", "memory"], BF16, FLOAT16]
-    for flags in cases[:1] if CPU else cases:
-        watch = watched(*flags)
-        name = " ".join(flags) or "default"
-        note(f"{name}: waits in 30 steps", dict(watch.waits))
-        note(f"{name}: per step", {key: round(value, 2) for key, value in watch.counts.items()})
+    """Record where LeNet's steps at batch 64 wait for the device."""
+    import gpu_items  # the module from which the flag takes the callback; this one is __main__
 
-
-class Raw:
-    """Hand-written training loop over images on the device."""
-
-    def __init__(self, network: nn.Module, images: int, batch: int) -> None:
-        torch.manual_seed(0)
-        network = network.to(DEVICE)
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9, fused=not CPU)
-        table = torch.randint(256, (images, 3, 32, 32), dtype=torch.uint8, device=DEVICE)
-        labels = torch.randint(10, (images,), device=DEVICE)
-        self.images, self.batch = images, batch
-
-        def step(rows: Tensor) -> None:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(
-                network((table[rows].float() - 127.5) / 127.5), labels[rows]
-            )
-            loss.backward()
-            optimizer.step()
-
-        self.step = step
-
-    def train(self, epochs: int) -> float:
-        """Train without each epoch's incomplete batch, and return the seconds."""
-        began = time_when_done(DEVICE)
-        for _ in range(epochs):
-            for rows in torch.randperm(self.images, device=DEVICE).split(self.batch)[
-                : self.images // self.batch
-            ]:
-                self.step(rows)
-        return time_when_done(DEVICE) - began
-
-
-def lenet() -> None:
-    """Time LeNet in `fit` and a hand-written loop, in turns: 5 epochs, 50,000 images, batch 64."""
-    epochs, images = (1, SIZE) if CPU else (5, 50_000)
-    raw = Raw(LeNet(), images, 64)
-    flags = [
-        *SGD,
-        "--data.drop_last",
-        "true",
-        *options(test=False, limit_val_batches=0, log_every_n_steps=50),
-    ]
-    for turn in (1,) if CPU else (1, 2):
-        seconds = record_of(
-            fit("turn", *tiny(images + 8, 64, val_size=8, max_epochs=epochs), *flags)
-        )["train_s"]
-        by_hand = raw.train(epochs)
-        note(
-            f"turn {turn}",
-            {"ours_s": round(seconds, 3), "raw_s": round(by_hand, 3), "ratio": seconds / by_hand},
-        )
+    flags = tiny(1000 if CPU else 10_000, 64, max_steps=95, test=False, limit_val_batches=0)
+    flags += ["--trust=gpu_items", "--trainer.callbacks+=gpu_items.Watch"]
+    cases = {"default": []}
+    if not CPU:
+        cases |= {"memory": ["--data.placement=memory"], "bf16": BF16, "16-mixed": FLOAT16}
+    for name, more in cases.items():
+        fit("watched", *flags, *more)
+        note(f"{name}: waits in 30 steps", dict(gpu_items.Watch.latest.waits))
 
 
 def of_resnet() -> list[str]:
     """Return flags of resnet18_cifar at batch 512."""
-    flags = [
-        "--model",
-        "CIFARCNN",
-        "--model.network",
-        "lenet" if CPU else "resnet18_cifar",
-        *DATA,
-        *SPEED,
-    ]
-    return [
-        *flags,
-        "--data.batch_size",
-        "512",
-        "--data.drop_last",
-        "true",
-        "--trainer.log_every_n_steps",
-        "10",
-    ]
+    network = "lenet" if CPU else "resnet18_cifar"
+    flags = ["--model=CIFARCNN", f"--model.network={network}", *DATA, *SPEED]
+    return [*flags, *options(batch_size=512, drop_last=True, log_every_n_steps=10)]
 
 
 def resnet() -> None:
@@ -323,13 +221,13 @@ def resnet() -> None:
     note("bf16: GiB", record_of(newest("bf16"))["peak_memory"][0])
     rate("TF32", *flags, *TF32)
     rate("16-mixed", *flags, *FLOAT16)
-    rate("bf16, channels_last off", *flags, *BF16, "--model.channels_last", "false")
-    rate("bf16, benchmark", *flags, *BF16, "--trainer.benchmark", "true")
+    rate("bf16, channels_last off", *flags, *BF16, "--model.channels_last=false")
+    rate("bf16, benchmark", *flags, *BF16, "--trainer.benchmark=true")
 
 
 def apart() -> None:
     """Measure compiled networks, and `ddp` on one device, each in a separate process."""
-    ddp = ["--trainer.strategy", "ddp", "--trainer.devices", "1"]
+    ddp = options(strategy="ddp", devices=1)
     rate("LeNet, ddp", *DATA, *SPEED, *SGD, *ddp, alone=True)
     if not CPU:
         rate("LeNet, reduce-overhead", *DATA, *SPEED, *SGD, *REDUCED, alone=True)
@@ -337,72 +235,14 @@ def apart() -> None:
         rate("LeNet, compile", *DATA, *SPEED, *SGD, *COMPILED, alone=True)
 
 
-def mlp() -> None:
-    """Measure the MLP's rates at two input widths; record them also as shares of the roofline.
-
-    The roofline is the FLOP rate of a large matrix product. A sample costs six FLOP per weight.
-    """
-    side = 512 if CPU else 8192
-    peaks = {}
-    for name, dtype in (
-        ("float32", torch.float32),
-        ("TF32", torch.float32),
-        ("bf16", torch.bfloat16),
-    ):
-        if CPU and peaks:
-            break
-        torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
-        a = torch.randn(side, side, device=DEVICE, dtype=dtype)
-        for _ in range(4):
-            began = time_when_done(DEVICE)
-            for _ in range(3):
-                a @ a
-            ended = time_when_done(DEVICE)
-        peaks[name] = 3 * 2 * side**3 / (ended - began)
-        note(f"TFLOP/s of a product in {name}", peaks[name] / 1e12)
-    torch.set_float32_matmul_precision("highest")
-    for repeats in (1,) if CPU else (24, 64):
-        flags = [
-            "--model",
-            "FashionMLP",
-            "--model.repeats",
-            str(repeats),
-            "--data",
-            "Synthetic",
-            *SPEED,
-        ]
-        flags += options(like="FashionMNIST", images=SIZE if CPU else 60_000, batch_size=0.25)
-        flags += options(log_every_n_steps=1, max_epochs=6)
-        for name, more in (("float32", []), ("TF32", TF32), ("bf16", BF16))[: 1 if CPU else 3]:
-            if (speed := rate(f"{repeats}, {name}", *flags, *more)) is not None:
-                weights = record_of(newest(f"{repeats},_{name}"))["model"]["parameters"]
-                note(f"{repeats}, {name}: share of the roofline", 6 * weights * speed / peaks[name])
-
-
 def gpu_tests() -> None:
-    """Run the tests that need a GPU; record progress, failures and final counts as they appear.
-
-    On the CPU, only collect them.
-    """
+    """Run the tests that need a GPU; on the CPU, only collect them."""
     # a bare machine lacks packages that other test files import
-    files = [
-        str(file) for file in sorted(ROOT.glob("tests/test_*.py")) if "@on_gpu" in file.read_text()
-    ]
+    tests = sorted(ROOT.glob("tests/test_*.py"))
+    files = [str(file) for file in tests if "@on_gpu" in file.read_text()]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files]
     command += ["--collect-only", "-n", "0"] if CPU else ["-n", "6", "--timeout", "60"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    failed = []
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        if line.startswith(("FAILED", "ERROR")):
-            failed.append(line.split(" - ")[0].split("::")[-1].strip())
-            note("failed", failed)
-        if progress := re.search(r"\[ *(\d+)%\]", line):
-            note("done", f"{progress[1]} %")
-        if re.search(r"\d+.*(passed|failed|skipped|collected).* in ", line):
-            note("result", line.strip("= \n"))
-    assert process.wait() == 0
+    sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
 
 
 def dp() -> None:
@@ -417,16 +257,11 @@ def dp() -> None:
             model = CIFARCNN()
             replicas = DataParallelStrategy([torch.device("cpu" if CPU else "cuda:0")] * 2)
             trainer = Trainer(
-                accelerator=DEVICE.type, devices=1,
-                strategy=replicas if several else "auto", max_epochs=1,
-                precision=precision, logger=False, enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
+                accelerator=DEVICE.type, devices=1, strategy=replicas if several else "auto",
+                max_epochs=1, precision=precision, barebones=True,
             )  # fmt: skip
-            trainer.fit(
-                model,
-                datamodule=Synthetic(images=32 * 8 + 1 + 10, val_size=10, batch_size=32, seed=0),
-            )
+            data = Synthetic(images=32 * 8 + 1 + 10, val_size=10, batch_size=32, seed=0)
+            trainer.fit(model, datamodule=data)
             states.append({k: v.cpu().float() for k, v in model.state_dict().items()})
         note(precision, difference(*states))
 
@@ -438,10 +273,8 @@ def same_bits() -> None:
 
     One rank of `ddp` uses NCCL. Two or three ranks, each a "node", share the device and use gloo.
     """
-    flags = [
-        *tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, threads=1, root=PLACE),
-        *ON,
-    ]
+    flags = tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, threads=1, root=PLACE)
+    flags += ON
     virtual = options(virtual_devices=3)
     plain, sharded = fit("auto", *flags), fit("auto-virtual", *flags, *virtual)
     ways = {"ddp-virtual": (1, "ddp"), "gloo-virtual": (2, "ddp")}
@@ -449,38 +282,34 @@ def same_bits() -> None:
         ways |= {"gloo-virtual-3": (3, "ddp"), "gloo": (2, "ddp")}
         ways |= {"gloo-ring": (2, "ddp_ring"), "gloo-fp16": (2, "ddp_fp16")}
 
-    def train(name: str) -> float | None:
-        """Return the largest difference of weights, or None if the training fails."""
+    def train(name: str) -> None:
         ranks, strategy = ways[name]
-        way = [*flags, "--run.name", name, "--trainer.strategy", strategy, "--trainer.devices", "1"]
-        way += virtual if "virtual" in name else []
+        way = [*flags, *options(name=name, strategy=strategy, devices=1)]
+        expected = plain
+        if "virtual" in name:
+            way += virtual
+            expected = sharded
         env: list[dict[str, str]] = [{}]
         if ranks > 1:
-            way += [
-                "--trainer.num_nodes",
-                str(ranks),
-                "--trainer.strategy.process_group_backend",
-                "gloo",
-            ]
+            way += options(num_nodes=ranks)
+            way += ["--trainer.strategy.process_group_backend=gloo"]
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             env = [{**address, "NODE_RANK": str(rank)} for rank in range(ranks)]
         with ThreadPoolExecutor(ranks) as pool:
             done = list(pool.map(lambda variables: start("fit", *way, env=variables), env))
         print(*(out for _, out in done), sep="\n----\n")
         note(f"{name}: exit codes", [code for code, _ in done])
-        if any(code for code, _ in done):
-            return None
-        run, expected = newest(name), sharded if "virtual" in name else plain
-        note(
-            f"{name}: largest difference of losses",
-            float(abs(losses(run) - losses(expected)).max()),
-        )
+        assert not any(code for code, _ in done), name
+        run = newest(name)
+        apart = float(abs(losses(run) - losses(expected)).max())
+        note(f"{name}: largest difference of losses", apart)
         note(f"{name}: largest difference of weights", difference(run, expected))
-        return difference(run, expected)
+        assert expected is plain or difference(run, expected) == 0, name
 
     with ThreadPoolExecutor(3) as pool:
-        differences = dict(zip(ways, pool.map(train, ways), strict=True))
-    assert all(differences[name] == 0 for name in ways if "virtual" in name), differences
+        jobs = [pool.submit(train, name) for name in ways]
+    for job in jobs:
+        job.result()
 
 
 def commands() -> None:
@@ -488,53 +317,28 @@ def commands() -> None:
 
     Record also the results of doctor, plan, compare and verify.
     """
-    memory = record_of(fit("memory", *DATA, "--trainer.max_epochs", "1", "--run.test", "false"))[
-        "peak_memory"
-    ][0]
-    note("recorded", {key: value for key, value in memory.items() if key.endswith("gib")})
+    memory = record_of(fit("memory", *DATA, *options(max_epochs=1, test=False)))["peak_memory"]
+    note("recorded", {key: value for key, value in memory[0].items() if key.endswith("gib")})
     if not CPU:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
-        note(
-            "nvidia-smi",
-            subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip(),
-        )
+        note("nvidia-smi", subprocess.check_output(query, text=True).strip())
 
     def command(*words: Any) -> None:
         code, out = start(*words)
         print(out)
-        note(str(words[0]), f"exit code {code}: {out.strip().splitlines()[-1][:200]}")
+        note(words[0], f"exit code {code}: {out.strip().splitlines()[-1][:200]}")
 
-    def doctor() -> None:
-        code, out = start("doctor", "--json")
-        checks = json.loads(out[out.index("{") :])["checks"] if "{" in out else []
-        note(
-            "doctor",
-            [f"{check['name']}: {check['found']}" for check in checks if check["level"] == "red"]
-            or code,
-        )
-
-    plan = [
-        "plan",
-        "--per_node",
-        "8",
-        "--bandwidth",
-        "25GB/s",
-        "--latency",
-        "20us",
-        "--root",
-        PLACE,
-    ]
-    plan += (
-        ["--run", newest("memory")] if CPU else [*ON, "--data", "Synthetic", "--data.images", "640"]
-    )
+    run = ["--run", newest("memory")]
+    if not CPU:
+        run = [*ON, *options(images=640), "--data=Synthetic"]
+    plan = ["plan", "--per_node=8", "--bandwidth=25GB/s", "--latency=20us", *run, "--root", PLACE]
+    jobs: list[list[Any]] = [["doctor"], plan]
+    if not CPU:
+        small = options(images=64, batch_size=16, accelerator="cuda", max_epochs=1)
+        jobs.append(["verify", "--data=Synthetic", *small])
+        jobs.append(["compare", "--quick=true", "--root", PLACE])
     with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(doctor), pool.submit(command, *plan)]
-        if not CPU:
-            small = options(images=64, batch_size=16, accelerator="cuda", max_epochs=1)
-            jobs.append(pool.submit(command, "verify", "--data", "Synthetic", *small))
-            jobs.append(pool.submit(command, "compare", "--quick", "true", "--root", PLACE))
-    for job in jobs:
-        job.result()
+        list(pool.map(lambda words: command(*words), jobs))
 
 
 if __name__ == "__main__":

@@ -24,19 +24,12 @@ CORES = len(os.sched_getaffinity(0))
 # -------------------------------------------
 
 ITEMS = {
-    "overhead": (
-        1,
-        "overhead_raw overhead_stock_quiet overhead_stock overhead_ours overhead_ours_fast",
-    ),
-    "lenet": (CORES, "lenet_raw lenet_loader lenet_ours"),
-    "start": (1, "start_import start_ours"),
-    "commands": (CORES, "start_import start_quickstart start_verify"),
+    "overhead": (1, "overhead_raw overhead_stock overhead_ours overhead_ours_fast"),
+    "lenet": (CORES, "lenet_raw lenet_ours"),
+    "start": (CORES, "start_import start_ours start_quickstart"),
     "ddp": (1, "ddp_raw ddp_ours"),
     "shards": (1, "shards_plain shards_ours"),
-    "balance": (1, "balance_equal balance_ours"),
     "one": (CORES, "one_plain one_ours"),
-    "mlp": (CORES, "mlp24_raw mlp24_ours mlp64_ours"),
-    "feed": (CORES, "feed_torchvision feed_ours"),
     "crops": (1, "crops_torchvision crops_ours"),
 }
 
