@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from harness import QUIET, App, error_of, fork_app, options, output_of
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from app.lab.verify import same_training
 from app.lab.verify.causes import Case, Cause, causes
-from app.lab.verify.differences import Difference, Recorded, Step, _gradients, differences
+from app.lab.verify.differences import TINY, TOLERANCE, Difference, Recorded, _first, differences
 from app.lab.verify.proof import Prover, Settings
 from app.lab.verify.recording import contents, singles, tensors
 from app.lab.verify.verdict import Result, Verdict
@@ -176,7 +177,7 @@ def test_failed_reference_fails_each_variant(
     failed = SimpleNamespace(status="failed", error="why", time_limit=None)
     monkeypatch.setattr("app.lab.verify.proof.run_fit", lambda *_: failed)
     for name in ("ddp × 2", "dp × 2"):
-        assert prover._again(name, {}, {"run.threads": 1}).failed == "why"
+        assert prover._run(name, {"run.threads": 1}).failed == "why"
 
 
 HIDDEN = [
@@ -243,14 +244,12 @@ def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[st
 
 def test_wrong_gradient_beside_much_larger_ones_is_found() -> None:
     norms = {"large.weight": 1000.0, "small.weight": 1.0, "none.bias": 1e-9}
-    recorded = {"epoch": 0, "samples": [], "labels": [], "loss": 1.0}
-    there = Step(0, [{**recorded, "gradients": norms}])
-    wrong = Step(0, [{**recorded, "gradients": {**norms, "small.weight": 1.01}}])
-    rounded = Step(0, [{**recorded, "gradients": {**norms, "none.bias": 3e-9}}])
-    difference = _gradients(wrong, there, 1e-5)
+    there = pd.DataFrame([norms])
+    scale = TINY * there.max(axis="columns")
+    difference = _first(there, there.assign(**{"small.weight": 1.01}), TOLERANCE, scale)
     assert difference is not None
-    assert difference.figures.startswith("norm of small.weight ")
-    assert _gradients(rounded, there, 1e-5) is None
+    assert difference.figures.startswith("small.weight 1.01, 1 in the ref")
+    assert _first(there, there.assign(**{"none.bias": 3e-9}), TOLERANCE, scale) is None
 
 
 @pytest.mark.parametrize("padding", [0, 9])

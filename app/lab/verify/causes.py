@@ -1,19 +1,15 @@
 """Known causes of a variant's differences from the reference, and their remedies."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.lab.verify.differences import (
-    TOLERANCE,
-    Difference,
-    Recorded,
-    apart,
-    sizes_apart,
-    weights_apart,
-)
+import pandas as pd
+
+from app.lab.verify.differences import TOLERANCE, Difference, Recorded, apart, weights_apart
 from app.record.words import listed
 
 ORDER = "run.global_order"
@@ -257,8 +253,8 @@ def _rates(case: Case) -> Cause | None:
                 "advance it with each step, or keep the global batch",
             )
         for total in LENGTHS:
-            here = scheduler["state"].get(total, 0)
-            there = expected["state"].get(total, 0)
+            here = scheduler["lengths"].get(total, 0)
+            there = expected["lengths"].get(total, 0)
             if here != there:
                 return Cause(
                     f"{name} is counted in this process's steps: its {total} is {here:g}, "
@@ -309,7 +305,6 @@ def _gradients(case: Case) -> Iterator[Cause]:
     if case.differs("samples") or place is None or place.step is None:
         return
     here = variant.steps[place.step]
-    there = case.reference.steps[place.step]
     world = len(variant.ranks)
     accumulated = variant.facts["accumulate"]
     hooked = variant.facts["hooked"]
@@ -330,17 +325,19 @@ def _gradients(case: Case) -> Iterator[Cause]:
         return
     if not case.differs("loss"):
         return
-    if len(set(here.counts)) > 1 and apart(here.weighted_loss, there.loss) < 1e-5:
+    loss = variant.losses[place.step]
+    expected = case.reference.losses[place.step]
+    is_weighted = math.isclose(here.weighted_loss, expected, rel_tol=1e-5, abs_tol=1e-5)
+    if len(set(here.counts)) > 1 and is_weighted:
         yield Cause(
             f"a mean of means, of unequal shares ({', '.join(map(str, here.counts))} samples), at "
             f"{place.where}",
             "sum each share's loss, and multiply it by the number of shares / samples of the step; "
             f"or drop the last batch; or {OURS}",
         )
-    elif world > 1 and apart(here.loss * world, there.loss) < 1e-4:
+    elif world > 1 and math.isclose(loss * world, expected, rel_tol=1e-4, abs_tol=1e-4):
         yield Cause(
-            f"the loss is a sum over a rank's samples: {here.loss:.6g}, {there.loss:.6g} in the "
-            "reference",
+            f"the loss is a sum over a rank's samples: {loss:.6g}, {expected:.6g} in the reference",
             "return the mean over samples: ddp averages the ranks' gradients",
         )
     elif world > 1 and differences["loss"].step == place.step and not list(_over_a_batch(case)):
@@ -355,7 +352,7 @@ def _state(case: Case) -> Iterator[Cause]:
     """Yield causes in the model's state: ranks that differ, and attributes that are lost."""
     variant = case.variant
     reference = case.reference
-    trained = variant.ranks[0]["parameters"]
+    trained = variant.facts["parameters"]
     drifted = [name for name in variant.unequal if name in trained]
     if drifted:
         yield Cause(
@@ -365,7 +362,8 @@ def _state(case: Case) -> Iterator[Cause]:
         )
     names = list(variant.unequal)
     if not case.differs("samples"):
-        names += [place.where for place in weights_apart(reference, variant, TOLERANCE)]
+        sizes = weights_apart(reference, variant)
+        names += list(sizes.index[sizes > TOLERANCE])
     statistics = tuple(f"{layer}." for layer in variant.facts["batchnorm"])
     buffers = []
     for name in dict.fromkeys(names):
@@ -377,10 +375,10 @@ def _state(case: Case) -> Iterator[Cause]:
             "reduce their inputs over all ranks",
             changes_loss=False,
         )
-    attributes = variant.ranks[0]["attributes"]
-    expected = reference.ranks[0]["attributes"]
-    sizes = sizes_apart(attributes, expected)
-    lost = [name for name in expected if sizes[name] > TOLERANCE]
+    attributes = pd.Series(variant.facts["attributes"], dtype=float)
+    expected = pd.Series(reference.facts["attributes"], dtype=float)
+    sizes = apart(attributes, expected)[expected.index]
+    lost = list(sizes.index[sizes > TOLERANCE])
     has_effect = case.differs("loss", "gradients", "weights", "evaluation")
     if not lost or not has_effect or case.differs("samples"):
         return
@@ -423,15 +421,11 @@ def _evaluation(case: Case) -> Iterator[Cause]:
         )
     if world == 1:
         return
-    metrics = variant.ranks[0]["metrics"]
-    unequal = set()
-    for rank in variant.ranks:
-        for name, size in sizes_apart(rank["metrics"], metrics).items():
-            if size and name in rank["metrics"] and name in metrics:
-                unequal.add(name)
+    metrics = variant.metrics
+    unequal = sorted(metrics.columns[metrics.nunique(dropna=False) > 1])
     if unequal:
         yield Cause(
-            f"each rank has its own {listed(sorted(unequal))}: logged without sync_dist",
+            f"each rank has its own {listed(unequal)}: logged without sync_dist",
             "self.log(…, sync_dist=True), or a metric of torchmetrics, which adds up over ranks",
             changes_loss=False,
         )
