@@ -95,15 +95,11 @@ def _samples(case: Case) -> Cause | None:
     variant = case.variant
     reference = case.reference
     place = case.differences.get("samples")
-    if place is None:
+    if place is None or place.step is None:
         return None
     world = len(variant.ranks)
     batches = variant.facts["batches"]
     lengths = f"an epoch has {batches} batches, {reference.facts['batches']} in the reference"
-    if place.step is None:
-        return Cause(
-            f"training ends at another step: {lengths}", f"keep the global batch; or {OURS}"
-        )
     here = variant.steps[place.step].samples
     there = reference.steps[place.step].samples
     is_per_rank = world > 1 and len(here) == world * len(there)
@@ -122,11 +118,11 @@ def _samples(case: Case) -> Cause | None:
             "use a seeded loader with a state_dict, such as torchdata's StatefulDataLoader; or "
             f"{OURS}",
         )
-    shares = variant.shares
-    counters = list(map(Counter, shares))
-    if world > 1 and shares[0] and counters.count(counters[0]) == world:
+    seen = variant.first_epoch
+    count = seen.total()
+    if seen and world > 1 and not any(times % world for times in seen.values()):
         return Cause(
-            f"every rank sees all samples: the same {len(shares[0])} in the first epoch on each of "
+            f"every rank sees all samples: the same {count // world} in the first epoch on each of "
             f"{world} ranks",
             "leave --trainer.use_distributed_sampler on, or have an iterable data set give each "
             "rank its share",
@@ -144,11 +140,12 @@ def _samples(case: Case) -> Cause | None:
             "give the DataLoader a batch_size: Lightning may rebuild a batch sampler with another "
             "size",
         )
-    seen, twice = variant.repeats
-    _, equal = reference.repeats  # equal samples in the data set itself
+    twice = count - len(seen)
+    # equal samples in the data set itself
+    equal = reference.first_epoch.total() - len(reference.first_epoch)
     if twice >= world > 1 and twice > 2 * equal:
         return Cause(
-            f"ranks draw their shares from different permutations: {twice} of {seen} samples "
+            f"ranks draw their shares from different permutations: {twice} of {count} samples "
             "of the first epoch were seen twice",
             "seed the sampler alike on all ranks",
         )
@@ -190,7 +187,7 @@ def _split(case: Case) -> Cause | None:
     """Return a cause if one run validates on samples that the other trains on, else None."""
     more = case.variant.evaluated - case.reference.evaluated
     fewer = case.reference.evaluated - case.variant.evaluated
-    leaks = case.reference.trained & more.keys() or case.variant.trained & fewer.keys()
+    leaks = case.reference.trained.keys() & more or case.variant.trained.keys() & fewer
     if not (more and fewer and leaks):
         return None
     owner = "process" if len(case.variant.ranks) > 1 else "run"
@@ -220,18 +217,18 @@ def _rates(case: Case) -> Cause | None:
             "the learning rate advances with each of the batches that a step accumulates",
             "advance it once per optimizer step, as Lightning does with interval: step",
         )
-    pairs = zip(variant.steps[place.step].rates, reference.steps[place.step].rates, strict=False)
-    ratios = {round(here / there, 6) for here, there in pairs if there}
+    here = variant.rates.loc[place.step]
+    there = reference.rates.loc[place.step]
+    ratios = (here / there)[there != 0].round(6).unique()
     # a warm-up starts at 0
-    is_first = not any(any(step.rates) for step in reference.steps[: place.step])
+    is_first = not reference.rates[: place.step].any(axis=None)
     if is_first and len(ratios) == 1:
-        ratio = ratios.pop()
         by = "a setting that differs"
-        if ratio == len(variant.ranks):
+        if ratios[0] == len(variant.ranks):
             by = "the number of ranks"
         return Cause(
-            f"the learning rate is {ratio:g} times the reference's from the first step on: it is "
-            f"scaled by {by}",
+            f"the learning rate is {ratios[0]:g} times the reference's from the first step on: it "
+            f"is scaled by {by}",
             "keep it if the global batch is the same; scale it only with the global batch",
         )
     if variant.resumed_at is not None and place.step >= variant.resumed_at:

@@ -43,8 +43,11 @@ class Recorded:
         evaluated: Number of times that each sample was evaluated in the last validation, over all
             ranks.
         metrics: Metrics of the last validation, a row for each rank.
-        trained: Samples of all steps.
-        shares: Samples that each rank trained on in the first epoch.
+        rates: Learning rates, a row for each step, a column for each parameter group.
+        gradients: Norms of the parameters' gradients, a row for each step.
+        optimizers: Numbers in the optimizers' and schedulers' states, in one row.
+        trained: Number of times that each sample was trained on, over all ranks.
+        first_epoch: The same in the first epoch.
         unequal: Names of weights and buffers that differ between ranks after training.
 
     Raises:
@@ -70,11 +73,13 @@ class Recorded:
         self.metrics = pd.DataFrame(
             [self.facts["metrics"] | rank["metrics"] for rank in self.ranks]
         )
-        self.trained = set(itertools.chain.from_iterable(step.samples for step in self.steps))
-        self.shares: list[list[Any]] = []
-        for rank in self.ranks:
-            first = [step for step in rank["steps"] if step["epoch"] == 0]
-            self.shares.append(list(itertools.chain(*_joined(first, "samples"))))
+        rates = pd.DataFrame([step.ranks[0].get("rates", []) for step in self.steps])
+        self.rates = rates.add_prefix("learning rate of group ")
+        gradients = pd.DataFrame(_values(self.facts["steps"], "gradients"))
+        self.gradients = gradients.add_prefix("norm of ")
+        self.optimizers = pd.DataFrame([self.facts["optimizers"]])
+        self.trained = Counter(_chained(self.steps))
+        self.first_epoch = Counter(_chained(self.epoch(0)))
         digests = pd.DataFrame(_values(self.ranks, "digests"))
         self.unequal = list(digests.columns[digests.nunique() > 1])
 
@@ -88,12 +93,6 @@ class Recorded:
             return not self.losses.isna().all()
         return bool(self.steps and (self.trained or column != "samples"))
 
-    @property
-    def repeats(self) -> tuple[int, int]:
-        """Number of samples in the first epoch, and how many of them repeat an earlier one."""
-        samples = list(itertools.chain(*self.shares))
-        return len(samples), len(samples) - len(set(samples))
-
 
 class Step:
     """Optimizer step.
@@ -102,23 +101,20 @@ class Step:
         ranks: Each rank's recording of the step.
 
     Attributes:
-        batches: Ids of the samples of each batch, over all ranks and micro-batches.
-        samples: Ids of all samples.
+        samples: Ids of all samples, over all ranks and micro-batches.
         labels: Digests of the samples' integer tensors, such as labels.
         micro_batches: Number of accumulated batches per rank.
-        counts: Number of samples of each batch.
-        rates: Learning rate of each parameter group.
+        counts: Number of samples of each batch, over all ranks and micro-batches.
     """
 
     def __init__(self, ranks: Sequence[dict[str, Any]]) -> None:
         self.ranks = ranks
         self.epoch = ranks[0]["epoch"]
-        self.batches = _joined(ranks, "samples")
-        self.samples = list(itertools.chain(*self.batches))
+        batches = _joined(ranks, "samples")
+        self.counts = list(map(len, batches))
+        self.samples = list(itertools.chain(*batches))
         self.labels = _joined(ranks, "labels")
         self.micro_batches = len(ranks[0]["samples"])
-        self.counts = list(map(len, self.batches))
-        self.rates = ranks[0].get("rates", [])
 
     @property
     def weighted_loss(self) -> float:
@@ -132,6 +128,10 @@ def _values(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
 
 def _joined(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
     return list(itertools.chain(*_values(rows, name)))
+
+
+def _chained(steps: Sequence[Step]) -> list[Any]:
+    return list(itertools.chain(*(step.samples for step in steps)))
 
 
 @dataclass(frozen=True)
@@ -179,17 +179,17 @@ def differences(
     reference: Recorded, variant: Recorded, tolerance: float = TOLERANCE
 ) -> dict[str, Difference]:
     """Return a variant's difference from the reference by column; equal columns are absent."""
-    gradients = _gradients(reference)
     # the largest finite norm of each step
-    norms = gradients[gradients < math.inf].max(axis="columns").replace(0, 1).fillna(1)
+    norms = reference.gradients[reference.gradients < math.inf].max(axis="columns")
+    scale = TINY * norms.replace(0, 1).fillna(1)
     columns = {
         "samples": _samples(reference, variant),
-        "learning rate": _first(_rates(reference), _rates(variant), RATE_TOLERANCE, 0),
+        "learning rate": _first(reference.rates, variant.rates, RATE_TOLERANCE, 0),
         "loss": _first(reference.losses.to_frame(""), variant.losses.to_frame(""), tolerance, TINY),
-        "gradients": _first(gradients, _gradients(variant), tolerance, TINY * norms),
+        "gradients": _first(reference.gradients, variant.gradients, tolerance, scale),
         "weights": _weights(reference, variant, tolerance),
         "evaluation": _evaluation(reference, variant, tolerance),
-        "optimizer": _on_ranks(_optimizers(reference), _optimizers(variant), tolerance),
+        "optimizer": _on_ranks(reference.optimizers, variant.optimizers, tolerance),
     }
     return {name: place for name, place in columns.items() if place is not None}
 
@@ -211,19 +211,6 @@ def first_bits(reference: Recorded, variant: Recorded) -> str | None:
             if len(seen) == len(expected) and seen != sorted(expected):
                 return f"step {number}: the {place}"
     return None
-
-
-def _rates(recorded: Recorded) -> pd.DataFrame:
-    rates = pd.DataFrame([step.rates for step in recorded.steps])
-    return rates.add_prefix("learning rate of group ")
-
-
-def _gradients(recorded: Recorded) -> pd.DataFrame:
-    return pd.DataFrame(_values(recorded.facts["steps"], "gradients")).add_prefix("norm of ")
-
-
-def _optimizers(recorded: Recorded) -> pd.DataFrame:
-    return pd.DataFrame([recorded.facts["optimizers"]])
 
 
 def _samples(reference: Recorded, variant: Recorded) -> Difference | None:

@@ -25,10 +25,14 @@ from app.lab.verify.verdict import Result, Verdict
 
 REFERENCE = "one device"
 RESUMED = "stop and resume"
-ACCUMULATED = "accumulation × 2"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
 # largest relative difference that 16-bit rounding can cause at the first step that differs
 MAY_BE_ROUNDING = 1e-2
+# variants that some flags do not allow
+SKIPPED = {
+    "dp × 2": "--run.virtual_devices needs separate processes",
+    "accumulation × 2": "it halves --data.batch_size, which these flags do not allow",
+}
 NUMBERS = ("loss", "gradients", "weights")
 
 
@@ -87,7 +91,7 @@ class Prover:
         self.say = lambda line: None
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        # each run on one device, by its additional flags
+        # each run on one device, by its name with additional flags
         self.references: dict[str, Result] = {}
         self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
@@ -111,9 +115,11 @@ class Prover:
         size = self.config.data.get("init_args.batch_size")
         is_even = isinstance(size, int) and size % 2 == 0
         is_whole = self.config.trainer.accumulate_grad_batches == 1
-        if is_even and is_whole and self.config.run.virtual_devices is None:
+        if self.config.run.virtual_devices is not None:
+            del variants["dp × 2"]
+        elif is_even and is_whole:
             halved = {"trainer.accumulate_grad_batches": 2, "data.batch_size": size // 2}
-            variants[ACCUMULATED] = {**ALONE, **halved}
+            variants["accumulation × 2"] = {**ALONE, **halved}
         return variants
 
     def run(self) -> Verdict:
@@ -122,41 +128,45 @@ class Prover:
         Raises:
             UserError: When the reference fails, or `fit` rejects a variant's flags.
         """
-        for name, flags in self.settings.variants.items():  # before the first run
+        for name, flags in self.flags.items():  # check all flags before the first run
             self.variant(name, flags)
         reference = self._reference()
         if reference.recorded is None:
             raise UserError(f"the run on one device failed: {reference.failed}")
         results = [self._run(name) for name in self.flags]
-        if ACCUMULATED not in self.flags and not self.settings.quick:
-            reason = "it halves --data.batch_size, which these flags do not allow"
-            results.append(Result(ACCUMULATED, [], skipped=reason))
+        for name, reason in SKIPPED.items():
+            if name not in self.flags and not self.settings.quick:
+                results.append(Result(name, [], skipped=reason))
         faults: dict[str, Result] = {}
         for result in results:
-            if not self.settings.bits:
-                self._repeat_in_float64(result)
             if result.differences and faults.setdefault(result.fault, result) is result:
                 self._look_behind(result)
         return Verdict(reference.recorded, results, self.settings.bits)
 
-    def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
+    def variant(self, name: str, flags: Mapping[str, Any], more: Mapping[str, Any] = {}) -> Variant:
         """Create a `Variant`. Its flags override those of the command line.
+
+        Args:
+            name: Name of the variant.
+            flags: Flags of the variant.
+            more: Additional flags; they become a part of the name.
 
         Raises:
             UserError: When `fit` rejects the flags.
         """
-        variant = Variant.of_flags(name, {**self.device, **self.typed, **flags}, self.configs)
+        words = [f"{flag}={value}" for flag, value in more.items()]
+        flags = {**self.device, **self.typed, **flags, **more}
+        variant = Variant.of_flags(" ".join([name, *words]), flags, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
             variant.lacking = None  # replicas that share cores are slow, but train the same
         return variant
 
     def _reference(self, more: Mapping[str, Any] = {}) -> Result:
         """Train on one device with additional flags, or return the earlier result."""
-        series = _series(more)
-        if series not in self.references:
-            variant = self.variant(REFERENCE, {**ALONE, **more})
-            self.references[series] = self._record(variant, series)
-        return self.references[series]
+        variant = self.variant(REFERENCE, ALONE, more)
+        if variant.name not in self.references:
+            self.references[variant.name] = self._record(variant)
+        return self.references[variant.name]
 
     def _run(self, name: str, more: Mapping[str, Any] = {}) -> Result:
         """Run a variant, and compare its recording with that of one device.
@@ -168,10 +178,10 @@ class Prover:
         Returns:
             The variant's result; if the run on one device fails, that run's.
         """
-        flags = {**self.flags[name], **more}
+        flags = self.flags[name]
         try:
-            variant = self.variant(name, flags)
-        except UserError as error:
+            variant = self.variant(name, flags, more)
+        except UserError as error:  # `fit` does not allow the additional flags in this variant
             return Result(name, [], skipped=str(error))
         if variant.lacking:
             return Result(name, variant.arguments, skipped=variant.lacking)
@@ -182,13 +192,14 @@ class Prover:
         if name == RESUMED:
             # stop in the middle of the first epoch
             middle = max(len(reference.epoch(0)) // 2, 1)
-            stopped = self._record(self.variant("stopped", flags), _series(more), middle)
+            stopped = self._record(self.variant("stopped", flags, more), middle)
             earlier = stopped.recorded
             if earlier is None:
                 return replace(stopped, name=name)
             checkpoint = earlier.run_dir / "checkpoints" / "last.ckpt"
-            variant = self.variant(name, {**flags, "ckpt_path": str(checkpoint)})
-        result = self._record(variant, _series(more), earlier=earlier)
+            variant = self.variant(name, {**flags, "ckpt_path": str(checkpoint)}, more)
+        result = self._record(variant, earlier=earlier)
+        result.name = name
         if result.recorded is None:
             return result
         bits = self.settings.bits
@@ -204,24 +215,21 @@ class Prover:
                     "differently"
                 )
                 result.causes = [Cause(text, BITS)]
+        if not bits:
+            self._repeat_in_float64(result, more)
         return result
 
     def _record(
-        self,
-        variant: Variant,
-        series: str,
-        steps: int | None = None,
-        earlier: Recorded | None = None,
+        self, variant: Variant, steps: int | None = None, earlier: Recorded | None = None
     ) -> Result:
         """Run a variant, and read its recording.
 
         Args:
             variant: The variant.
-            series: Additional flags, as text. They are printed, and name the folder.
             steps: Number of optimizer steps; by default the settings'.
             earlier: Recording of the run that this run resumes, or None.
         """
-        self.say(f"{variant.name} {series}".rstrip())
+        self.say(variant.name)
         recording = {
             "trainer.callbacks+": "app.lab.verify.recording.Recording",
             "trainer.callbacks.steps": steps or self.settings.steps,
@@ -234,7 +242,7 @@ class Prover:
         arguments = variant.arguments[1:]
         for flag, value in recording.items():
             arguments.append(f"--{flag}={value}")
-        folder = self.folder / "runs" / series / variant.slug
+        folder = self.folder / "runs" / variant.slug
         record = run_fit(arguments, self.settings.time_limit, folder, variant.nodes())
         result = Result(variant.name, variant.arguments)
         if record.status == "completed":
@@ -266,10 +274,9 @@ class Prover:
             if not is_remedy and not (is_order and "samples" in result.differences):
                 continue
             after = self._run(result.name, {**more, name: value})
-            if after.skipped:  # `fit` does not allow the flag in this variant
+            if after.skipped:
                 continue
             more[name] = value
-            self._repeat_in_float64(after, more)
             result.remedied = _outcome(more, after)
             if after.recorded is None:
                 return
@@ -292,7 +299,7 @@ class Prover:
                     cause.effect = removed
             before = after
 
-    def _repeat_in_float64(self, result: Result, more: Mapping[str, Any] = {}) -> None:
+    def _repeat_in_float64(self, result: Result, more: Mapping[str, Any]) -> None:
         """Repeat a variant in float64, to separate rounding from other differences.
 
         Do nothing if rounding cannot be the cause. This is so if the numbers are equal or far
@@ -303,9 +310,9 @@ class Prover:
             more: Additional flags of the result's run.
         """
         sizes = _sizes(result.differences)
-        exact = str(self.config.trainer.precision).startswith("64")
+        precision = more.get("trainer.precision", self.config.trainer.precision)
         other = {"samples", "learning rate"} & result.differences.keys()
-        if exact or other or not sizes or sizes[0] > MAY_BE_ROUNDING:
+        if str(precision).startswith("64") or other or not sizes or sizes[0] > MAY_BE_ROUNDING:
             return
         repeated = self._run(result.name, {**more, "trainer.precision": "64-true"})
         if repeated.recorded is None:
@@ -336,7 +343,3 @@ def _outcome(flags: Mapping[str, Any], result: Result) -> str:
         text = f"still different {', '.join(result.differences)}"
     typed = " ".join(f"--{name} {value}" for name, value in flags.items())
     return f"{typed}: {text}"
-
-
-def _series(flags: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in flags.items())
