@@ -85,7 +85,7 @@ FAULTS = {
     "Model SeedOfTheRank ddp": "draw their shares from different permutations",
     "Model NoSetEpoch ddp": "the same order: the sampler's set_epoch is never",
     "Model SplitByChance ddp": "each process draws its own split: ",
-    "Model SplitByChance dp": "each run draws its own split: ",
+    "Model SplitByChance dp": "each process draws its own split: ",
     "Model Noisy ddp": "other pixels: augmentation uses the global",
     "Model DropsLast ddp": "1 of 21 samples are not evaluated",
     "LogsItsOwn Data ddp": "has its own val_loss: logged without sync_dist",
@@ -96,8 +96,8 @@ FAULTS = {
     "LosesItsSchedule Data resume": "the schedule is lost on resume: step 5",
     "Normalised Data ddp": "each replica's part of a batch by itself: net.2",
     "Dropping Data ddp": "dropout (net.1) drawn from torch's global random state",
-    "Dropping Data dp": "which is drawn in another order when a batch is split",
-    "Dropping Data resume": "global random state, whose state is lost on resume",
+    "Dropping Data dp": "dropout (net.1) drawn from torch's global random state",
+    "Dropping Data resume": "dropout (net.1) drawn from torch's global random state",
     "Remembers Data dp": "that forward sets are lost with dp's replicas: mean",
     "DriftsOnOneRank Data ddp": "differ between ranks at the end: net.1.bias were",
     "CountsItsOwn Data ddp": "computed from each rank's own share: seen",
@@ -323,7 +323,7 @@ def test_rounding_is_proven_in_float64(app: App, tmp_path: Path) -> None:
 
 REFUSED = [
     (["--steps", "3"], "--steps 3: give 4 or more"),
-    (["--trainer.devices", "2"], "--trainer.devices is a flag of the variants: leave it out"),
+    (["--trainer.devices", "2"], "--trainer.devices is set by verify itself: leave it out, or"),
     (["--run.root", "x"], "run.root is set by verify itself"),
     (["--variants", "none.yaml"], "--variants none.yaml: there is no such file"),
     (

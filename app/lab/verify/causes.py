@@ -5,7 +5,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -31,7 +32,8 @@ class Cause:
         remedy: Change of flags or code that removes the cause.
         changes_loss: Whether the cause changes the training loss; false if only buffers or the
             evaluation change.
-        effect: Largest change of a step's loss when the cause is removed; None if unknown.
+        effect: Decrease of the largest difference of a step's loss when the cause is removed; None
+            if unknown.
     """
 
     text: str
@@ -155,13 +157,9 @@ def _samples(case: Case) -> Cause | None:
             "give the loader itself to Lightning, which calls it, or call it in "
             "on_train_epoch_start",
         )
-    sampler = variant.facts["sampler"]
-    expected = reference.facts["sampler"]
-    by = ""
-    if sampler != expected:
-        by = f": here by {sampler}, there by {expected}"
     return Cause(
-        f"samples come in another order{by}: the same training only on average",
+        f"samples come in another order, here by {variant.facts['sampler']}, there by "
+        f"{reference.facts['sampler']}: the same training only on average",
         f"draw one permutation from the seed, and divide it among the ranks: {OURS}",
     )
 
@@ -190,10 +188,9 @@ def _split(case: Case) -> Cause | None:
     leaks = case.reference.trained.keys() & more or case.variant.trained.keys() & fewer
     if not (more and fewer and leaks):
         return None
-    owner = "process" if len(case.variant.ranks) > 1 else "run"
     count = case.reference.evaluated.total()
     return Cause(
-        f"each {owner} draws its own split: {min(more.total(), count)} of {count} validation "
+        f"each process draws its own split: {min(more.total(), count)} of {count} validation "
         "samples differ",
         "seed random_split's generator: generator=torch.Generator().manual_seed(0)",
     )
@@ -217,18 +214,15 @@ def _rates(case: Case) -> Cause | None:
             "the learning rate advances with each of the batches that a step accumulates",
             "advance it once per optimizer step, as Lightning does with interval: step",
         )
-    here = variant.rates.loc[place.step]
-    there = reference.rates.loc[place.step]
+    here: Any = variant.rates.loc[place.step]
+    there: Any = reference.rates.loc[place.step]
     ratios = (here / there)[there != 0].round(6).unique()
     # a warm-up starts at 0
     is_first = not reference.rates[: place.step].any(axis=None)
     if is_first and len(ratios) == 1:
-        by = "a setting that differs"
-        if ratios[0] == len(variant.ranks):
-            by = "the number of ranks"
         return Cause(
-            f"the learning rate is {ratios[0]:g} times the reference's from the first step on: it "
-            f"is scaled by {by}",
+            f"the learning rate is {ratios[0]:g} times the reference's from the first step on, on "
+            f"{len(variant.ranks)} ranks: it is scaled by their number, or by another setting",
             "keep it if the global batch is the same; scale it only with the global batch",
         )
     if variant.resumed_at is not None and place.step >= variant.resumed_at:
@@ -265,7 +259,6 @@ def _rates(case: Case) -> Cause | None:
 def _over_a_batch(case: Case) -> Iterator[Cause]:
     """Yield causes of split batches and resumes: BatchNorm's statistics and random numbers."""
     facts = case.variant.facts
-    resumed = case.variant.resumed_at is not None
     is_same_order = not case.differs("samples") or _other_pixels(case)
     if not is_same_order or not case.differs("loss", "gradients", "weights"):
         return
@@ -275,21 +268,17 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
             f"{listed(facts['batchnorm'])}",
             f"{BITS}; or GroupNorm",
         )
-    if not (case.splits or resumed):
+    if not case.splits and case.variant.resumed_at is None:
         return
     source = ""
     if facts["dropout"]:
         source = f"dropout ({listed(facts['dropout'])})"
     elif any("draws" in rank for rank in case.variant.ranks):
         source = "random numbers in the step"
-    state = "which is drawn in another order when a batch is split"
-    if resumed:
-        state = "whose state is lost on resume"
-    elif len(case.variant.ranks) > 1:
-        state = "which differs in each process"
     if source:
         yield Cause(
-            f"{source} drawn from torch's global random state, {state}",
+            f"{source} drawn from torch's global random state, which differs in each process, in a "
+            "batch that is split, and after a resume",
             f"{BITS}; without it, the trainings agree only on average",
         )
 
@@ -324,10 +313,13 @@ def _gradients(case: Case) -> Iterator[Cause]:
         return
     loss = variant.losses[place.step]
     expected = case.reference.losses[place.step]
-    is_weighted = math.isclose(here.weighted_loss, expected, rel_tol=1e-5, abs_tol=1e-5)
-    if len(set(here.counts)) > 1 and is_weighted:
+    counts = here.counts
+    weighted = loss
+    if len(set(counts)) > 1:
+        weighted = fmean(here.losses, counts)
+    if weighted != loss and math.isclose(weighted, expected, rel_tol=1e-5, abs_tol=1e-5):
         yield Cause(
-            f"a mean of means, of unequal shares ({', '.join(map(str, here.counts))} samples), at "
+            f"a mean of means, of unequal shares ({', '.join(map(str, counts))} samples), at "
             f"{place.where}",
             "sum each share's loss, and multiply it by the number of shares / samples of the step; "
             f"or drop the last batch; or {OURS}",
@@ -401,11 +393,9 @@ def _evaluation(case: Case) -> Iterator[Cause]:
     count = case.reference.evaluated.total()
     world = len(variant.ranks)
     if more and not fewer:
-        text = f"{more} of {count} samples are evaluated twice: the shares are padded to equal size"
-        if more == count * (world - 1):
-            text = "every rank evaluates all samples"
         yield Cause(
-            text,
+            f"{more} of {count} samples are evaluated twice: the shares are padded to equal size, "
+            "or every rank evaluates all samples",
             f"drop the repeated samples (torch's DistributedSampler repeats); or {OURS}",
             changes_loss=False,
         )

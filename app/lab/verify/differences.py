@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -39,7 +38,7 @@ class Recorded:
         facts: Recording of rank zero.
         resumed_at: Number of steps that the earlier run took; None without an earlier run.
         steps: Steps of the run, each with all ranks' recordings.
-        losses: Loss of each step that the optimizer minimises: the mean of the ranks' losses.
+        losses: Loss of each step.
         evaluated: Number of times that each sample was evaluated in the last validation, over all
             ranks.
         metrics: Metrics of the last validation, a row for each rank.
@@ -66,21 +65,21 @@ class Recorded:
             self.resumed_at = len(earlier.steps)
             for here, before in zip(self.ranks, earlier.ranks, strict=True):
                 here["steps"] = before["steps"] + here["steps"]
-        self.steps: list[Step] = list(map(Step, zip(*_values(self.ranks, "steps"), strict=False)))
-        self.losses = pd.Series([fmean(_values(step.ranks, "loss")) for step in self.steps])
-        self.evaluated = Counter(_joined(self.ranks, "evaluation"))
+        ranks: Any = pd.DataFrame(self.ranks)
+        self.steps: list[Step] = list(map(Step, zip(*ranks["steps"], strict=False)))
+        self.losses = pd.Series([step.loss for step in self.steps])
+        self.evaluated = Counter(ranks["evaluation"].sum())  # a sum of lists
         # some metrics are logged only on rank zero
-        self.metrics = pd.DataFrame(
-            [self.facts["metrics"] | rank["metrics"] for rank in self.ranks]
-        )
+        metrics = [self.facts["metrics"] | values for values in ranks["metrics"]]
+        self.metrics = pd.DataFrame(metrics)
         rates = pd.DataFrame([step.ranks[0].get("rates", []) for step in self.steps])
         self.rates = rates.add_prefix("learning rate of group ")
-        gradients = pd.DataFrame(_values(self.facts["steps"], "gradients"))
+        gradients = pd.DataFrame([step.ranks[0]["gradients"] for step in self.steps])
         self.gradients = gradients.add_prefix("norm of ")
         self.optimizers = pd.DataFrame([self.facts["optimizers"]])
         self.trained = Counter(_chained(self.steps))
         self.first_epoch = Counter(_chained(self.epoch(0)))
-        digests = pd.DataFrame(_values(self.ranks, "digests"))
+        digests = pd.DataFrame(list(ranks["digests"]))
         self.unequal = list(digests.columns[digests.nunique() > 1])
 
     def epoch(self, number: int) -> list["Step"]:
@@ -104,30 +103,22 @@ class Step:
         samples: Ids of all samples, over all ranks and micro-batches.
         labels: Digests of the samples' integer tensors, such as labels.
         micro_batches: Number of accumulated batches per rank.
+        loss: Loss that the optimizer minimises: the mean of the ranks' losses.
+        losses: Loss of each batch, over all ranks and micro-batches.
         counts: Number of samples of each batch, over all ranks and micro-batches.
     """
 
     def __init__(self, ranks: Sequence[dict[str, Any]]) -> None:
+        rows: Any = pd.DataFrame(ranks)
+        batches = rows["samples"].sum()  # a sum of lists
         self.ranks = ranks
         self.epoch = ranks[0]["epoch"]
-        batches = _joined(ranks, "samples")
         self.counts = list(map(len, batches))
         self.samples = list(itertools.chain(*batches))
-        self.labels = _joined(ranks, "labels")
+        self.labels = rows["labels"].sum()
         self.micro_batches = len(ranks[0]["samples"])
-
-    @property
-    def weighted_loss(self) -> float:
-        """Mean of the ranks' and micro-batches' losses, weighted by their samples."""
-        return fmean(_joined(self.ranks, "losses"), self.counts)
-
-
-def _values(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
-    return [row[name] for row in rows]
-
-
-def _joined(rows: Sequence[dict[str, Any]], name: str) -> list[Any]:
-    return list(itertools.chain(*_values(rows, name)))
+        self.loss = rows["loss"].mean(skipna=False)
+        self.losses = rows["losses"].sum()
 
 
 def _chained(steps: Sequence[Step]) -> list[Any]:
@@ -256,16 +247,16 @@ def _on_ranks(there: pd.DataFrame, here: pd.DataFrame, tolerance: float) -> Diff
 
 def weights_apart(reference: Recorded, variant: Recorded) -> pd.Series:
     """Return the largest difference of each weight and buffer after training, by name."""
-    sizes = {}
-    weights = variant.facts["weights"]
-    for name, there in reference.facts["weights"].items():
-        here = weights.get(name, torch.empty(0)).double()
+    sizes = pd.Series(dtype=float)
+    for name, expected in reference.facts["weights"].items():
+        here = variant.facts["weights"].get(name, torch.empty(0)).double()
+        there = expected.double()
         if here.shape != there.shape:
             sizes[name] = math.inf
         elif here.numel():
-            relative = (here - there.double()).abs() / there.double().abs().clamp(min=1)
+            relative = (here - there).abs() / there.abs().clamp(min=1)
             sizes[name] = float(relative.nan_to_num(nan=math.inf).max())
-    return pd.Series(sizes, dtype=float)
+    return sizes
 
 
 def _weights(reference: Recorded, variant: Recorded, tolerance: float) -> Difference | None:

@@ -77,12 +77,10 @@ class Prover:
         if settings.steps < 4:
             raise UserError(f"--steps {settings.steps}: give 4 or more")
         for flag in typed:
-            if flag in RESERVED:
-                raise UserError(f"--{flag} is set by verify itself: leave it out")
-            if flag in ("trainer.devices", "trainer.strategy", "trainer.num_nodes"):
+            if flag in (*RESERVED, *ALONE):
                 raise UserError(
-                    f"--{flag} is a flag of the variants: leave it out, or add a variant of your "
-                    "own by --variants"
+                    f"--{flag} is set by verify itself: leave it out, or add a variant of your own "
+                    "by --variants"
                 )
         self.settings = settings
         self.configs = list(configs)
@@ -204,6 +202,7 @@ class Prover:
             return result
         bits = self.settings.bits
         result.reference = reference
+        result.effect = effect(reference, result.recorded)
         result.differences = differences(reference, result.recorded, 0.0 if bits else TOLERANCE)
         case = Case(reference, result.recorded, result.differences, variant.replicas)
         result.causes = causes(case)
@@ -269,9 +268,8 @@ class Prover:
         before = result
         more: dict[str, Any] = {}
         for name, value in REMEDIES.items():
-            is_order = name == ORDER
             is_remedy = any(name in cause.remedy for cause in before.causes)
-            if not is_remedy and not (is_order and "samples" in result.differences):
+            if not is_remedy and not (name == ORDER and "samples" in result.differences):
                 continue
             after = self._run(result.name, {**more, name: value})
             if after.skipped:
@@ -280,13 +278,6 @@ class Prover:
             result.remedied = _outcome(more, after)
             if after.recorded is None:
                 return
-            assert after.reference
-            assert before.recorded
-            assert before.reference
-            change = effect(after.recorded, after.reference)
-            removed = effect(before.recorded, after.recorded)
-            if not is_order:
-                removed = max(effect(before.recorded, before.reference) - change, 0.0)
             known = {cause.kind for cause in (*result.causes, *result.behind)}
             remaining = {cause.kind for cause in after.causes}
             for cause in after.causes:
@@ -294,9 +285,9 @@ class Prover:
                     result.behind.append(cause)
             for cause in (*result.causes, *result.behind):
                 if cause.changes_loss and cause.kind in remaining:
-                    cause.effect = change
+                    cause.effect = after.effect
                 elif cause.changes_loss and cause.effect is None:
-                    cause.effect = removed
+                    cause.effect = max(0.0, before.effect - after.effect)
             before = after
 
     def _repeat_in_float64(self, result: Result, more: Mapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ class Recording(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the outputs of all modules, if `bits` is set."""
-        if not self.bits or stage != "fit":
+        if not self.bits:
             return
         for name, module in pl_module.named_modules():
             path = f"{type(pl_module).__name__}.{name}".rstrip(".")
@@ -77,7 +77,7 @@ class Recording(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Record the samples of a batch."""
-        if self._step is None or self._step["epoch"] != trainer.current_epoch:
+        if self._step is None:
             self._step = {
                 "epoch": trainer.current_epoch,
                 "samples": [],

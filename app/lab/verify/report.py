@@ -3,6 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
     losses.index += 1
     reference = losses.pop("one device")
     differences = losses.sub(reference, axis="index")
-    largest = differences.abs()[differences.abs() < math.inf].max(axis=None)
+    largest: Any = differences.abs()[differences.abs() < math.inf].max(axis=None)
 
     def draw_lines(lines: pd.DataFrame, label: str, axes: Axes) -> None:
         for name, line in lines.items():
@@ -45,7 +46,7 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
 
     title = "No difference"
     if largest > 0:
-        title = f"Difference from one device: at most {largest:.0e}".replace("e-0", "e-")
+        title = f"Difference from one device: at most {largest:.1g}"
     header, *rows = verdict.table()
     pictures = (
         '![Training loss of each step, in every variant](losses "Training loss of each step")\n'
