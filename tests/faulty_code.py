@@ -17,6 +17,7 @@ from torch.utils.data import (
     Sampler,
     Subset,
     TensorDataset,
+    random_split,
 )
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -56,6 +57,10 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 class Shares(Sampler[list[int]]):
     """Batch sampler that yields this rank's share of each global batch."""
 
@@ -67,16 +72,14 @@ class Shares(Sampler[list[int]]):
     def __len__(self) -> int:
         return -(-self.count // self.data.batch_size)
 
-    def order(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.data.trainer.current_epoch)
-        if not self.shuffle:
-            return torch.arange(self.count)
-        return torch.randperm(self.count, generator=generator)
-
     def __iter__(self) -> Iterator[list[int]]:
         trainer = self.data.trainer
-        batches = self.order().split(self.data.batch_size)
-        if self.shuffle:  # skip the first batches of a resumed epoch
+        batches = torch.arange(self.count).split(self.data.batch_size)
+        if self.shuffle:
+            batches = torch.randperm(self.count, generator=seeded(self.data.seed())).split(
+                self.data.batch_size
+            )
+            # skip the first batches of a resumed epoch
             batches = batches[trainer.fit_loop.batch_idx + 1 :]
         for batch in batches:
             yield batch.tensor_split(trainer.world_size)[trainer.global_rank].tolist()
@@ -85,19 +88,22 @@ class Shares(Sampler[list[int]]):
 class Data(LightningDataModule):
     """Correctly shared images of shape 3×2×2, with `--trainer.use_distributed_sampler false`."""
 
-    sampler: type[Shares] = Shares
-
     def __init__(self, batch_size: int = BATCH) -> None:
         super().__init__()
         self.batch_size = batch_size
-        images = torch.randn((COUNT, 3, 2, 2), generator=torch.Generator().manual_seed(0))
-        self.dataset: Any = TensorDataset(images, (images.mean((1, 2, 3)) > 0).long())
+        images = torch.randn((COUNT, 3, 2, 2), generator=seeded(0))
+        self.train: Any = TensorDataset(images, (images.mean((1, 2, 3)) > 0).long())
+        self.val = Subset(self.train, range(VALIDATED))
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.dataset, batch_sampler=self.sampler(self, COUNT, True))
+        return DataLoader(self.train, batch_sampler=Shares(self, len(self.train), True))
 
     def val_dataloader(self) -> Any:
-        return DataLoader(self.dataset, batch_sampler=Shares(self, VALIDATED, False))
+        return DataLoader(self.val, batch_sampler=Shares(self, VALIDATED, False))
+
+    def seed(self) -> int:
+        """Return the seed of an epoch's order."""
+        return self.trainer.current_epoch
 
 
 # -- samples
@@ -107,10 +113,10 @@ class Stock(Data):
     """Data with ordinary loaders, to which Lightning adds its sampler."""
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True)
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Subset(self.dataset, range(VALIDATED)), batch_size=4)
+        return DataLoader(self.val, batch_size=4)
 
 
 class OwnBatches(Stock):
@@ -118,7 +124,7 @@ class OwnBatches(Stock):
 
     def train_dataloader(self) -> Any:
         return DataLoader(
-            self.dataset, batch_sampler=BatchSampler(RandomSampler(self.dataset), BATCH, False)
+            self.train, batch_sampler=BatchSampler(RandomSampler(self.train), BATCH, False)
         )
 
 
@@ -126,8 +132,7 @@ class Halved(Stock):
     """`Stock` with the batch size divided by the world size."""
 
     def train_dataloader(self) -> Any:
-        assert self.trainer is not None
-        return DataLoader(self.dataset, batch_size=BATCH // self.trainer.world_size, shuffle=True)
+        return DataLoader(self.train, batch_size=BATCH // self.trainer.world_size, shuffle=True)
 
 
 class Repeated(Halved):
@@ -135,14 +140,14 @@ class Repeated(Halved):
 
     def __init__(self) -> None:
         super().__init__()
-        self.dataset = Subset(self.dataset, [index % 8 for index in range(COUNT)])
+        self.train = Subset(self.train, [index % 8 for index in range(COUNT)])
 
 
 class Everything(IterableDataset[Any]):
     """Iterable data set that yields all samples on every rank."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(Data().dataset)
+        return iter(Data().train)
 
 
 class Unshared(Data):
@@ -150,42 +155,22 @@ class Unshared(Data):
         return DataLoader(Everything(), batch_size=BATCH)
 
 
-class OwnSeeds(Shares):
-    def order(self) -> Tensor:
-        trainer = self.data.trainer
-        generator = torch.Generator().manual_seed(100 * trainer.global_rank + trainer.current_epoch)
-        return torch.randperm(self.count, generator=generator)
-
-
 class SeedOfTheRank(Data):
-    sampler = OwnSeeds
-
-
-class OneOrder(Shares):
-    def order(self) -> Tensor:
-        if self.data.trainer.world_size == 1:
-            return super().order()
-        return torch.randperm(self.count, generator=torch.Generator().manual_seed(5))
+    def seed(self) -> int:
+        return 100 * self.trainer.global_rank + self.trainer.current_epoch
 
 
 class NoSetEpoch(Data):
-    sampler = OneOrder
+    def seed(self) -> int:
+        return self.trainer.current_epoch if self.trainer.world_size == 1 else 5
 
 
 class SplitByChance(Data):
     """Data whose validation split differs between processes, like a random split without a seed."""
 
     def setup(self, stage: str) -> None:
-        chance = torch.Generator().manual_seed(os.getpid())
-        self.train, self.val = torch.utils.data.random_split(
-            self.dataset, [COUNT - VALIDATED, VALIDATED], chance
-        )
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(self.train, batch_sampler=self.sampler(self, COUNT - VALIDATED, True))
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(self.val, batch_sampler=Shares(self, VALIDATED, False))
+        counts = [COUNT - VALIDATED, VALIDATED]
+        self.train, self.val = random_split(self.train, counts, seeded(os.getpid()))
 
 
 class Noisy(Data):
@@ -203,10 +188,9 @@ class Noisy(Data):
 
 class DropsLast(Data):
     def val_dataloader(self) -> Any:
-        assert self.trainer is not None
         count = VALIDATED // self.trainer.world_size
         first = self.trainer.global_rank * count
-        return DataLoader(Subset(self.dataset, range(first, first + count)), batch_size=4)
+        return DataLoader(Subset(self.val, range(first, first + count)), batch_size=4)
 
 
 class LogsItsOwn(Model):

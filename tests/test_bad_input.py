@@ -35,9 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 FLAGS = [
     (["--model.optimizer", RUNS], f"--model.optimizer os.system: {REFUSED}: give --trust os"),
-    (["--model.optimizer", "os.system"], f"--model.optimizer os.system: {REFUSED}"),
     (["--model", "os.system"], f"--model os.system: {REFUSED}"),
-    (["--data", "os.system"], f"--data os.system: {REFUSED}"),
     (["--trainer.callbacks+=subprocess.Popen"], f"--trainer.callbacks subprocess.Popen: {REFUSED}"),
     (
         ["--trust", "yaml", "--model", "yaml.Loader"],
@@ -124,6 +122,7 @@ CONFIGS = [
     ("model: pipe", "pipe: not a file"),
     ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
     ("run: 7", "run: 7 in --config"),
+    ("model: twice.yaml", "class_path is given twice"),
     ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
     (
         f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}",
@@ -135,15 +134,10 @@ CONFIGS = [
 @pytest.mark.parametrize(("content", "message"), CONFIGS)
 def test_odd_configs_are_rejected(content: str | bytes, message: str, app: App) -> None:
     os.mkfifo("pipe")
+    Path("twice.yaml").write_text("class_path: CIFARCNN\nclass_path: FashionMLP\n")
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
     assert message in error_of(*app("fit", *TINY, "--config", "x.yaml"))
     assert not Path("ran").exists()
-
-
-def test_a_config_that_names_another_file(app: App) -> None:
-    Path("x.yaml").write_text("model: twice.yaml\n")
-    Path("twice.yaml").write_text("class_path: CIFARCNN\nclass_path: FashionMLP\n")
-    assert "class_path is given twice" in error_of(*app("fit", *TINY, "--config", "x.yaml"))
 
 
 PIPES = [
@@ -172,7 +166,9 @@ def test_pipes_are_not_read(argv: list[str], message: str, app: App) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        *((name, "not a file") for name in ("pipe", "/dev/zero", ".")),
+        ("pipe", "not a file"),
+        ("/dev/zero", "not a file"),
+        (".", "not a file"),
         ("a\0b", "its name has a NUL character"),
     ],
 )
@@ -182,7 +178,7 @@ def test_only_regular_files_are_opened(name: str, reason: str) -> None:
         open_file(name)
 
 
-def test_output_on_an_ascii_terminal(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_on_an_ascii_terminal() -> None:
     """Lightning's Timer, whose default is an enum, can be added by a flag."""
     timer = ["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=00:00:10:00"]
     out = output_of(
@@ -194,35 +190,34 @@ def test_output_on_an_ascii_terminal(app: App, monkeypatch: pytest.MonkeyPatch) 
 
 
 VARIABLES = [
-    ("MASTER_PORT", "abc", "give a whole number, or unset it"),
-    ("APP_AGENT", "1", "left over from another run: unset APP_AGENT"),
+    ("MASTER_PORT", "MASTER_PORT=5x in the environment", "give a whole number, or unset it"),
+    ("APP_AGENT", "APP_AGENT=5x in the environment", "left over from another run: unset APP_AGENT"),
+    (
+        "RANK LOCAL_RANK WORLD_SIZE",
+        "error: RANK, LOCAL_RANK, WORLD_SIZE in the environment",
+        ": unset RANK LOCAL_RANK WORLD_SIZE",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), VARIABLES)
-def test_odd_variables_are_rejected(
-    name: str, value: str, message: str, app: App, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("names", "problem", "remedy"), VARIABLES)
+def test_odd_or_left_variables_are_rejected(
+    names: str, problem: str, remedy: str, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(name, value)
+    for name in names.split():
+        monkeypatch.setenv(name, "5x")
     line = error_of(*app("fit", *TINY))
-    assert f"{name}={value} in the environment" in line
-    assert message in line
-
-
-def test_variables_that_torchrun_left(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "5")
-    line = error_of(*app("fit", *TINY))
-    assert line.startswith("error: RANK, LOCAL_RANK, WORLD_SIZE in the environment")
-    assert line.endswith(": unset RANK LOCAL_RANK WORLD_SIZE")
+    assert problem in line
+    assert remedy in line
 
 
 def test_deleted_folder_is_reported(
     app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "folder").mkdir()
-    monkeypatch.chdir(tmp_path / "folder")
-    (tmp_path / "folder").rmdir()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
     assert (
         error_of(*app("fit", *TINY))
         == "error: the current folder has been deleted: change to another one (cd)"

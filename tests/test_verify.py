@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from harness import QUIET, App, error_of, fork_app, options, output_of
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from app.lab.verify import same_training
 from app.lab.verify.causes import Case, Cause, causes
-from app.lab.verify.differences import Difference, Recorded, Step, _gradients, differences
+from app.lab.verify.differences import TINY, TOLERANCE, Difference, Recorded, _first, differences
 from app.lab.verify.proof import Prover, Settings
 from app.lab.verify.recording import contents, singles, tensors
 from app.lab.verify.verdict import Result, Verdict
@@ -84,7 +85,7 @@ FAULTS = {
     "Model SeedOfTheRank ddp": "draw their shares from different permutations",
     "Model NoSetEpoch ddp": "the same order: the sampler's set_epoch is never",
     "Model SplitByChance ddp": "each process draws its own split: ",
-    "Model SplitByChance dp": "each run draws its own split: ",
+    "Model SplitByChance dp": "each process draws its own split: ",
     "Model Noisy ddp": "other pixels: augmentation uses the global",
     "Model DropsLast ddp": "1 of 21 samples are not evaluated",
     "LogsItsOwn Data ddp": "has its own val_loss: logged without sync_dist",
@@ -95,8 +96,8 @@ FAULTS = {
     "LosesItsSchedule Data resume": "the schedule is lost on resume: step 5",
     "Normalised Data ddp": "each replica's part of a batch by itself: net.2",
     "Dropping Data ddp": "dropout (net.1) drawn from torch's global random state",
-    "Dropping Data dp": "which is drawn in another order when a batch is split",
-    "Dropping Data resume": "global random state, whose state is lost on resume",
+    "Dropping Data dp": "dropout (net.1) drawn from torch's global random state",
+    "Dropping Data resume": "dropout (net.1) drawn from torch's global random state",
     "Remembers Data dp": "that forward sets are lost with dp's replicas: mean",
     "DriftsOnOneRank Data ddp": "differ between ranks at the end: net.1.bias were",
     "CountsItsOwn Data ddp": "computed from each rank's own share: seen",
@@ -176,7 +177,7 @@ def test_failed_reference_fails_each_variant(
     failed = SimpleNamespace(status="failed", error="why", time_limit=None)
     monkeypatch.setattr("app.lab.verify.proof.run_fit", lambda *_: failed)
     for name in ("ddp × 2", "dp × 2"):
-        assert prover._again(name, {}, {"run.threads": 1}).failed == "why"
+        assert prover._run(name, {"run.threads": 1}).failed == "why"
 
 
 HIDDEN = [
@@ -243,14 +244,12 @@ def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[st
 
 def test_wrong_gradient_beside_much_larger_ones_is_found() -> None:
     norms = {"large.weight": 1000.0, "small.weight": 1.0, "none.bias": 1e-9}
-    recorded = {"epoch": 0, "samples": [], "labels": [], "loss": 1.0}
-    there = Step(0, [{**recorded, "gradients": norms}])
-    wrong = Step(0, [{**recorded, "gradients": {**norms, "small.weight": 1.01}}])
-    rounded = Step(0, [{**recorded, "gradients": {**norms, "none.bias": 3e-9}}])
-    difference = _gradients(wrong, there, 1e-5)
+    there = pd.DataFrame([norms])
+    scale = TINY * there.max(axis="columns")
+    difference = _first(there, there.assign(**{"small.weight": 1.01}), TOLERANCE, scale)
     assert difference is not None
-    assert difference.figures.startswith("norm of small.weight ")
-    assert _gradients(rounded, there, 1e-5) is None
+    assert difference.figures.startswith("small.weight 1.01, 1 in the ref")
+    assert _first(there, there.assign(**{"none.bias": 3e-9}), TOLERANCE, scale) is None
 
 
 @pytest.mark.parametrize("padding", [0, 9])
@@ -324,7 +323,7 @@ def test_rounding_is_proven_in_float64(app: App, tmp_path: Path) -> None:
 
 REFUSED = [
     (["--steps", "3"], "--steps 3: give 4 or more"),
-    (["--trainer.devices", "2"], "--trainer.devices is a flag of the variants: leave it out"),
+    (["--trainer.devices", "2"], "--trainer.devices is set by verify itself: leave it out, or"),
     (["--run.root", "x"], "run.root is set by verify itself"),
     (["--variants", "none.yaml"], "--variants none.yaml: there is no such file"),
     (

@@ -1,19 +1,16 @@
 """Known causes of a variant's differences from the reference, and their remedies."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from app.lab.verify.differences import (
-    TOLERANCE,
-    Difference,
-    Recorded,
-    apart,
-    sizes_apart,
-    weights_apart,
-)
+import pandas as pd
+
+from app.lab.verify.differences import TOLERANCE, Difference, Recorded, apart, weights_apart
 from app.record.words import listed
 
 ORDER = "run.global_order"
@@ -35,7 +32,8 @@ class Cause:
         remedy: Change of flags or code that removes the cause.
         changes_loss: Whether the cause changes the training loss; false if only buffers or the
             evaluation change.
-        effect: Largest change of a step's loss when the cause is removed; None if unknown.
+        effect: Decrease of the largest difference of a step's loss when the cause is removed; None
+            if unknown.
     """
 
     text: str
@@ -99,15 +97,11 @@ def _samples(case: Case) -> Cause | None:
     variant = case.variant
     reference = case.reference
     place = case.differences.get("samples")
-    if place is None:
+    if place is None or place.step is None:
         return None
     world = len(variant.ranks)
     batches = variant.facts["batches"]
     lengths = f"an epoch has {batches} batches, {reference.facts['batches']} in the reference"
-    if place.step is None:
-        return Cause(
-            f"training ends at another step: {lengths}", f"keep the global batch; or {OURS}"
-        )
     here = variant.steps[place.step].samples
     there = reference.steps[place.step].samples
     is_per_rank = world > 1 and len(here) == world * len(there)
@@ -126,11 +120,11 @@ def _samples(case: Case) -> Cause | None:
             "use a seeded loader with a state_dict, such as torchdata's StatefulDataLoader; or "
             f"{OURS}",
         )
-    shares = variant.shares
-    counters = list(map(Counter, shares))
-    if world > 1 and shares[0] and counters.count(counters[0]) == world:
+    seen = variant.first_epoch
+    count = seen.total()
+    if seen and world > 1 and not any(times % world for times in seen.values()):
         return Cause(
-            f"every rank sees all samples: the same {len(shares[0])} in the first epoch on each of "
+            f"every rank sees all samples: the same {count // world} in the first epoch on each of "
             f"{world} ranks",
             "leave --trainer.use_distributed_sampler on, or have an iterable data set give each "
             "rank its share",
@@ -148,11 +142,12 @@ def _samples(case: Case) -> Cause | None:
             "give the DataLoader a batch_size: Lightning may rebuild a batch sampler with another "
             "size",
         )
-    seen, twice = variant.repeats
-    _, equal = reference.repeats  # equal samples in the data set itself
+    twice = count - len(seen)
+    # equal samples in the data set itself
+    equal = reference.first_epoch.total() - len(reference.first_epoch)
     if twice >= world > 1 and twice > 2 * equal:
         return Cause(
-            f"ranks draw their shares from different permutations: {twice} of {seen} samples "
+            f"ranks draw their shares from different permutations: {twice} of {count} samples "
             "of the first epoch were seen twice",
             "seed the sampler alike on all ranks",
         )
@@ -162,13 +157,9 @@ def _samples(case: Case) -> Cause | None:
             "give the loader itself to Lightning, which calls it, or call it in "
             "on_train_epoch_start",
         )
-    sampler = variant.facts["sampler"]
-    expected = reference.facts["sampler"]
-    by = ""
-    if sampler != expected:
-        by = f": here by {sampler}, there by {expected}"
     return Cause(
-        f"samples come in another order{by}: the same training only on average",
+        f"samples come in another order, here by {variant.facts['sampler']}, there by "
+        f"{reference.facts['sampler']}: the same training only on average",
         f"draw one permutation from the seed, and divide it among the ranks: {OURS}",
     )
 
@@ -194,13 +185,12 @@ def _split(case: Case) -> Cause | None:
     """Return a cause if one run validates on samples that the other trains on, else None."""
     more = case.variant.evaluated - case.reference.evaluated
     fewer = case.reference.evaluated - case.variant.evaluated
-    leaks = case.reference.trained & more.keys() or case.variant.trained & fewer.keys()
+    leaks = case.reference.trained.keys() & more or case.variant.trained.keys() & fewer
     if not (more and fewer and leaks):
         return None
-    owner = "process" if len(case.variant.ranks) > 1 else "run"
     count = case.reference.evaluated.total()
     return Cause(
-        f"each {owner} draws its own split: {min(more.total(), count)} of {count} validation "
+        f"each process draws its own split: {min(more.total(), count)} of {count} validation "
         "samples differ",
         "seed random_split's generator: generator=torch.Generator().manual_seed(0)",
     )
@@ -224,18 +214,15 @@ def _rates(case: Case) -> Cause | None:
             "the learning rate advances with each of the batches that a step accumulates",
             "advance it once per optimizer step, as Lightning does with interval: step",
         )
-    pairs = zip(variant.steps[place.step].rates, reference.steps[place.step].rates, strict=False)
-    ratios = {round(here / there, 6) for here, there in pairs if there}
+    here: Any = variant.rates.loc[place.step]
+    there: Any = reference.rates.loc[place.step]
+    ratios = (here / there)[there != 0].round(6).unique()
     # a warm-up starts at 0
-    is_first = not any(any(step.rates) for step in reference.steps[: place.step])
+    is_first = not reference.rates[: place.step].any(axis=None)
     if is_first and len(ratios) == 1:
-        ratio = ratios.pop()
-        by = "a setting that differs"
-        if ratio == len(variant.ranks):
-            by = "the number of ranks"
         return Cause(
-            f"the learning rate is {ratio:g} times the reference's from the first step on: it is "
-            f"scaled by {by}",
+            f"the learning rate is {ratios[0]:g} times the reference's from the first step on, on "
+            f"{len(variant.ranks)} ranks: it is scaled by their number, or by another setting",
             "keep it if the global batch is the same; scale it only with the global batch",
         )
     if variant.resumed_at is not None and place.step >= variant.resumed_at:
@@ -257,8 +244,8 @@ def _rates(case: Case) -> Cause | None:
                 "advance it with each step, or keep the global batch",
             )
         for total in LENGTHS:
-            here = scheduler["state"].get(total, 0)
-            there = expected["state"].get(total, 0)
+            here = scheduler["lengths"].get(total, 0)
+            there = expected["lengths"].get(total, 0)
             if here != there:
                 return Cause(
                     f"{name} is counted in this process's steps: its {total} is {here:g}, "
@@ -272,7 +259,6 @@ def _rates(case: Case) -> Cause | None:
 def _over_a_batch(case: Case) -> Iterator[Cause]:
     """Yield causes of split batches and resumes: BatchNorm's statistics and random numbers."""
     facts = case.variant.facts
-    resumed = case.variant.resumed_at is not None
     is_same_order = not case.differs("samples") or _other_pixels(case)
     if not is_same_order or not case.differs("loss", "gradients", "weights"):
         return
@@ -282,21 +268,17 @@ def _over_a_batch(case: Case) -> Iterator[Cause]:
             f"{listed(facts['batchnorm'])}",
             f"{BITS}; or GroupNorm",
         )
-    if not (case.splits or resumed):
+    if not case.splits and case.variant.resumed_at is None:
         return
     source = ""
     if facts["dropout"]:
         source = f"dropout ({listed(facts['dropout'])})"
     elif any("draws" in rank for rank in case.variant.ranks):
         source = "random numbers in the step"
-    state = "which is drawn in another order when a batch is split"
-    if resumed:
-        state = "whose state is lost on resume"
-    elif len(case.variant.ranks) > 1:
-        state = "which differs in each process"
     if source:
         yield Cause(
-            f"{source} drawn from torch's global random state, {state}",
+            f"{source} drawn from torch's global random state, which differs in each process, in a "
+            "batch that is split, and after a resume",
             f"{BITS}; without it, the trainings agree only on average",
         )
 
@@ -309,7 +291,6 @@ def _gradients(case: Case) -> Iterator[Cause]:
     if case.differs("samples") or place is None or place.step is None:
         return
     here = variant.steps[place.step]
-    there = case.reference.steps[place.step]
     world = len(variant.ranks)
     accumulated = variant.facts["accumulate"]
     hooked = variant.facts["hooked"]
@@ -330,17 +311,22 @@ def _gradients(case: Case) -> Iterator[Cause]:
         return
     if not case.differs("loss"):
         return
-    if len(set(here.counts)) > 1 and apart(here.weighted_loss, there.loss) < 1e-5:
+    loss = variant.losses[place.step]
+    expected = case.reference.losses[place.step]
+    counts = here.counts
+    weighted = loss
+    if len(set(counts)) > 1:
+        weighted = fmean(here.losses, counts)
+    if weighted != loss and math.isclose(weighted, expected, rel_tol=1e-5, abs_tol=1e-5):
         yield Cause(
-            f"a mean of means, of unequal shares ({', '.join(map(str, here.counts))} samples), at "
+            f"a mean of means, of unequal shares ({', '.join(map(str, counts))} samples), at "
             f"{place.where}",
             "sum each share's loss, and multiply it by the number of shares / samples of the step; "
             f"or drop the last batch; or {OURS}",
         )
-    elif world > 1 and apart(here.loss * world, there.loss) < 1e-4:
+    elif world > 1 and math.isclose(loss * world, expected, rel_tol=1e-4, abs_tol=1e-4):
         yield Cause(
-            f"the loss is a sum over a rank's samples: {here.loss:.6g}, {there.loss:.6g} in the "
-            "reference",
+            f"the loss is a sum over a rank's samples: {loss:.6g}, {expected:.6g} in the reference",
             "return the mean over samples: ddp averages the ranks' gradients",
         )
     elif world > 1 and differences["loss"].step == place.step and not list(_over_a_batch(case)):
@@ -355,7 +341,7 @@ def _state(case: Case) -> Iterator[Cause]:
     """Yield causes in the model's state: ranks that differ, and attributes that are lost."""
     variant = case.variant
     reference = case.reference
-    trained = variant.ranks[0]["parameters"]
+    trained = variant.facts["parameters"]
     drifted = [name for name in variant.unequal if name in trained]
     if drifted:
         yield Cause(
@@ -365,7 +351,8 @@ def _state(case: Case) -> Iterator[Cause]:
         )
     names = list(variant.unequal)
     if not case.differs("samples"):
-        names += [place.where for place in weights_apart(reference, variant, TOLERANCE)]
+        sizes = weights_apart(reference, variant)
+        names += list(sizes.index[sizes > TOLERANCE])
     statistics = tuple(f"{layer}." for layer in variant.facts["batchnorm"])
     buffers = []
     for name in dict.fromkeys(names):
@@ -377,10 +364,10 @@ def _state(case: Case) -> Iterator[Cause]:
             "reduce their inputs over all ranks",
             changes_loss=False,
         )
-    attributes = variant.ranks[0]["attributes"]
-    expected = reference.ranks[0]["attributes"]
-    sizes = sizes_apart(attributes, expected)
-    lost = [name for name in expected if sizes[name] > TOLERANCE]
+    attributes = pd.Series(variant.facts["attributes"], dtype=float)
+    expected = pd.Series(reference.facts["attributes"], dtype=float)
+    sizes = apart(attributes, expected)[expected.index]
+    lost = list(sizes.index[sizes > TOLERANCE])
     has_effect = case.differs("loss", "gradients", "weights", "evaluation")
     if not lost or not has_effect or case.differs("samples"):
         return
@@ -406,11 +393,9 @@ def _evaluation(case: Case) -> Iterator[Cause]:
     count = case.reference.evaluated.total()
     world = len(variant.ranks)
     if more and not fewer:
-        text = f"{more} of {count} samples are evaluated twice: the shares are padded to equal size"
-        if more == count * (world - 1):
-            text = "every rank evaluates all samples"
         yield Cause(
-            text,
+            f"{more} of {count} samples are evaluated twice: the shares are padded to equal size, "
+            "or every rank evaluates all samples",
             f"drop the repeated samples (torch's DistributedSampler repeats); or {OURS}",
             changes_loss=False,
         )
@@ -423,15 +408,11 @@ def _evaluation(case: Case) -> Iterator[Cause]:
         )
     if world == 1:
         return
-    metrics = variant.ranks[0]["metrics"]
-    unequal = set()
-    for rank in variant.ranks:
-        for name, size in sizes_apart(rank["metrics"], metrics).items():
-            if size and name in rank["metrics"] and name in metrics:
-                unequal.add(name)
+    metrics = variant.metrics
+    unequal = sorted(metrics.columns[metrics.nunique(dropna=False) > 1])
     if unequal:
         yield Cause(
-            f"each rank has its own {listed(sorted(unequal))}: logged without sync_dist",
+            f"each rank has its own {listed(unequal)}: logged without sync_dist",
             "self.log(…, sync_dist=True), or a metric of torchmetrics, which adds up over ranks",
             changes_loss=False,
         )

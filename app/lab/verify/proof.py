@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,24 @@ from app.lab.verify.causes import BITS, ORDER, REMEDIES, Case, Cause, causes
 from app.lab.verify.differences import (
     EXACT,
     TOLERANCE,
+    Difference,
     Recorded,
     differences,
     effect,
     first_bits,
-    largest,
 )
 from app.lab.verify.verdict import Result, Verdict
 
 REFERENCE = "one device"
-STOPPED = "stopped"
 RESUMED = "stop and resume"
 ALONE = {"trainer.strategy": "auto", "trainer.devices": 1, "trainer.num_nodes": 1}
 # largest relative difference that 16-bit rounding can cause at the first step that differs
 MAY_BE_ROUNDING = 1e-2
+# variants that some flags do not allow
+SKIPPED = {
+    "dp × 2": "--run.virtual_devices needs separate processes",
+    "accumulation × 2": "it halves --data.batch_size, which these flags do not allow",
+}
 NUMBERS = ("loss", "gradients", "weights")
 
 
@@ -73,12 +77,10 @@ class Prover:
         if settings.steps < 4:
             raise UserError(f"--steps {settings.steps}: give 4 or more")
         for flag in typed:
-            if flag in RESERVED:
-                raise UserError(f"--{flag} is set by verify itself: leave it out")
-            if flag in ("trainer.devices", "trainer.strategy", "trainer.num_nodes"):
+            if flag in (*RESERVED, *ALONE):
                 raise UserError(
-                    f"--{flag} is a flag of the variants: leave it out, or add a variant of your "
-                    "own by --variants"
+                    f"--{flag} is set by verify itself: leave it out, or add a variant of your own "
+                    "by --variants"
                 )
         self.settings = settings
         self.configs = list(configs)
@@ -87,18 +89,20 @@ class Prover:
         self.say = lambda line: None
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
-        # each run on one device, by its additional flags
+        # each run on one device, by its name with additional flags
         self.references: dict[str, Result] = {}
         self.config = self.variant(REFERENCE, ALONE).settings
         if self.config.trainer.accelerator == "auto":
             self.device["trainer.accelerator"] = "cpu"
             if torch.cuda.device_count() > 1:
                 self.device["trainer.accelerator"] = "gpu"
+        self.flags = {**self._variants(), **settings.variants, RESUMED: ALONE}
 
-    def variants(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return flags of the variants to run, and reasons of the skipped ones, by variant name."""
+    def _variants(self) -> dict[str, dict[str, Any]]:
+        """Return the flags of each of `verify`'s own variants, by name."""
         ddp = {**ALONE, "trainer.strategy": "ddp", "trainer.devices": 2}
-        skipped: dict[str, str] = {}
+        if self.settings.quick:
+            return {"ddp × 2": ddp}
         variants = {
             "dp × 2": {**ddp, "trainer.strategy": "dp"},
             "ddp × 2": ddp,
@@ -106,21 +110,15 @@ class Prover:
             "ddp_spawn × 2": {**ddp, "trainer.strategy": "ddp_spawn"},
             "ddp, 2 nodes": {**ddp, "trainer.devices": 1, "trainer.num_nodes": 2},
         }
-        if self.settings.quick:
-            return {"ddp × 2": ddp, **self.settings.variants}, skipped
-        sharded = self.config.run.virtual_devices is not None
-        if sharded:
-            skipped["dp × 2"] = "--run.virtual_devices needs separate processes"
-            del variants["dp × 2"]
         size = self.config.data.get("init_args.batch_size")
         is_even = isinstance(size, int) and size % 2 == 0
-        if is_even and not sharded and self.config.trainer.accumulate_grad_batches == 1:
+        is_whole = self.config.trainer.accumulate_grad_batches == 1
+        if self.config.run.virtual_devices is not None:
+            del variants["dp × 2"]
+        elif is_even and is_whole:
             halved = {"trainer.accumulate_grad_batches": 2, "data.batch_size": size // 2}
             variants["accumulation × 2"] = {**ALONE, **halved}
-        else:
-            reason = "it halves --data.batch_size, which these flags do not allow"
-            skipped["accumulation × 2"] = reason
-        return variants | self.settings.variants, skipped
+        return variants
 
     def run(self) -> Verdict:
         """Run all variants, and return the verdict.
@@ -128,63 +126,109 @@ class Prover:
         Raises:
             UserError: When the reference fails, or `fit` rejects a variant's flags.
         """
-        flags, skipped = self.variants()
-        for name, more in flags.items():  # check all flags before the first run
-            self.variant(name, more)
-        reference = self._run(REFERENCE, ALONE)
+        for name, flags in self.flags.items():  # check all flags before the first run
+            self.variant(name, flags)
+        reference = self._reference()
         if reference.recorded is None:
             raise UserError(f"the run on one device failed: {reference.failed}")
-        results = []
-        for name, more in flags.items():
-            results.append(self._run(name, more, reference=reference.recorded))
-        for name, reason in skipped.items():
-            results.append(Result(name, [], skipped=reason))
-        results.append(self._resume(reference.recorded))
+        results = [self._run(name) for name in self.flags]
+        for name, reason in SKIPPED.items():
+            if name not in self.flags and not self.settings.quick:
+                results.append(Result(name, [], skipped=reason))
         faults: dict[str, Result] = {}
         for result in results:
-            flags_of_result = flags.get(result.name, ALONE)
-            if not self.settings.bits:
-                self._repeat_in_float64(result, flags_of_result)
             if result.differences and faults.setdefault(result.fault, result) is result:
-                self._look_behind(result, flags_of_result)
+                self._look_behind(result)
         return Verdict(reference.recorded, results, self.settings.bits)
 
-    def variant(self, name: str, flags: Mapping[str, Any]) -> Variant:
+    def variant(self, name: str, flags: Mapping[str, Any], more: Mapping[str, Any] = {}) -> Variant:
         """Create a `Variant`. Its flags override those of the command line.
+
+        Args:
+            name: Name of the variant.
+            flags: Flags of the variant.
+            more: Additional flags; they become a part of the name.
 
         Raises:
             UserError: When `fit` rejects the flags.
         """
-        variant = Variant.of_flags(name, {**self.device, **self.typed, **flags}, self.configs)
+        words = [f"{flag}={value}" for flag, value in more.items()]
+        flags = {**self.device, **self.typed, **flags, **more}
+        variant = Variant.of_flags(" ".join([name, *words]), flags, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
             variant.lacking = None  # replicas that share cores are slow, but train the same
         return variant
 
-    def _run(
-        self,
-        name: str,
-        flags: Mapping[str, Any],
-        more: Mapping[str, Any] = {},
-        reference: Recorded | None = None,
-        earlier: Recorded | None = None,
-        steps: int | None = None,
-    ) -> Result:
-        """Run a variant, and compare its recording with the reference.
+    def _reference(self, more: Mapping[str, Any] = {}) -> Result:
+        """Train on one device with additional flags, or return the earlier result."""
+        variant = self.variant(REFERENCE, ALONE, more)
+        if variant.name not in self.references:
+            self.references[variant.name] = self._record(variant)
+        return self.references[variant.name]
+
+    def _run(self, name: str, more: Mapping[str, Any] = {}) -> Result:
+        """Run a variant, and compare its recording with that of one device.
 
         Args:
             name: Name of the variant.
-            flags: The variant's flags of `fit`.
-            more: Additional flags. They are printed after the variant's name, and name the folder.
-            reference: Recording to compare with, or None.
-            earlier: Recording of the run that this run resumes, or None.
-            steps: Number of optimizer steps; by default the settings'.
+            more: Additional flags of both runs.
+
+        Returns:
+            The variant's result; if the run on one device fails, that run's.
         """
-        variant = self.variant(name, {**flags, **more})
-        result = Result(name, variant.arguments, reference=reference, skipped=variant.lacking)
+        flags = self.flags[name]
+        try:
+            variant = self.variant(name, flags, more)
+        except UserError as error:  # `fit` does not allow the additional flags in this variant
+            return Result(name, [], skipped=str(error))
         if variant.lacking:
+            return Result(name, variant.arguments, skipped=variant.lacking)
+        reference = self._reference(more).recorded
+        if reference is None:
+            return self._reference(more)
+        earlier = None
+        if name == RESUMED:
+            # stop in the middle of the first epoch
+            middle = max(len(reference.epoch(0)) // 2, 1)
+            stopped = self._record(self.variant("stopped", flags, more), middle)
+            earlier = stopped.recorded
+            if earlier is None:
+                return replace(stopped, name=name)
+            checkpoint = earlier.run_dir / "checkpoints" / "last.ckpt"
+            variant = self.variant(name, {**flags, "ckpt_path": str(checkpoint)}, more)
+        result = self._record(variant, earlier=earlier)
+        result.name = name
+        if result.recorded is None:
             return result
-        series = _series(more)
-        self.say(f"{name} {series}".rstrip())
+        bits = self.settings.bits
+        result.reference = reference
+        result.effect = effect(reference, result.recorded)
+        result.differences = differences(reference, result.recorded, 0.0 if bits else TOLERANCE)
+        case = Case(reference, result.recorded, result.differences, variant.replicas)
+        result.causes = causes(case)
+        if bits and result.differences:
+            result.first_bits = first_bits(reference, result.recorded)
+            if not result.causes and variant.settings.run.virtual_devices is None:
+                text = (
+                    "each rank sums over its own samples, and another order of summation rounds "
+                    "differently"
+                )
+                result.causes = [Cause(text, BITS)]
+        if not bits:
+            self._repeat_in_float64(result, more)
+        return result
+
+    def _record(
+        self, variant: Variant, steps: int | None = None, earlier: Recorded | None = None
+    ) -> Result:
+        """Run a variant, and read its recording.
+
+        Args:
+            variant: The variant.
+            steps: Number of optimizer steps; by default the settings'.
+            earlier: Recording of the run that this run resumes, or None.
+        """
+        self.say(variant.name)
         recording = {
             "trainer.callbacks+": "app.lab.verify.recording.Recording",
             "trainer.callbacks.steps": steps or self.settings.steps,
@@ -197,70 +241,26 @@ class Prover:
         arguments = variant.arguments[1:]
         for flag, value in recording.items():
             arguments.append(f"--{flag}={value}")
-        folder = self.folder / "runs" / series / variant.slug
+        folder = self.folder / "runs" / variant.slug
         record = run_fit(arguments, self.settings.time_limit, folder, variant.nodes())
-        if record.status != "completed":
+        result = Result(variant.name, variant.arguments)
+        if record.status == "completed":
+            result.recorded = Recorded(Path(str(record.run_dir)), earlier)
+        elif record.time_limit is not None:
+            result.failed = f"not finished after {record.time_limit:g} s: see --time_limit"
+        else:
             result.failed = record.error
-            if record.time_limit is not None:
-                result.failed = f"not finished after {record.time_limit:g} s: see --time_limit"
-            return result
-        result.recorded = Recorded(Path(str(record.run_dir)), earlier)
-        if reference is None:
-            return result
-        bits = self.settings.bits
-        result.differences = differences(reference, result.recorded, 0.0 if bits else TOLERANCE)
-        case = Case(reference, result.recorded, result.differences, variant.replicas)
-        result.causes = causes(case)
-        if bits and result.differences:
-            result.first_bits = first_bits(reference, result.recorded)
-            if not result.causes and variant.settings.run.virtual_devices is None:
-                text = (
-                    "each rank sums over its own samples, and another order of summation rounds "
-                    "differently"
-                )
-                result.causes = [Cause(text, BITS)]
         return result
 
-    def _resume(self, reference: Recorded, more: Mapping[str, Any] = {}) -> Result:
-        """Stop a training in the middle of the first epoch, and resume it from the checkpoint."""
-        middle = max(len(reference.epoch(0)) // 2, 1)
-        stopped = self._run(STOPPED, ALONE, more, steps=middle)
-        if stopped.recorded is None:
-            return Result(RESUMED, stopped.command, failed=stopped.failed)
-        checkpoint = str(stopped.recorded.run_dir / "checkpoints" / "last.ckpt")
-        flags = {**ALONE, "ckpt_path": checkpoint}
-        return self._run(RESUMED, flags, more, reference, stopped.recorded)
-
-    def _again(self, name: str, flags: Mapping[str, Any], more: Mapping[str, Any]) -> Result:
-        """Run the reference, on one device, and a variant, both with additional flags.
-
-        Args:
-            name: Name of the variant.
-            flags: Flags of the variant.
-            more: Additional flags.
-
-        Returns:
-            The variant's result; if the reference fails, the reference's.
-        """
-        series = _series(more)
-        if series not in self.references:
-            self.references[series] = self._run(REFERENCE, ALONE, more)
-        reference = self.references[series]
-        if reference.recorded is None:
-            return reference
-        if name == RESUMED:
-            return self._resume(reference.recorded, more)
-        return self._run(name, flags, more, reference.recorded)
-
-    def _look_behind(self, result: Result, flags: Mapping[str, Any]) -> None:
+    def _look_behind(self, result: Result) -> None:
         """Repeat a variant with flags that remove known causes, to find hidden causes.
 
         Add the hidden causes to the result, and set each cause's effect on the loss.
 
         Args:
             result: Result of a variant that differs.
-            flags: Flags of the variant.
         """
+        flags = self.flags[result.name]
         if "data.batch_size" in flags and "trainer.accumulate_grad_batches" not in flags:
             # the variant sets a rank's batch size, but the global order would divide it among the
             # ranks again
@@ -268,27 +268,16 @@ class Prover:
         before = result
         more: dict[str, Any] = {}
         for name, value in REMEDIES.items():
-            is_order = name == ORDER
             is_remedy = any(name in cause.remedy for cause in before.causes)
-            if not is_remedy and not (is_order and "samples" in result.differences):
+            if not is_remedy and not (name == ORDER and "samples" in result.differences):
                 continue
-            try:
-                self.variant(result.name, {**flags, **more, name: value})
-            except UserError:  # `fit` does not allow the flag in this variant
+            after = self._run(result.name, {**more, name: value})
+            if after.skipped:
                 continue
             more[name] = value
-            after = self._again(result.name, flags, more)
-            self._repeat_in_float64(after, flags, more)
             result.remedied = _outcome(more, after)
             if after.recorded is None:
                 return
-            assert after.reference
-            assert before.recorded
-            assert before.reference
-            change = effect(after.recorded, after.reference)
-            removed = effect(before.recorded, after.recorded)
-            if not is_order:
-                removed = max(effect(before.recorded, before.reference) - change, 0.0)
             known = {cause.kind for cause in (*result.causes, *result.behind)}
             remaining = {cause.kind for cause in after.causes}
             for cause in after.causes:
@@ -296,14 +285,12 @@ class Prover:
                     result.behind.append(cause)
             for cause in (*result.causes, *result.behind):
                 if cause.changes_loss and cause.kind in remaining:
-                    cause.effect = change
+                    cause.effect = after.effect
                 elif cause.changes_loss and cause.effect is None:
-                    cause.effect = removed
+                    cause.effect = max(0.0, before.effect - after.effect)
             before = after
 
-    def _repeat_in_float64(
-        self, result: Result, flags: Mapping[str, Any], more: Mapping[str, Any] = {}
-    ) -> None:
+    def _repeat_in_float64(self, result: Result, more: Mapping[str, Any]) -> None:
         """Repeat a variant in float64, to separate rounding from other differences.
 
         Do nothing if rounding cannot be the cause. This is so if the numbers are equal or far
@@ -311,20 +298,20 @@ class Prover:
 
         Args:
             result: Result of a variant. This method updates it.
-            flags: Flags of the variant.
             more: Additional flags of the result's run.
         """
-        sizes = [place.size for name, place in result.differences.items() if name in NUMBERS]
-        exact = str(self.config.trainer.precision).startswith("64")
+        sizes = _sizes(result.differences)
+        precision = more.get("trainer.precision", self.config.trainer.precision)
         other = {"samples", "learning rate"} & result.differences.keys()
-        if exact or other or not sizes or sizes[0] > MAY_BE_ROUNDING:
+        if str(precision).startswith("64") or other or not sizes or sizes[0] > MAY_BE_ROUNDING:
             return
-        more = {**more, "trainer.precision": "64-true"}
-        repeated = self._again(result.name, flags, more)
+        repeated = self._run(result.name, {**more, "trainer.precision": "64-true"})
         if repeated.recorded is None:
             return
         assert repeated.reference
-        result.in_float64 = largest(repeated.reference, repeated.recorded)
+        runs = (repeated.reference, repeated.recorded)
+        sizes = _sizes(differences(*runs, EXACT)) or _sizes(differences(*runs, 0.0))
+        result.in_float64 = max(sizes, default=0.0)
         if result.in_float64 > EXACT:
             return
         for name in list(result.differences):
@@ -332,6 +319,10 @@ class Prover:
                 result.rounding[name] = result.differences.pop(name)
         if not result.differences:
             result.causes = []
+
+
+def _sizes(columns: Mapping[str, Difference]) -> list[float]:
+    return [columns[name].size for name in NUMBERS if name in columns]
 
 
 def _outcome(flags: Mapping[str, Any], result: Result) -> str:
@@ -343,7 +334,3 @@ def _outcome(flags: Mapping[str, Any], result: Result) -> str:
         text = f"still different {', '.join(result.differences)}"
     typed = " ".join(f"--{name} {value}" for name, value in flags.items())
     return f"{typed}: {text}"
-
-
-def _series(flags: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in flags.items())

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from app.data.shares import Shards
 from app.launch.signals import stop_training
 from app.system.patches import expects
 
-# folder in the run's directory; holds a rank_N.json of each rank, and rank zero's weights.pt
+# folder in the run's directory; holds a rank_N.pt of each rank
 FOLDER = "recording"
 
 
@@ -47,7 +46,7 @@ class Recording(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the outputs of all modules, if `bits` is set."""
-        if not self.bits or stage != "fit":
+        if not self.bits:
             return
         for name, module in pl_module.named_modules():
             path = f"{type(pl_module).__name__}.{name}".rstrip(".")
@@ -57,13 +56,13 @@ class Recording(Callback):
         """Record digests of an output's rows, which do not depend on the split of a batch."""
         if self._step is None or not torch.is_grad_enabled():
             return
-        digests = self._step["outputs"].setdefault(path, [])
+        digests = self._step["bits"].setdefault(f"output of {path}", [])
         for value in tensors(output):
             digests += map(digest, torch.atleast_1d(value))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record facts that may explain differences, and limit the length of an epoch."""
-        self.record["facts"] = facts(trainer, pl_module)
+        self.record |= facts(trainer, pl_module)
         batches = self.epoch_steps * trainer.accumulate_grad_batches
         if trainer.fit_loop.max_batches > batches:
             trainer.fit_loop.max_batches = batches
@@ -78,14 +77,13 @@ class Recording(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Record the samples of a batch."""
-        if self._step is None or self._step["epoch"] != trainer.current_epoch:
+        if self._step is None:
             self._step = {
                 "epoch": trainer.current_epoch,
                 "samples": [],
                 "labels": [],
                 "losses": [],
                 "gradients": {},
-                "outputs": {},
                 "bits": {},
             }
         samples, labels = contents(trainer.train_dataloader, batch, batch_idx)
@@ -103,11 +101,12 @@ class Recording(Callback):
         rates = step.setdefault("rates", [])
         for group in optimizer.param_groups:
             rates.append(float(group.get("lr") or 0.0))
-        for name, parameter in pl_module.named_parameters():
+        # the last gradient is the first that backward computes
+        for name, parameter in reversed(list(pl_module.named_parameters())):
             if parameter.grad is not None:
                 step["gradients"][name] = norm(parameter.grad)
-                if self.bits:
-                    step["bits"][name] = digest(parameter.grad)
+                if self.bits and trainer.is_global_zero:
+                    step["bits"][f"gradient of {name}"] = [digest(parameter.grad)]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -164,26 +163,23 @@ class Recording(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write recording and final weights. Collective, because `trainer.log_dir` broadcasts."""
-        state: dict[str, Tensor] = {}
-        digests = self.record["digests"] = {}
+        state = {}
         for name, value in pl_module.state_dict().items():
             if isinstance(value, Tensor):
                 state[name] = value.detach().cpu()
-                digests[name] = digest(value)
+        self.record["digests"] = {name: digest(value) for name, value in state.items()}
+        if trainer.is_global_zero:
+            self.record["weights"] = state
         self.record["parameters"] = [
             name for name, parameter in pl_module.named_parameters() if parameter.requires_grad
         ]
-        states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
-        self.record["optimizers"] = numbers(
-            {"optimizers": states, "schedulers": schedulers(trainer)}
-        )
+        schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        optimizers = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+        self.record["optimizers"] = numbers({"optimizers": optimizers, "schedulers": schedulers})
         self.record["attributes"] = attributes(trainer, pl_module)
         folder = Path(str(trainer.log_dir), FOLDER)
         folder.mkdir(parents=True, exist_ok=True)
-        if trainer.is_global_zero:
-            torch.save(state, folder / "weights.pt")
-        file = folder / f"rank_{trainer.global_rank:04}.json"
-        file.write_text(json.dumps(self.record))
+        torch.save(self.record, folder / f"rank_{trainer.global_rank:04}.pt")
 
 
 def digest(value: Tensor) -> str:
@@ -209,7 +205,8 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
         return loader.samples(index).tolist(), []
     ids = []
     labels = []
-    for sample in samples_of(batch):
+    for single in singles(batch):
+        sample = [leaf.squeeze(0) for leaf in tensors(single)]
         masks = list(filter(is_mask, sample))
         digests = []
         integers = []
@@ -226,19 +223,6 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     return ids, labels
 
 
-def samples_of(batch: Any) -> list[Sequence[Tensor]]:
-    """Return the tensors of each sample of a batch."""
-    samples: list[Sequence[Tensor]] = []
-    if isinstance(batch, Shards):
-        for shard, count in zip(batch, batch.counts, strict=True):
-            if count:
-                samples += samples_of(shard)
-        return samples
-    size = batch_size(batch)
-    leaves = [leaf for leaf in tensors(batch) if leaf.ndim and len(leaf) == size]
-    return list(map(tensors, unstacked(batch))) or list(zip(*leaves, strict=True))
-
-
 def is_mask(leaf: Tensor) -> bool:
     """Return whether a sample's tensor is a mask: 1 for a token, 0 for padding."""
     if leaf.ndim != 1 or leaf.is_floating_point():
@@ -247,55 +231,40 @@ def is_mask(leaf: Tensor) -> bool:
     return values[:1] == [1] and set(values) <= {0, 1}
 
 
-def batch_size(batch: Any) -> int:
-    """Return the number of samples of a batch of stacked tensors."""
-    return mode([len(leaf) for leaf in tensors(batch) if leaf.ndim] or [0])
-
-
 def singles(batch: Any) -> list[Any]:
-    """Cut a batch into batches of one sample."""
-    samples = unstacked(batch)
-    if samples:
-        return samples
-    for row in range(batch_size(batch)):
+    """Cut a batch into batches of one sample.
 
-        def cut(leaf: Tensor, row: int = row) -> Tensor:
-            return leaf[row : row + 1] if leaf.ndim else leaf
-
-        samples.append(apply_to_collection(batch, Tensor, cut))
-    return samples
-
-
-def unstacked(batch: Any) -> list[Any]:
-    """Cut an unstacked batch into batches of one sample.
-
-    An unstacked batch holds lists with one item per sample, as in detection, or is itself a list of
-    samples. Return [] for other batches, such as stacked tensors.
+    A batch holds stacked tensors, or lists with one item per sample, as in detection. Or it is
+    itself a list of samples.
     """
-    sizes = {leaf.ndim and len(leaf) for leaf in tensors(batch)}
-    is_mapping = isinstance(batch, Mapping)
-    if len(sizes) < 2 or not (is_mapping or isinstance(batch, list | tuple)):
-        return []
-    columns = dict(batch if is_mapping else enumerate(batch))
-    lists = {}
-    sized = {}
-    for key, column in columns.items():
-        if isinstance(column, list | tuple):
-            lists[key] = column
-        elif getattr(column, "ndim", 0):
-            sized[key] = column
-    sized |= lists
-    lengths = set(map(len, sized.values()))
-    samples: list[Any] = []
-    if lists and len(lengths) == 1 and all(map(are_alike, lists.values())):
-        for row in range(lengths.pop()):
-            single = dict(columns)
-            for key, column in sized.items():
-                single[key] = column[row : row + 1]
-            samples.append(single if is_mapping else tuple(single.values()))
-    elif isinstance(batch, list) and are_alike(batch) and not isinstance(batch[0], Tensor):
-        for sample in batch:
-            samples.append([sample])
+    samples = []
+    if isinstance(batch, Shards):
+        for shard, count in zip(batch, batch.counts, strict=True):
+            samples += singles(shard)[:count]
+        return samples
+    lengths = [leaf.ndim and len(leaf) for leaf in tensors(batch)]
+    size = mode(list(filter(None, lengths)) or [0])
+    kinds: Any = Tensor
+    columns = batch
+    if len(set(lengths)) > 1 and isinstance(batch, Mapping | list | tuple):
+        if not isinstance(batch, Mapping):
+            columns = dict(enumerate(batch))
+        lists = [column for column in columns.values() if isinstance(column, list | tuple)]
+        if lists and all(map(are_alike, lists)) and len(set(map(len, lists))) == 1:
+            kinds = (Tensor, list, tuple)
+            size = len(lists[0])
+        elif isinstance(batch, list) and are_alike(batch) and not isinstance(batch[0], Tensor):
+            return [[sample] for sample in batch]
+    for row in range(size):
+
+        def cut(part: Any, row: int = row) -> Any:
+            has_rows = getattr(part, "ndim", 1) and len(part) == size
+            return part[row : row + 1] if has_rows else part
+
+        single = apply_to_collection(columns, kinds, cut)
+        if columns is not batch:
+            single = tuple(single.values())
+        samples.append(single)
     return samples
 
 
@@ -324,7 +293,7 @@ def numbers(state: Any, path: str = "") -> dict[str, float]:
     if isinstance(state, Tensor):
         return {path: norm(state)}
     if isinstance(state, bool | int | float):
-        return {path: state}
+        return {path: float(state)}
     leaves: dict[str, float] = {}
     if isinstance(state, list | tuple):
         state = dict(enumerate(state))
@@ -332,20 +301,6 @@ def numbers(state: Any, path: str = "") -> dict[str, float]:
         for name, value in state.items():
             leaves |= numbers(value, f"{path}.{name}".lstrip("."))
     return leaves
-
-
-def schedulers(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return class, interval and numeric state of each learning-rate scheduler."""
-    rows = []
-    for config in trainer.lr_scheduler_configs:
-        rows.append(
-            {
-                "class": type(config.scheduler).__name__,
-                "interval": config.interval,
-                "state": numbers(config.scheduler.state_dict()),
-            }
-        )
-    return rows
 
 
 @expects("torch:Tensor._backward_hooks", "torch.nn.modules.dropout:_DropoutNd")
@@ -360,14 +315,17 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
             batchnorm.append(name)
         if isinstance(layer, _DropoutNd) and layer.p > 0:
             dropout.append(name)
-    rows = schedulers(trainer)
-    for row in rows:
-        row["state"]["estimated_stepping_batches"] = float(trainer.estimated_stepping_batches)
+    schedulers = []
+    for config in trainer.lr_scheduler_configs:
+        lengths = numbers(config.scheduler.state_dict())
+        lengths["estimated_stepping_batches"] = float(trainer.estimated_stepping_batches)
+        name = type(config.scheduler).__name__
+        schedulers.append({"class": name, "interval": config.interval, "lengths": lengths})
     return {
-        "accumulate": trainer.accumulate_grad_batches,
+        "accumulate": int(trainer.accumulate_grad_batches),
         "sampler": type(getattr(trainer.train_dataloader, "sampler", None)).__name__,
         "batches": trainer.num_training_batches,
-        "schedulers": rows,
+        "schedulers": schedulers,
         "batchnorm": batchnorm,
         "dropout": dropout,
         "hooked": [name for name, p in module.named_parameters() if p._backward_hooks],

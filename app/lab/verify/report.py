@@ -1,9 +1,11 @@
 """Report of a verification: table, losses of all variants, differences, and causes."""
 
+import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -20,33 +22,31 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         command: The command line.
         folder: Folder of the report.
     """
-    reference = verdict.reference.losses
-    losses: dict[str, np.ndarray] = {}
-    differences: dict[str, np.ndarray] = {}
+    recorded = {"one device": verdict.reference}
     for result in verdict.results:
-        if result.recorded is not None and len(result.recorded.losses):
-            line = result.recorded.losses
-            losses[result.name] = line
-            differences[result.name] = line[: len(reference)] - reference[: len(line)]
-    sizes = np.abs(np.concatenate([*differences.values(), np.zeros(1)]))
-    largest = sizes[np.isfinite(sizes)].max()
+        if result.recorded is not None:
+            recorded[result.name] = result.recorded
+    losses = pd.DataFrame({name: run.losses for name, run in recorded.items()})
+    losses.index += 1
+    reference = losses.pop("one device")
+    differences = losses.sub(reference, axis="index")
+    largest: Any = differences.abs()[differences.abs() < math.inf].max(axis=None)
 
-    def draw_lines(lines: dict[str, np.ndarray], label: str, axes: Axes) -> None:
+    def draw_lines(lines: pd.DataFrame, label: str, axes: Axes) -> None:
         for name, line in lines.items():
-            axes.plot(range(1, len(line) + 1), line, label=name, linewidth=1.2)
+            axes.plot(line, label=name, linewidth=1.2)
         axes.set(xlabel="step", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(axis="y")
         axes.figure.legend(loc="outside lower center", ncols=3, fontsize=9)
 
     def draw_losses(axes: Axes) -> None:
-        steps = range(1, len(reference) + 1)
-        axes.plot(steps, reference, color=PALE, linewidth=5, label="one device")
+        axes.plot(reference, color=PALE, linewidth=5, label="one device")
         draw_lines(losses, "training loss", axes)
 
     title = "No difference"
-    if largest:
-        title = f"Difference from one device: at most {largest:.0e}".replace("e-0", "e-")
+    if largest > 0:
+        title = f"Difference from one device: at most {largest:.1g}"
     header, *rows = verdict.table()
     pictures = (
         '![Training loss of each step, in every variant](losses "Training loss of each step")\n'
@@ -58,7 +58,7 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         Section("Losses", pictures),
         Section("The command", code(command)),
     ]
-    steps = f"{len(reference)} steps in {len(losses) + 1} variants, against one device."
+    steps = f"{len(verdict.reference.steps)} steps in {len(recorded)} variants, against one device."
     figures = {
         "losses": draw(draw_losses),
         "differences": draw(partial(draw_lines, differences, "difference")),

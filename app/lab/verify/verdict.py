@@ -26,6 +26,7 @@ class Result:
         reference: Recording that the run is compared with.
         differences: Difference from one device, by column; see
             `app.lab.verify.differences.differences`.
+        effect: Largest difference of a step's loss from the reference.
         causes: Known causes of the differences.
         first_bits: First output or gradient whose bits differ; only with `--bits true`.
         rounding: Differences that are only rounding, by column.
@@ -41,6 +42,7 @@ class Result:
     recorded: Recorded | None = None
     reference: Recorded | None = None
     differences: dict[str, Difference] = field(default_factory=dict)
+    effect: float = 0.0
     causes: list[Cause] = field(default_factory=list)
     first_bits: str | None = None
     rounding: dict[str, Difference] = field(default_factory=dict)
