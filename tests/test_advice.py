@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from app.lab.compare.advice import advice, busy, excluded, load_explains, ranks, verdict
+from app.lab.compare.advice import Verdict, verdict
 from app.lab.compare.results import COLUMNS
 
 
@@ -43,16 +43,14 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(table, columns=COLUMNS)
 
 
+def judged(*rows: dict[str, Any], cores: int = 4, usable: int = 4) -> Verdict:
+    """Return the verdict on rows; the first is the baseline."""
+    return verdict(made_up(*rows), str(rows[0]["variant"]), cores, usable)
+
+
 def told(*rows: dict[str, Any]) -> str:
-    table = made_up(*rows)
-    baseline = str(rows[0]["variant"])
-    return "\n".join(
-        [
-            verdict(table, baseline).conclusion,
-            *excluded(table, baseline),
-            *advice(table, baseline, 4),
-        ]
-    )
+    result = judged(*rows)
+    return "\n".join([result.conclusion, *result.cautions, *result.advice])
 
 
 ONE = {"variant": "one", "devices": 1, "samples_per_s": 1000.0}
@@ -87,7 +85,7 @@ def test_no_verdict_from_single_runs() -> None:
 def test_variants_that_tie_share_the_first_place() -> None:
     """Variants that are as fast as the fastest share the first place."""
     near = FOUR | {"variant": "near", "samples_per_s": 3590.0}
-    assert ranks(made_up(ONE, FOUR, near)) == {"four": 1, "near": 1, "one": 3}
+    assert judged(ONE, FOUR, near).places == {"four": 1, "near": 1, "one": 3}
 
 
 CPU = {"accelerator": "cpu", "threads": 4}
@@ -95,22 +93,17 @@ CPU = {"accelerator": "cpu", "threads": 4}
 
 def test_machine_is_busy_if_its_cores_do_not_suffice() -> None:
     message = "The machine was busy: other programs took up to 1.5 of its 4 cores"
-    assert busy(made_up(ONE | CPU | {"others_cores": 1.5}), 4, 4) == message
-    assert busy(made_up(ONE | CPU | {"others_cores": 0.3}), 4, 4) is None
-    assert busy(made_up(ONE | {"others_cores": 20.0}), 64, 8) is None, (
-        "there are cores enough for both"
-    )
+    assert f"**{message}.**" in told(FOUR, ONE | CPU | {"threads": 1, "others_cores": 1.5})
+    assert judged(FOUR, ONE | CPU | {"others_cores": 1.5}).conclusion == message
+    for others, cores, usable in ((0.3, 4, 4), (20.0, 64, 8)):  # cores enough for both
+        free = judged(FOUR, ONE | {"others_cores": others}, cores=cores, usable=usable)
+        assert not free.cautions
 
 
 LOADS = [
     (0.0, 1, False),
-    (
-        0.5,
-        1,
-        False,
-        # without the other programs, `slow` would be at most twice as fast, but FOUR is 3.6 times
-        # as fast
-    ),
+    # without the other programs, `slow` would be at most twice as fast; FOUR is 3.6 times as fast
+    (0.5, 1, False),
     (0.75, 1, True),
     (3.0, 1, True),
     (0.75, 2, False),  # the slow variant uses only two of the four cores
@@ -121,16 +114,13 @@ LOADS = [
 def test_load_explains_a_difference(others: float, one_thread: int, explained: bool) -> None:
     """Load explains a difference if the slower variant might be as fast on a quiet machine."""
     slow = ONE | CPU | {"others_cores": others, "threads": 4 // one_thread}
-    assert load_explains(made_up(FOUR | CPU | {"threads": 1}, slow), 4, 4) == explained
+    assert judged(FOUR | CPU | {"threads": 1}, slow).is_busy == explained
 
 
 def test_baseline_that_uses_all_cores_is_named() -> None:
     two = FOUR | CPU | {"processes": 4}
     text = told(ONE | CPU, two | {"threads": 1})
-    assert (
-        "one already uses all 4 cores, with 4 threads: more devices add no cores, so no ideal"
-        in text
-    )
+    assert "one already uses all 4 cores: more devices add no cores, so no ideal" in text
     assert "already uses" not in told(ONE | CPU | {"threads": 1}, two | {"threads": 1})
 
 

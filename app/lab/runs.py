@@ -19,8 +19,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from app.command.configuration import (
     FIT_FLAGS,
     MADE,
@@ -163,10 +161,11 @@ def run_fit(
 
 
 def last_lines(folder: Path) -> list[str]:
-    """Return a failed run's last 12 output lines, preferably of a node with an error message."""
-    nodes = map(_lines, sorted(folder.glob("output_node*.txt")))
-    lines = max(nodes, key=lambda lines: "error: " in "\n".join(lines))
-    return [line[:300] for line in lines[-12:]]
+    """Return the last 12 output lines of each node of a failed run."""
+    lines = []
+    for output in sorted(folder.glob("output_node*.txt")):
+        lines += [line[:300] for line in _lines(output)[-12:]]
+    return lines
 
 
 def _reason(record: Record, codes: Sequence[int | None], outputs: Sequence[Path]) -> str:
@@ -190,19 +189,17 @@ def _lines(output: Path) -> list[str]:
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Terminate a run's processes, and kill those that do not stop in time."""
-    tree = []
-    for started in processes:
-        if started.poll() is None:
-            process = psutil.Process(started.pid)
-            tree += [process, *process.children(recursive=True)]
-            started.terminate()
-    for process in psutil.wait_procs(tree, timeout=GRACE)[1]:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    for started in processes:  # kill processes that were started after `tree` was read
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + GRACE
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0))
+        # ranks die with their agent, because the kernel kills them
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(started.pid, signal.SIGKILL)
-        started.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def fit(**flags: Any) -> Record:

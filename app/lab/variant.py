@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from jsonargparse import Namespace
 
@@ -86,8 +85,7 @@ class Variant:
         if count == 1:
             return [inherited()]
         common = inherited()
-        if "lo" in psutil.net_if_addrs():
-            common["GLOO_SOCKET_IFNAME"] = "lo"
+        common["GLOO_SOCKET_IFNAME"] = "lo"
         if Resolved(self.settings).accelerator != "cuda":
             share = max(usable_cores() // self.replicas, 1)
             return [{"OMP_NUM_THREADS": str(share)} | common] * count
@@ -100,17 +98,10 @@ class Variant:
             nodes.append(common | {"CUDA_VISIBLE_DEVICES": ",".join(own)})
         return nodes
 
-    def commands(self, threads: int | None = None) -> str:
-        """Return the commands that run the variant, one line per node.
-
-        Args:
-            threads: Value of OMP_NUM_THREADS for nodes without this variable; None adds no
-                variable.
-        """
-        nodes = self.nodes()
-        if threads is not None:
-            nodes = [{"OMP_NUM_THREADS": str(threads)} | node for node in nodes]
-        return " &\n".join(map(str, on_nodes(self.arguments, nodes, "tcp://127.0.0.1:29500")))
+    def commands(self) -> str:
+        """Return the commands that run the variant, one line per node."""
+        lines = on_nodes(self.arguments, self.nodes(), "tcp://127.0.0.1:29500")
+        return " &\n".join(map(str, lines))
 
 
 def inherited() -> dict[str, str]:
@@ -121,15 +112,10 @@ def inherited() -> dict[str, str]:
 
 def _lacking(variant: Variant) -> str | None:
     """Return a description of missing devices, or None. Each replica needs its own GPU or core."""
-    trainer = variant.settings.trainer
-    needed = variant.replicas
-    if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        return "there is no GPU"
-    count = usable_cores()
-    kind = "CPU cores"
-    if Resolved(variant.settings).accelerator == "cuda":
-        count = torch.cuda.device_count()
-        kind = "GPUs"
-    if trainer.accelerator in ("auto", "cpu", "gpu", "cuda") and needed > count:
-        return f"needs {needed} {kind}; this machine has {count}"
+    accelerator = Resolved(variant.settings).accelerator
+    counts = {"cpu": usable_cores(), "cuda": torch.cuda.device_count()}
+    names = {"cpu": "CPU cores", "cuda": "GPUs"}
+    if accelerator in counts and variant.replicas > counts[accelerator]:
+        needed = f"needs {variant.replicas} {names[accelerator]}"
+        return f"{needed}; this machine has {counts[accelerator]}"
     return None

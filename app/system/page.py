@@ -139,7 +139,7 @@ def draw(
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(width, height), layout="constrained")
         if title is not None:
-            figure.suptitle(title, fontsize=11)
+            figure.suptitle(title)
         paint(figure.subplots())
     return figure
 
@@ -163,7 +163,7 @@ def png(figure: Figure) -> bytes:
     """Return a figure as PNG, on white."""
     file = io.BytesIO()
     with matplotlib.rc_context(LOOK):
-        figure.savefig(file, format="png", dpi=120, facecolor="white")
+        figure.savefig(file, format="png")
     return file.getvalue()
 
 
@@ -206,17 +206,14 @@ def _shown(figure: Figure | bytes, name: str, alt: str) -> str:
     with matplotlib.rc_context({**LOOK, "svg.hashsalt": name}):
         figure.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
-    text = text[text.index("<svg") :]
+    # another figure's groups have the same ids
     text = re.sub(
-        r"<metadata>.*?</metadata>\s*|<style.*?</style>|<!--.*?-->\s*", "", text, flags=re.DOTALL
+        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->|(?<=<g) id=\"[^\"]*\"",
+        "",
+        text[text.index("<svg") :],
+        flags=re.DOTALL,
     )
-    text = re.sub(r"(font: [^;\"]*?px)[^;\"]*", r"\1 system-ui, sans-serif", text)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
-    text = text.replace("xlink:href", "href")
-    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{re.sub(r'[^a-z0-9]', '-', name)}-", text)
     width = 96 * figure.get_figwidth() * 1.2  # CSS pixels; limits the size of text on a wide page
-    view = re.search(r'viewBox="[^"]*"', text)
-    assert view is not None
-    head = f'<svg role="img" aria-label="{alt}" {view[0]} style="max-width: {width:.0f}px">'
-    return re.sub(r"<svg[^>]*>", lambda match: head, text, count=1)
+    return f'<span role="img" aria-label="{alt}" style="max-width: {width:.0f}px">{text}</span>'

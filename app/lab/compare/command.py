@@ -16,6 +16,7 @@ from jsonargparse import Namespace
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
+from rich.progress import Progress
 
 from app.command.arguments import read_yaml, shipped
 from app.command.configuration import by_name, split_flags
@@ -23,7 +24,6 @@ from app.command.parser import PlainParser
 from app.errors import UserError, nearest
 from app.lab.compare.experiment import Experiment, expand
 from app.lab.compare.report import write_report
-from app.lab.compare.results import rate
 from app.lab.compare.runner import Outcome, Runner
 from app.lab.runs import CommandLine
 from app.lab.variant import Variant, inherited
@@ -34,7 +34,6 @@ from app.system.machine import driver, hardware, usable_cores, versions
 from app.system.terminal import make_console
 
 DEFAULT = "configs/compare/this_machine.yaml"
-NOT_MEASURED = {"failed", "starting", "hanging"}
 USAGE = "python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]"
 
 
@@ -62,7 +61,7 @@ def run(arguments: list[str]) -> int:
         arguments: The arguments after `compare`.
 
     Returns:
-        Exit code: 1 when a variant failed, hung, or did not reach its first step; else 0.
+        Exit code: 1 when a variant failed, else 0.
 
     Raises:
         UserError: For invalid settings, or when no variant can run here.
@@ -93,6 +92,7 @@ def run(arguments: list[str]) -> int:
         "load": os.getloadavg()[0],
         "driver": driver(),
         "versions": versions(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
     }
     console.print(
         f"{experiment.name}: {len(variants)} variants, {experiment.repeats} runs of each, in turn"
@@ -103,7 +103,6 @@ def run(arguments: list[str]) -> int:
     try:
         _follow(runner, console)
     finally:
-        head["date"] = runner.measured_at()
         short, following, table, pictures = write_report(experiment, runner.outcomes, head, folder)
         console.print(Markdown(short, code_theme="bw"), soft_wrap=False)
         if following:
@@ -121,14 +120,11 @@ def run(arguments: list[str]) -> int:
                 uploaded = f"find {shlex.quote(str(folder))} -name 'offline-run-*'"
                 place = f"offline; upload with  {uploaded} -exec wandb sync {{}} +"
             console.print(f"tracked  {place}")
-    statuses = set()
-    reasons = []
-    for outcome in runner.outcomes:
-        statuses.add(outcome.status)
-        reasons.append(str(outcome.reason))
-    if not any(outcome.records for outcome in runner.outcomes):
-        raise UserError(f"nothing could be measured: {'; '.join(dict.fromkeys(reasons))}")
-    return int(not statuses.isdisjoint(NOT_MEASURED))
+    outcomes = runner.outcomes
+    if not any(outcome.records for outcome in outcomes):
+        reasons = dict.fromkeys(str(outcome.reason) for outcome in outcomes)
+        raise UserError(f"nothing could be measured: {'; '.join(reasons)}")
+    return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
@@ -196,9 +192,7 @@ def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
 def _announce(runner: Runner, console: Console) -> None:
     """Print the commands, and an upper bound of their time."""
     for outcome in runner.outcomes:
-        state = f"{runner.experiment.repeats} runs"
-        if outcome.reason:
-            state = f"{outcome.status}: {outcome.reason}"
+        state = outcome.note or f"{runner.experiment.repeats} runs"
         console.print(f"{outcome.variant.name}  ({state})", style="bold")
         if outcome.status != "measured":
             console.print(outcome.variant.commands() + "\n")
@@ -207,27 +201,21 @@ def _announce(runner: Runner, console: Console) -> None:
 
 
 def _follow(runner: Runner, console: Console) -> None:
-    """Run the experiment. Print each finished run; on a terminal, also show the current run."""
-    began = time.monotonic()
+    """Run the experiment. Print each finished run; on a terminal, also show the progress."""
     repeats = runner.experiment.repeats
 
     def report(outcome: Outcome) -> None:
-        state = f"run {len(outcome.records)} of {repeats}"
-        if outcome.reason:
-            state = f"{outcome.status}: {outcome.reason}"
-        if outcome.medians:
-            state += f", {rate(outcome.medians)} samples/s"
-        times = f"{duration(time.monotonic() - began)} elapsed"
-        left = runner.remaining_s()
-        if left is not None:
-            times += f", about {duration(left)} left"
-        console.print(f"{outcome.variant.name}: {state}  ({times})")
+        state = outcome.note or f"run {len(outcome.records)} of {repeats}"
+        console.print(f"{outcome.variant.name}: {state}, {outcome.rate} samples/s")
 
     for outcome in runner.outcomes:
         if outcome.records or outcome.reason:
             report(outcome)
-    with console.status("") as status:
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(list(runner.todo())))
         for repeat, outcome in runner.todo():
-            status.update(escape(f"{outcome.variant.name}: run {repeat} of {repeats}"))
+            now = escape(f"{outcome.variant.name}: run {repeat} of {repeats}")
+            progress.update(bar, description=now)
             runner.run(repeat, outcome)
+            progress.advance(bar)
             report(outcome)

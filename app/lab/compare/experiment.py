@@ -63,8 +63,8 @@ class Experiment:
         max_epochs: Epochs of each run; by default the config's.
         max_steps: Steps of each run, instead of epochs.
         time_limit: Seconds after which a run is stopped. A run that stops cleanly is `slow`, and
-            its steps so far are measured. A run that must be killed is `hanging`. A run that has
-            not reached its first step is `starting`.
+            its steps so far are measured. A run that must be killed, or that has not reached its
+            first step, is `failed`.
         scale_batch: Multiply the global batch and the learning rate by the number of replicas.
             Without a schedule, the learning rate warms up for an epoch.
         quick: Use the experiment's small form, which needs only two cores.
@@ -91,6 +91,16 @@ class Experiment:
     quick_form: dict[str, Any] = field(default_factory=dict)
     published: Published | None = None
 
+    def __post_init__(self) -> None:
+        """Reject a null, unless it is the setting's default.
+
+        Raises:
+            UserError: When a setting is null.
+        """
+        for setting in fields(self):
+            if getattr(self, setting.name) is None and setting.default is not None:
+                raise UserError(f"{setting.name}: null: give its settings, or leave it out")
+
 
 def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
     """Return the variants of an experiment, and check every flag.
@@ -100,26 +110,22 @@ def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
         flags: Flags of `fit` from the command line, added to every variant.
 
     Raises:
-        UserError: When a setting is invalid, the experiment has no variants, or `fit` rejects a
-            variant.
+        UserError: When the experiment has no variants, a flag is reserved or cannot take effect, or
+            `fit` rejects a variant.
     """
-    for setting in fields(Experiment):
-        if getattr(experiment, setting.name) is None and setting.default is not None:
-            raise UserError(f"{setting.name}: null: give its settings, or leave it out")
+    limits = {
+        "trainer.max_epochs": experiment.max_epochs,
+        "trainer.max_steps": experiment.max_steps,
+    }
+    flags = {flag: limit for flag, limit in limits.items() if limit is not None} | flags
+    common = experiment.flags | flags
     varied = set(experiment.grid).union(*experiment.variants.values())
-    for flag in (*varied, *experiment.flags, *flags):
-        limit = flag.removeprefix("trainer.")
-        if flag in RESERVED:
-            raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
-        if limit in ("max_epochs", "max_steps") and getattr(experiment, limit) is not None:
-            raise UserError(
-                f"trainer.{limit}: the experiment sets {limit} for all variants: "
-                f"give only --{limit}"
-            )
-        if flag in flags and flag in varied:
-            raise UserError(
-                f"--{flag} is a flag of the variants: leave it out, or change the experiment"
-            )
+    for flag in {*varied, *common}.intersection(RESERVED):
+        raise UserError(f"{flag} is set by compare itself: leave it out of the experiment")
+    for flag in varied.intersection(flags):
+        raise UserError(
+            f"--{flag} is a flag of the variants: leave it out, or change the experiment"
+        )
     by_name = experiment.variants | _product(experiment)
     if not by_name:
         raise UserError("the experiment has neither variants nor a grid: give one of them")
@@ -128,7 +134,7 @@ def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
         raise UserError(f"--baseline {baseline}: no such variant{nearest(baseline, by_name)}")
     folders: dict[str, Variant] = {}
     for name, more in by_name.items():
-        variant = _variant(experiment, str(name), experiment.flags | more | flags)
+        variant = _variant(experiment, str(name), common | more)
         if variant.slug in folders:
             raise UserError(
                 f"two variants have the folder {variant.slug}: name {name!r} differently"
@@ -153,9 +159,6 @@ def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
 
 
 def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Variant:
-    for limit in ("max_epochs", "max_steps"):
-        if getattr(experiment, limit) is not None:
-            flags[f"trainer.{limit}"] = getattr(experiment, limit)
     variant = Variant.of_flags(name, flags, experiment.configs)
     if experiment.scale_batch:
         variant = Variant.of_flags(name, flags | _scaled(variant), experiment.configs)

@@ -3,28 +3,25 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator
 
-from app.lab.compare.advice import ranked
-from app.lab.compare.results import rate
+from app.lab.compare.advice import Verdict, ranked
 from app.lab.compare.runner import Outcome
 from app.monitor.report import stacked_bars
 from app.record import PHASES
-from app.system.page import BLUE, COLOURS, GREY, INK, ORANGE, PALE, draw, label_lines, short
+from app.system.page import BLUE, INK, ORANGE, PALE, draw, label_lines, short
 
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a
 # line's width.
 ALIKE = 0.005
 LEARNT = 0.98  # a variant has learnt if its loss fell below this fraction of the loss of guessing
 LONGEST = 28  # characters of a variant's name
-# with more curves than this, only the baseline and the recommended variant get a colour and a label
-MOST_NAMED = 5
 
 
 class Picture(NamedTuple):
@@ -41,7 +38,7 @@ class Picture(NamedTuple):
 
 
 def pictures(
-    table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, recommended: str | None
+    table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, verdict: Verdict
 ) -> dict[str, Picture]:
     """Return the plots that have data, by file name.
 
@@ -49,15 +46,18 @@ def pictures(
         table: Table of `app.lab.compare.results.tabulate`.
         outcomes: The variants and their runs.
         baseline: Name of the variant from which the ideal speed-up is computed.
-        recommended: The recommended variant.
+        verdict: The verdict. Without a recommendation, it is the title of the first plot.
     """
     rows = ranked(table)
+    labels = [short(name, LONGEST) for name in rows.index]
     drawn = {}
-    names: dict[str, Any] = {"baseline": baseline, "recommended": recommended}
     if len(rows):
-        rates = {outcome.variant.name: outcome.medians for outcome in outcomes}
-        paint = partial(_throughput, rows=rows, rates=rates, **names)
-        title = "Samples/s of each variant: the median of the runs"
+        title = "Samples/s of each variant: the median, the slowest and the fastest run"
+        if verdict.recommended is None:
+            title = verdict.conclusion
+        rates = {outcome.variant.name: outcome.rate for outcome in outcomes}
+        rows = rows.assign(label=labels, rate=rates)
+        paint = partial(_throughput, rows=rows, baseline=baseline, best=verdict.recommended)
         drawn["throughput"] = Picture(title, draw(paint, 6.4, 1.2 + 0.36 * len(rows)))
     losses = _losses(outcomes)
     if not losses.empty:
@@ -65,57 +65,47 @@ def pictures(
         title = _coinciding(alike, len(losses.columns))
         if not _has_learnt(losses, outcomes):
             title = "No variant has learnt yet: the loss curves say nothing"
-        paint = partial(_loss, losses=losses, alike=list(alike.index), **names)
+        paint = partial(_loss, losses=losses, alike=list(alike.index))
         drawn["loss_epoch"] = Picture(title, draw(paint))
     timed = rows.dropna(subset=["rest_ms"]).rename(columns=lambda name: name.removesuffix("_ms"))
     if len(timed):
-        labels = [short(name, LONGEST) for name in timed.index]
-        paint = partial(stacked_bars, labels=labels, phases=PHASES, rows=list(timed.itertuples()))
+        bars = list(timed.itertuples())
+        paint = partial(stacked_bars, labels=timed["label"], phases=PHASES, rows=bars)
         title = "Where the time of a step goes, on rank zero"
         drawn["step"] = Picture(title, draw(paint, height=1.3 + 0.3 * len(timed)))
     return drawn
 
 
-def _throughput(
-    axes: Axes,
-    rows: pd.DataFrame,
-    rates: dict[str, list[float]],
-    baseline: str,
-    recommended: str | None,
-) -> None:
+def _throughput(axes: Axes, rows: pd.DataFrame, baseline: str, best: str | None) -> None:
     """Draw a bar for each variant, with the range of its runs and the ideal speed-up."""
     places = np.arange(len(rows))
-    axes.set_yticks(places, [short(name, LONGEST) for name in rows.index])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.spines["left"].set_visible(False)
-    axes.tick_params("y", length=0)
     values = rows["samples_per_s"]
-    most = rows["samples_per_s_max"]
-    for place, name in enumerate(rows.index):
-        if name == recommended:
-            axes.barh(place, values[name], color=BLUE, height=0.62, label="recommended")
-        else:
-            axes.barh(place, values[name], color=PALE, height=0.62)
-    if (rows["n"] > 1).any():
-        spread = [values - rows["samples_per_s_min"], most - values]
-        style = {"fmt": "none", "ecolor": INK, "elinewidth": 1, "capsize": 3}
-        axes.errorbar(values, places, xerr=spread, label="slowest to fastest run", **style)
-    ideals = (values / rows["efficiency"]).where(rows.index != baseline)
+    is_best = rows.index == best
+    axes.barh(
+        places,
+        values,
+        0.62,
+        color=np.where(is_best, BLUE, PALE),
+        label=np.where(is_best, "recommended", "_"),
+        xerr=[values - rows["samples_per_s_min"], rows["samples_per_s_max"] - values],
+        ecolor=INK,
+    )
+    ideals = values / rows["efficiency"]
     if ideals.notna().any():
         label = f"ideal: {baseline} times the devices"
         axes.vlines(ideals, places - 0.38, places + 0.38, color=ORANGE, linewidth=2, label=label)
-    ends = np.fmax(most, ideals)  # where the labels start
-    for place, (name, end) in enumerate(zip(rows.index, ends, strict=True)):
-        text = rate(rates[str(name)])
-        axes.annotate(
-            text, (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9
-        )
-    axes.set_xlim(0, 1.25 * ends.max())
+    axes.set_yticks(places, rows["label"])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    numbers = axes.secondary_yaxis("right")
+    numbers.set_yticks(places, rows["rate"])
+    for side in (axes, numbers):
+        side.tick_params("y", length=0)
+        side.spines[["left", "right"]].set_visible(False)
     axes.set_xlabel("samples/s")
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    if axes.get_legend_handles_labels()[0]:
-        axes.figure.legend(loc="outside lower center", ncols=3, fontsize=9, handlelength=1.2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    handles, names = axes.get_legend_handles_labels()
+    axes.figure.legend(handles, names, loc="outside lower center", ncols=3)
 
 
 def _losses(outcomes: Sequence[Outcome]) -> pd.DataFrame:
@@ -125,10 +115,10 @@ def _losses(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """
     losses: dict[str, dict[int, float | None]] = {}
     for outcome in outcomes:
-        for record in outcome.records.values():
+        for record in outcome.records[:1]:
             if record.not_finite_since is None:
                 curve = {row.epoch + 1: row.train_loss for row in record.epochs if row.whole}
-                losses.setdefault(outcome.variant.name, curve)
+                losses[outcome.variant.name] = curve
     return pd.DataFrame(losses, dtype=float).dropna(axis="columns", how="all")
 
 
@@ -136,7 +126,7 @@ def _has_learnt(losses: pd.DataFrame, outcomes: Sequence[Outcome]) -> bool:
     """Return whether a variant's loss fell below that of guessing; if unknown, below its first."""
     first = losses.bfill().iloc[0]
     for outcome in outcomes:
-        for record in outcome.records.values():
+        for record in outcome.records:
             if record.data is not None and record.data.classes:
                 first[:] = math.log(record.data.classes)
     return bool((losses.ffill().iloc[-1] < LEARNT * first).any())
@@ -162,25 +152,16 @@ def _coinciding(alike: pd.Series, count: int) -> str:
     return f"{len(alike)} of {count} loss curves coincide ({difference})"
 
 
-def _loss(
-    axes: Axes, losses: pd.DataFrame, alike: list[str], baseline: str, recommended: str | None
-) -> None:
+def _loss(axes: Axes, losses: pd.DataFrame, alike: list[str]) -> None:
     """Draw each variant's loss. Curves that coincide share one line."""
-    shown = losses.drop(columns=alike[1:])
-    colours = dict(zip(shown, COLOURS, strict=False))
-    is_crowded = len(shown.columns) > MOST_NAMED
-    if is_crowded:
-        colours = {**dict.fromkeys(shown, GREY), baseline: ORANGE, str(recommended): BLUE}
     ends = []
-    for name, curve in shown.items():
-        colour = colours[name]
+    for name, curve in losses.drop(columns=alike[1:]).items():
         line = curve.dropna()
-        axes.plot(line, color=colour, marker="o", markersize=3)
+        (drawn,) = axes.plot(line, marker="o", markersize=3)
         label = short(str(name), LONGEST)
         if name == alike[0] and len(alike) > 1:
             label = f"{len(alike)} variants"
-        if colour != GREY or not is_crowded:
-            ends.append((line.iloc[-1], label, colour))
+        ends.append((line.iloc[-1], label, drawn.get_color()))
     axes.set(xlabel="epoch", ylabel="training loss")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(axis="y")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -53,26 +52,11 @@ AGGREGATIONS = {
     "samples_per_s_min": "min",
     "samples_per_s_max": "max",
     "n": "count",
-    "memory_main_gib": "max",
-    "memory_others_gib": "max",
-    "memory_main_percent": "max",
-    "memory_others_percent": "max",
-    "not_finite_since": "min",
 }
 COMPUTED = ("replica_batch", "less_accurate", "speed_up", "efficiency")
 COLUMNS = ["variant", "status", *FIGURES, *COMPUTED]
-WHOLE = ("devices", "nodes", "replicas", "processes", "threads", "global_batch", "n")
 # NaN for a run stopped by the time limit
 OF_THE_WHOLE = ["loss_last", "val_acc", "train_s"]
-
-
-def rate(rates: Sequence[float]) -> str:
-    """Format samples/s of several runs: their median ± the largest deviation from it."""
-    middle = median(rates)
-    if len(rates) == 1:
-        return f"{middle:,.0f}"
-    spread = max(max(rates) - middle, middle - min(rates))
-    return f"{middle:,.0f} ± {spread:,.0f}"
 
 
 def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
@@ -80,12 +64,10 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
 
     - samples_per_s: median over the runs. A run's value is the median over its logging windows. The
       columns with `_min` and `_max` are the minimum and the maximum over the runs.
-    - Times, losses, accuracies: medians over the runs.
-    - Peak memory: maximum over the runs.
+    - Times, losses, accuracies, peak memory: medians over the runs.
     - speed_up: samples/s divided by the baseline's.
-    - efficiency: speed-up divided by the ratio of device counts; 1 for the baseline. Another
-      variant's efficiency is NaN if it has as many devices as the baseline, or if the baseline uses
-      all cores of a CPU.
+    - efficiency: speed-up divided by the ratio of device counts. It is NaN for a variant with as
+      many devices as the baseline, and if the baseline uses all cores of a CPU.
     - less_accurate: 1 if val_acc is below the baseline's by more than two standard errors, else 0.
     - Phases of a step: milliseconds, measured in a few steps, and scaled to add up to the step time
       of samples_per_s.
@@ -104,20 +86,16 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     all_cores = (
         base["accelerator"] == "cpu" and base["threads"] * base["replicas"] >= usable_cores() > 1
     )
-    scaled = (grown != 1) & (not all_cores)
-    table["efficiency"] = (table["speed_up"] / grown).where(scaled | (table["variant"] == baseline))
-    return table[COLUMNS].astype(dict.fromkeys(WHOLE, "Int64"))
+    table["efficiency"] = (table["speed_up"] / grown).where((grown != 1) & (not all_cores))
+    return table[COLUMNS]
 
 
 def _combine(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """Return a row for each variant: its runs' figures, combined."""
     rows = []
-    names = []
     for outcome in outcomes:
-        variant = {"variant": outcome.variant.name}
-        names.append(outcome.variant.name)
-        for record in outcome.records.values():
-            rows.append(asdict(record) | _figures(record) | variant)
+        for record in outcome.records:
+            rows.append({"variant": outcome.variant.name, **asdict(record), **_figures(record)})
     combined = {}
     types = {}
     for name, figure in FIGURES.items():
@@ -125,6 +103,7 @@ def _combine(outcomes: Sequence[Outcome]) -> pd.DataFrame:
         combined[name] = (figure, aggregation)
         types[figure] = object if aggregation == "first" else float
     runs = pd.json_normalize(rows).reindex(columns=["variant", *types]).astype(types)
+    names = [outcome.variant.name for outcome in outcomes]
     return runs.groupby("variant").agg(**combined).reindex(names).reset_index()
 
 
@@ -137,13 +116,15 @@ def _figures(record: Record) -> dict[str, Any]:
     for epoch in record.epochs:
         if epoch.val_acc is not None:
             figures["val_acc"] = epoch.val_acc
-    used: dict[Any, tuple[float, float]] = {}
+    gib = []
+    percent = []
     for peak in record.peak_memory:
-        gib = peak.allocated_gib or peak.host_rss_gib or 0.0
-        used[peak.rank, peak.device] = (gib, 100 * gib / (peak.total_gib or math.nan))
-    if used:
-        main, *others = used.values()
-        figures["main_gib"], figures["main_percent"] = main
-        if others:
-            figures["others_gib"], figures["others_percent"] = map(max, zip(*others, strict=True))
+        used = peak.allocated_gib or peak.host_rss_gib or 0.0
+        gib.append(used)
+        percent.append(100 * used / (peak.total_gib or math.nan))
+    if gib:
+        figures["main_gib"] = gib[0]
+        figures["main_percent"] = percent[0]
+        figures["others_gib"] = max(gib[1:], default=math.nan)
+        figures["others_percent"] = max(percent[1:], default=math.nan)
     return figures
