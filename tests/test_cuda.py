@@ -24,13 +24,14 @@ from harness import (
 )
 from torch import nn
 
+import app.training.ddp
 from app.cli import main
 from app.errors import RankLostError, UserError
 from app.launch import failures
 from app.launch.failures import explaining_errors
 from app.launch.signals import StopTogether
 from app.modules import CIFARCNN
-from app.system import lightning_patches, machine
+from app.system import machine
 from app.training import DDP, DataParallelStrategy
 from app.training.data_parallel import Replica
 
@@ -179,7 +180,7 @@ def test_ddp_wraps_the_model_on_the_stream_where_it_computes(
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a stream of its own"))
     monkeypatch.setattr(
-        lightning_patches, "DistributedDataParallel", lambda *args, **kwargs: made.append(kwargs)
+        app.training.ddp, "DistributedDataParallel", lambda *args, **kwargs: made.append(kwargs)
     )
     strategy = DDP()
     strategy.parallel_devices = [torch.device("cuda", 0)]

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 
 from app.errors import UserError, one_line
 from app.system.patches import expects
@@ -182,93 +180,6 @@ def set_device(module: LightningModule, device: torch.device) -> None:
 
 # -- strategies and launchers
 # ------------------------------------------------------------------------------------------
-
-
-@expects(_TIMEOUT)
-class DDPWithHooks(DDPStrategy):
-    """Lightning's DDP strategy, with six changes.
-
-    Communication hooks work on every device. Lightning registers them only on CUDA, and drops them
-    silently elsewhere. Source: strategies/ddp.py, `_register_ddp_hooks`.
-
-    The model is wrapped on the current stream. Lightning wraps it on a new stream, where autograd's
-    accumulation nodes stay, so that each backward pass waits for that stream. Source:
-    https://github.com/Lightning-AI/pytorch-lightning/pull/21746.
-
-    With gloo, DDP has a process group of its own. Lightning uses the default group, which the
-    user's code shares.
-
-    `self.log(…, sync_dist=True)` averages over the samples of all ranks. Lightning divides by the
-    mean number of samples per rank, rounded down. Source: result.py, `_ResultMetric.compute`.
-
-    `own_launcher` can replace the launcher, and `keeps_buffers` disables the broadcast of buffers,
-    which virtual devices keep equal.
-
-    At an upgrade: does `configure_ddp` still only wrap the model and register hooks?
-    """
-
-    def __init__(
-        self,
-        process_group_backend: str | None,
-        start_method: Any,
-        ddp_comm_hook: Callable | None,
-        ddp_comm_state: object | None,
-        ddp_comm_wrapper: Callable | None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            process_group_backend=process_group_backend,
-            ddp_comm_state=ddp_comm_state,
-            start_method=start_method,
-        )
-        self.start_method = start_method
-        self.hook = ddp_comm_hook
-        self.hook_state = ddp_comm_state
-        self.hook_wrapper = ddp_comm_wrapper
-        self.ddp_options = options  # arguments of DistributedDataParallel
-        self.own_launcher: Any = None  # replaces Lightning's launcher
-        self.keeps_buffers = False
-
-    @property
-    def launcher(self) -> Any:
-        """The launcher of the strategy's processes."""
-        return self.own_launcher or super().launcher
-
-    def configure_ddp(self) -> None:
-        """Wrap the model, and register the communication hook."""
-        group = None
-        # a separate group, because in a shared group, gloo may pair DDP's collective call on one
-        # rank with the user's collective call on another rank, and abort
-        if distributed.is_initialized() and distributed.get_backend() == "gloo":
-            level = distributed.get_debug_level()
-            # at level DETAIL, torch would wrap the new group, and its DDP logger would crash on the
-            # wrapper
-            distributed.set_debug_level(distributed.DebugLevel.OFF)
-            group = distributed.new_group(backend="gloo", timeout=self._timeout)
-            distributed.set_debug_level(level)
-        devices = self.determine_ddp_device_ids()
-        model: Any = self.model
-        self.model = DistributedDataParallel(
-            model, device_ids=devices, process_group=group, **self.ddp_options
-        )
-        if self.keeps_buffers:
-            self.model.broadcast_buffers = False
-        hook = self.hook
-        if hook and self.hook_wrapper:
-            hook = self.hook_wrapper(hook)
-        if hook:
-            self.model.register_comm_hook(self.comm_state(), hook)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over ranks; compute the mean of integers in floating point."""
-        is_tensor = isinstance(tensor, torch.Tensor)
-        if is_tensor and reduce_op == "mean" and not tensor.is_floating_point():
-            tensor = tensor.float()
-        return super().reduce(tensor, group, reduce_op)
-
-    def comm_state(self) -> object | None:
-        """Return the hook's first argument. Called once, after the processes are connected."""
-        return self.hook_state
 
 
 @expects(_TIMEOUT)

@@ -1,16 +1,36 @@
 """Strategy `ddp`: one process per device."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from jsonargparse.typing import NonNegativeFloat
+from lightning.pytorch.strategies import DDPStrategy
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
-from app.system.lightning_patches import DDPWithHooks
+from app.system.patches import expects
 from app.training.traits import Traits
 
 
-class DDP(Traits, DDPWithHooks):
-    """Lightning's DDP strategy, with communication hooks on every type of device.
+@expects("lightning.pytorch.strategies.ddp:DDPStrategy._timeout")
+class DDP(Traits, DDPStrategy):
+    """Lightning's DDP strategy, with four changes.
+
+    Communication hooks work on every device. Lightning registers them only on CUDA, and drops them
+    silently elsewhere. Source: strategies/ddp.py, `_register_ddp_hooks`.
+
+    The model is wrapped on the current stream. Lightning wraps it on a new stream, where autograd's
+    accumulation nodes stay, so that each backward pass waits for that stream. Source:
+    https://github.com/Lightning-AI/pytorch-lightning/pull/21746.
+
+    With gloo, DDP has a process group of its own. Lightning uses the default group, which the
+    user's code shares.
+
+    `self.log(…, sync_dist=True)` averages over the samples of all ranks. Lightning divides by the
+    mean number of samples per rank, rounded down. Source: result.py, `_ResultMetric.compute`.
+
+    At an upgrade: does `configure_ddp` still only wrap the model and register hooks?
 
     Args:
         process_group_backend: Communication library: `gloo`, `nccl` or `mpi`; by default nccl on
@@ -27,9 +47,15 @@ class DDP(Traits, DDPWithHooks):
         gradient_as_bucket_view: Make gradients views of the communicated buckets, not copies.
         bucket_cap_mb: Size of the buckets in MiB; torch's default is 25.
         start_method: Start method of the processes: `popen` runs the command line again.
+
+    Attributes:
+        own_launcher: Launcher to use in place of Lightning's, or None.
+        keeps_buffers: Whether virtual devices keep the buffers equal, in place of DDP's broadcast.
     """
 
     strategy_name = "ddp"
+    own_launcher: Any = None
+    keeps_buffers = False
 
     def __init__(
         self,
@@ -45,14 +71,59 @@ class DDP(Traits, DDPWithHooks):
     ) -> None:
         super().__init__(
             process_group_backend=process_group_backend,
-            ddp_comm_hook=ddp_comm_hook,
             ddp_comm_state=ddp_comm_state,
-            ddp_comm_wrapper=ddp_comm_wrapper,
             start_method=start_method,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            bucket_cap_mb=bucket_cap_mb,
         )
+        self.start_method = start_method
+        self.hook = ddp_comm_hook
+        self.hook_state = ddp_comm_state
+        self.hook_wrapper = ddp_comm_wrapper
+        self.ddp_options = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
         if self.strategy_name == "ddp" and start_method != "popen":
             self.strategy_name = f"ddp_{start_method}"
+
+    @property
+    def launcher(self) -> Any:
+        """The launcher of the strategy's processes."""
+        return self.own_launcher or super().launcher
+
+    def configure_ddp(self) -> None:
+        """Wrap the model, and register the communication hook."""
+        group = None
+        # a separate group, because in a shared group, gloo may pair DDP's collective call on one
+        # rank with the user's collective call on another rank, and abort
+        if distributed.is_initialized() and distributed.get_backend() == "gloo":
+            level = distributed.get_debug_level()
+            # at level DETAIL, torch would wrap the new group, and its DDP logger would crash on the
+            # wrapper
+            distributed.set_debug_level(distributed.DebugLevel.OFF)
+            group = distributed.new_group(backend="gloo", timeout=self._timeout)
+            distributed.set_debug_level(level)
+        devices = self.determine_ddp_device_ids()
+        model: Any = self.model
+        self.model = DistributedDataParallel(
+            model, device_ids=devices, process_group=group, **self.ddp_options
+        )
+        if self.keeps_buffers:
+            self.model.broadcast_buffers = False
+        hook = self.hook
+        if hook and self.hook_wrapper:
+            hook = self.hook_wrapper(hook)
+        if hook:
+            self.model.register_comm_hook(self.comm_state(), hook)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over ranks; compute the mean of integers in floating point."""
+        is_tensor = isinstance(tensor, torch.Tensor)
+        if is_tensor and reduce_op == "mean" and not tensor.is_floating_point():
+            tensor = tensor.float()
+        return super().reduce(tensor, group, reduce_op)
+
+    def comm_state(self) -> object | None:
+        """Return the hook's first argument. Called once, after the processes are connected."""
+        return self.hook_state
