@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from app.data.shares import GlobalOrder, Shards, stream
 from app.data.sources import Split, Workers
@@ -296,9 +298,9 @@ class DiskReader(HostReader):
         super().__init__(split, rows, pins)
         self.seed = seed
         self._items: list[list[tuple[int, int]]] = []  # row and seed of each sample of each batch
-        self.workers = Workers(
-            ReadImage(split, crop, augment), self._items, split.image_shape, num_workers, pins
-        )
+        collate = partial(_stacked, split.image_shape)
+        read = ReadImage(split, crop, augment)
+        self.workers = Workers(read, self._items, collate, num_workers, pins)
 
     def read(self, order: Tensor, epoch: int, places: Sequence[Place]) -> Iterator[Tensor]:
         """Return an iterator over the images at each place."""
@@ -310,7 +312,23 @@ class DiskReader(HostReader):
             self._items.append(
                 list(zip(place.of(rows).tolist(), place.of(seeds).tolist(), strict=True))
             )
-        return iter(self.workers)
+        return map(_raised, self.workers)
+
+
+def _stacked(shape: Sequence[int], images: list[Tensor | UserError]) -> Tensor | UserError:
+    """Return images as a batch, or the first error."""
+    for image in images:
+        if isinstance(image, UserError):
+            return image
+    if not images:
+        return torch.empty((0, *shape), dtype=torch.uint8)
+    return default_collate(images)  # it stacks in shared memory
+
+
+def _raised(images: Tensor | UserError) -> Tensor:
+    if isinstance(images, UserError):
+        raise images
+    return images
 
 
 @expects("torch.utils.data:DataLoader._iterator")

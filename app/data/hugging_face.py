@@ -91,7 +91,8 @@ class HuggingFaceSource(RowSource):
         features = made[splits["train"]].features
         self._image = self._column(features, datasets.Image, "image", image_column)
         self._label = self._column(features, datasets.ClassLabel, "label", label_column)
-        self._tables = {}
+        self.columns = [self._image, self._label]
+        self._rows = {}
         labels = {}
         for split, name in splits.items():
             table = made[name]
@@ -99,7 +100,7 @@ class HuggingFaceSource(RowSource):
                 labels[split] = self._class_names(table)
                 images = table.select_columns([self._image])
                 encoded = datasets.Image(decode=False)
-                self._tables[split] = images.cast_column(self._image, encoded)
+                self._rows[split] = images.cast_column(self._image, encoded)
         self._number_classes(labels, getattr(features[self._label], "names", None) or ())
 
     def _class_names(self, table: Any) -> list[str]:
@@ -138,16 +139,12 @@ class HuggingFaceSource(RowSource):
             )
         return column
 
-    def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
-        return [*super().settings(split), self._image, self._label]
-
     def load(self, split: SplitName) -> Split:  # noqa: D102
         if split == "predict" and self.predict_dir is not None:
             return super().load(split)
-        name = "test" if split == "predict" else split
         place = f"{split} in {self.root}"
-        return RowSplit(self._tables[name], self._labels[name], place, self, self.ragged(split))
+        return RowSplit(self._rows[split], self._labels[split], place, self, self.ragged(split))
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         """Return the Arrow files that hold a split's images."""
-        return [(file["filename"], -1) for file in self._tables[split].cache_files]
+        return [(file["filename"], -1) for file in self._rows[split].cache_files]

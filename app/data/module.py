@@ -38,7 +38,7 @@ READS: dict[str, Sequence[SplitName]] = {
     "fit": ("train", "val", "test"),
     "validate": ("train", "val"),
     "test": ("test",),
-    "predict": ("predict",),
+    "predict": (),  # see `_predicted`
 }
 
 
@@ -180,6 +180,12 @@ class ImageData(LightningDataModule):
         """Shape of an image, (C, H, W)."""
         return self.source.image_shape
 
+    @property
+    def _predicted(self) -> SplitName:
+        if "test" in self.source.splits and self.source.predict_dir is None:
+            return "test"
+        return "predict"
+
     def prepare_data(self, stage: str | None = None) -> None:
         """Download, check and decode a stage's images, in one process per node.
 
@@ -188,6 +194,8 @@ class ImageData(LightningDataModule):
         """
         stage = stage or (self.trainer and self.trainer.state.fn) or "fit"
         wanted = set(READS[stage])
+        if stage == "predict":
+            wanted = {self._predicted}
         if isinstance(self.batch_size, float):
             wanted.add("train")
         missing = [name for name in self.source.splits if name in wanted - self._prepared]
@@ -204,9 +212,7 @@ class ImageData(LightningDataModule):
             for name in missing:
                 self.cache.write(self.source, name, usable_cores())
         except OSError as error:
-            # a worker's message has a traceback
-            reason = error.strerror or str(error).split("OSError: ")[-1].strip()
-            refused = f"cannot be kept in {self.cache.folder} ({reason})"
+            refused = f"cannot be kept in {self.cache.folder} ({error.strerror or error})"
             if self.source.skips:
                 raise UserError(
                     f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
@@ -226,7 +232,7 @@ class ImageData(LightningDataModule):
         elif stage == "test":
             self._load("test")
         else:
-            self._load("predict")
+            self._load(self._predicted)
         if not hasattr(self, "placement"):  # choose once: loaded images reduce the free memory
             self.placement = self._place()
         if stage == "fit":
@@ -455,7 +461,7 @@ class ImageData(LightningDataModule):
 
         These images are the source's `predict_dir`, or by default the test split.
         """
-        return self._loader("predict")
+        return self._loader(self._predicted)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Augment and normalise a batch on the device.

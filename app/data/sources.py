@@ -1,27 +1,22 @@
 """Image sources: data sets, their files, and decoding into uint8 tensors."""
 
 import ctypes
-import errno
 import gzip
 import math
 import os
 import signal
-import sys
 import traceback
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
-import numpy as np
 import psutil
 import torch
 import torchvision
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.utils import check_integrity
 
 from app.data.geometry import Geometry
@@ -39,11 +34,7 @@ SPLIT_NAMES: dict[str, SplitName] = {
 }
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
-
 Errors = dict[int, UserError]  # errors of unreadable images, by index
-# images of a batch: uint8 (n, C, H, W); or, if a worker appended the images to a file, the height,
-# width and end (a byte offset) of each image
-Images = Tensor | list[tuple[int, int, int]]
 
 
 def problems(wrong: Errors) -> str:
@@ -53,20 +44,18 @@ def problems(wrong: Errors) -> str:
 
 def work_apart(worker: int) -> None:
     """Move a loader worker into its own process group, so that signals reach only the rank."""
-    if sys.platform == "linux":
-        # the kernel kills the worker when its rank dies; 1 is PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # the kernel kills the worker when its rank dies; 1 is PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setpgrp()
 
 
 class _Items(Dataset[Any]):
     """Data set that returns UserErrors, because DataLoader would add tracebacks to raised ones."""
 
-    def __init__(self, read: Callable[[Any], Tensor], target: Sequence[int] | str) -> None:
+    def __init__(self, read: Callable[[Any], Tensor]) -> None:
         # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY
         # is empty
         self.read = read
-        self.target = target
         self.made_by = MADE_BY
 
     def __getitem__(self, item: Any) -> Tensor | UserError:
@@ -80,43 +69,14 @@ class _Items(Dataset[Any]):
             wrong.add_note(traceback.format_exc())  # for --verbose
             return wrong
 
-    def collate(self, images: list[Tensor | UserError]) -> tuple[Images, Errors]:
-        """Return a batch's images and errors.
 
-        If `target` is a file, append the images to it; see `Images` for the result.
-        """
-        wrong = {}
-        right = []
-        for place, image in enumerate(images):
-            if isinstance(image, UserError):
-                wrong[place] = image
-            else:
-                right.append(image)
-        if isinstance(self.target, str):
-            # the kernel keeps the writes of several workers apart
-            with open(self.target, "ab", buffering=0) as file:
-                return [_append(file, image) for image in right], wrong
-        if not right:
-            return torch.empty((0, *self.target), dtype=torch.uint8), wrong
-        return default_collate(right), wrong  # default_collate stacks in shared memory
-
-
-def _append(file: FileIO, image: Tensor) -> tuple[int, int, int]:
-    """Append an image, uint8 (C, h, w), to a file as (h, w, C); return height, width and end."""
-    pixels = image.permute(1, 2, 0).contiguous().numpy()
-    if file.write(pixels.data) < pixels.nbytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return pixels.shape[0], pixels.shape[1], file.tell()
-
-
-class Workers(DataLoader[Tensor]):
-    """Loader whose worker processes read images; it raises their errors in this process.
+class Workers(DataLoader[Any]):
+    """Loader whose worker processes read images.
 
     Args:
         read: Function that reads an item's image, uint8 (C, H, W).
         batches: Items of each batch.
-        target: Shape (C, H, W) of all images; if sizes differ, path of the file to which workers
-            append the images.
+        collate: Function that makes a batch of images; a `UserError` stands for an unreadable one.
         num_workers: Number of worker processes; with 0, this process reads.
         pin_memory: Whether to pin batches for a fast copy to an accelerator.
     """
@@ -125,16 +85,15 @@ class Workers(DataLoader[Tensor]):
         self,
         read: Callable[[Any], Tensor],
         batches: Iterable[Any],
-        target: Sequence[int] | str,
+        collate: Callable[[list[Tensor | UserError]], Any],
         num_workers: int,
         pin_memory: bool = False,
     ) -> None:
-        items = _Items(read, target)
         super().__init__(
-            items,
+            _Items(read),
             batch_sampler=batches,
             num_workers=num_workers,
-            collate_fn=items.collate,
+            collate_fn=collate,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             worker_init_fn=work_apart,
@@ -142,55 +101,56 @@ class Workers(DataLoader[Tensor]):
             generator=torch.Generator(),
         )
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for images, wrong in self.with_errors():
-            if wrong:
-                raise wrong.pop(min(wrong))
-            yield images
-
-    def with_errors(self) -> Iterator[tuple[Images, Errors]]:
-        """Yield each batch's readable images, and the others' errors by index in the batch."""
-        return super().__iter__()
-
 
 class Split(Dataset[Tensor]):
     """Labelled images. Item i is image i, uint8 (C, H, W).
 
     Args:
-        images: uint8 (N, C, H, W).
+        images: uint8 (N, C, H, W); or, for images of different sizes, their pixels one after the
+            other, uint8 (pixels, C).
         labels: int64 (N,).
         names: File names, if any.
-        mapped: Whether the images are memory-mapped from one file, which a node's ranks share.
+        sizes: Height and width of each image, int64 (N, 2), if they differ.
 
     Attributes:
         ragged: Geometry of the training crop if items have different sizes (C, h, w); else None.
+        image_shape: Shape of an image that the network gets, (C, H, W).
         left_out: Number of images that could not be read.
+        mapped: Whether the images are memory-mapped from one file, which a node's ranks share.
     """
 
     ragged: Geometry | None = None
     left_out = 0
+    mapped = False
 
     def __init__(
         self,
         images: Tensor,
         labels: Tensor,
         names: Sequence[str] | None = None,
-        mapped: bool = False,
+        sizes: Tensor | None = None,
     ) -> None:
         self._images: Tensor | None = images
         self.labels = labels
-        self.names = names
-        self.mapped = mapped
         self.image_shape: Sequence[int] = images.shape[1:]
+        self.names = names
+        self._sizes = sizes
+        if sizes is not None:
+            self._ends = sizes.prod(1).cumsum(0)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.tensor()[index]
+        images = self.tensor()
+        if self._sizes is None:
+            return images[index]
+        height, width = self._sizes[index].tolist()
+        end = int(self._ends[index])
+        return images[end - height * width : end].view(height, width, -1).permute(2, 0, 1)
 
     def tensor(self, num_workers: int = 0) -> Tensor:
-        """Return all images, uint8 (N, C, H, W).
+        """Return `images`.
 
         Args:
             num_workers: Number of processes that decode, if the images are encoded.
@@ -198,39 +158,14 @@ class Split(Dataset[Tensor]):
         assert self._images is not None
         return self._images
 
-    def blocks(self, num_workers: int, wrong: Errors, file: str = "") -> Iterator[Images]:
-        """Yield all readable images in order, in blocks of about 1 MiB.
+    def decoded(self, num_workers: int, wrong: Errors) -> Iterator[Tensor]:
+        """Return an iterator over all readable images, in order.
 
         Args:
             num_workers: Number of processes that decode.
             wrong: Dictionary that collects the errors of unreadable images, by index.
-            file: Path of the file to which images of different sizes are appended; see `Images` for
-                the result.
         """
-        yield from self.tensor().split(self._block)
-
-    @property
-    def _block(self) -> int:
-        return max(2**20 // math.prod(self.image_shape), 1)
-
-
-class RaggedSplit(Split):
-    """Labelled images of different sizes, mapped from one file. Item i is image i, uint8 (C, h, w).
-
-    Args:
-        pixels: Pixels of all images as (h, w, C), uint8 (bytes,).
-        values: Heights, widths, ends in `pixels`, and labels, int64 (4, N).
-        names: File names, if any.
-    """
-
-    def __init__(self, pixels: Tensor, values: Tensor, names: Sequence[str] | None) -> None:
-        super().__init__(pixels, values[3], names, mapped=True)
-        self._places = values[:3].T
-
-    def __getitem__(self, index: int) -> Tensor:
-        height, width, end = self._places[index].tolist()
-        start = end - height * width * self.image_shape[0]
-        return self.tensor()[start:end].view(height, width, -1).permute(2, 0, 1)
+        return iter(self.tensor())
 
 
 def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
@@ -242,17 +177,6 @@ def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
             f"{count:,} images of {'×'.join(map(str, image_shape))} take {needed / 2**30:.1f} GiB, "
             f"of {free / 2**30:.1f} GiB of free memory: {remedy}"
         )
-
-
-def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Map a file's pixels as a uint8 tensor.
-
-    The tensor is read-only, because writable pages would count as the rank's memory.
-    """
-    array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(array)
 
 
 def split_of(name: str) -> SplitName | None:
@@ -291,7 +215,7 @@ class Source(ABC):
         mean: Mean of each channel, for pixels scaled to 0…1.
         std: Standard deviation of each channel, for pixels scaled to 0…1.
         splits: Names of the splits; without `val`, training images are held out for validation.
-        files: Paths of the files, if known.
+        root: Path of the data set, if it has one.
         predict_dir: Images and folders of images for `predict`; None to predict on the test split.
         skips: Whether unreadable images are skipped.
         other_files: Number of files in each split's folders that are left out, by suffix: they are
@@ -303,7 +227,7 @@ class Source(ABC):
     mean: Sequence[float]
     std: Sequence[float]
     splits: Collection[SplitName] = ("train", "test", "predict")
-    files: Sequence[Path] = ()
+    root = ""
     predict_dir: str | Sequence[str] | None = None
     skips = False
     other_files: dict[SplitName, Counter[str]] = {}  # noqa: RUF012
@@ -322,11 +246,11 @@ class Source(ABC):
 
     def settings(self, split: SplitName) -> Sequence[Any]:
         """Return the settings of a split's decoding, which are part of the cache's key."""
-        return [self.skips, *self.image_shape]
+        return ()
 
     @abstractmethod
     def load(self, split: SplitName) -> Split:
-        """Read a split; `predict` is the test split unless the source has images to predict."""
+        """Read a split."""
 
     def encoded(self, split: SplitName) -> Sequence[str]:
         """Return a split's encoded files if decoding is slow enough to cache, else nothing."""
@@ -341,10 +265,12 @@ class TorchvisionSource(Source):
 
     Attributes:
         dataset: Torchvision's class of the data set.
-        archives: Files that hold the data set, for error messages.
+        files: Paths of its files.
+        archives: Archives that hold the data set, for error messages.
     """
 
     dataset: Any
+    files: Sequence[Path]
     archives: str
 
     def __init__(self, root: str) -> None:

@@ -22,6 +22,7 @@ SEPARATORS = ",;\t|"
 class RowSource(EncodedSource):
     """Source of a table's rows, whose labels are the names of classes."""
 
+    _rows: dict[SplitName, Any]
     _labels: dict[SplitName, list[int]]  # class number of each row; -1 without a label
 
     @abstractmethod
@@ -51,13 +52,15 @@ class RowSource(EncodedSource):
         numbers = dict(zip(classes, range(len(classes)), strict=True))
         missing = {"", "-1"} - set(classes)
         spellings: dict[str, str] = {}
+        if "test" in names and missing.issuperset(names["test"]):
+            names["predict"] = names.pop("test")
+            self._rows["predict"] = self._rows.pop("test")
         self.class_names = classes
         self.splits = list(names)
         self._labels = {}
         for split, column in names.items():
             self._labels[split] = [numbers.get(name, -1) for name in column]
-            if split == "test" and missing.issuperset(column):
-                self.splits[self.splits.index("test")] = "predict"
+            if split == "predict":
                 continue
             for name in dict.fromkeys(column):
                 where = self._place(split, column.index(name))
@@ -111,8 +114,8 @@ class TableSource(RowSource):
 
     def __init__(self, path: str, file_column: str, label_column: str, split_column: str) -> None:
         self.root = path
-        self._label = label_column
-        self._rows: dict[SplitName, list[tuple[int, str]]] = {"train": []}  # lines and files
+        self.columns = [label_column]
+        self._rows = {"train": []}  # line number and file of each row
         labels: dict[SplitName, list[str]] = {"train": []}
         lines: dict[str, int] = {}
         columns = {"file": file_column, "label": label_column, "split": split_column}
@@ -144,15 +147,6 @@ class TableSource(RowSource):
     def _place(self, split: SplitName, row: int) -> str:
         line, _ = self._rows[split][row]
         return f"{self.root}, line {line}"
-
-    def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
-        return [*super().settings(split), os.path.abspath(self.root), self._label]
-
-    def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
-        files = super().encoded(split)
-        if split == "predict" and self.predict_dir is not None:
-            return files
-        return [self.root, *files]  # the cache holds the labels, which are in the table
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         _, files = zip(*self._rows[split], strict=True)
