@@ -13,7 +13,14 @@ from cluster.hosts import awaited
 from harness import App, error_of, fork_app, on_cpu, options, output_of, tiny
 from torch import Tensor, nn
 
-from app.data.batches import DeviceReader, DiskReader, GlobalBatches, HostReader, ImageOrder
+from app.data.batches import (
+    DeviceReader,
+    DiskReader,
+    GlobalBatches,
+    HostReader,
+    ImageOrder,
+    ReadImage,
+)
 from app.data.shares import GlobalOrder, stream
 from app.data.sources import Split
 from app.data.transforms import DRAW_RANGE, FLIP
@@ -32,7 +39,7 @@ def split(count: int) -> Split:
 
 
 READERS: dict[str, Callable[[Split, Tensor], HostReader]] = {
-    "disk": DiskReader,
+    "disk": lambda split, rows: DiskReader(ReadImage(split), rows),
     "memory": HostReader,
     "device": lambda split, rows: DeviceReader(split, rows, torch.device("cpu")),
 }
@@ -135,7 +142,7 @@ def test_each_epoch_has_its_permutation() -> None:
     seen = []
     for epoch in (0, 1, 0):
         one.set_epoch(epoch)
-        seen.append(one.samples(0).tolist())
+        seen.append(one.order.samples(0).tolist())
     assert seen[1] != seen[0] == seen[2]
 
 
@@ -159,7 +166,8 @@ def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None
     def epochs(rank: int, world_size: int) -> list[Tensor]:
         rows = torch.arange(20)
         order = ImageOrder(rows, batch_size=8, rank=rank, world_size=world_size)
-        reader = DiskReader(split(20), rows, num_workers=num_workers, augment=[Scramble()])
+        read = ReadImage(split(20), augment=[Scramble()])
+        reader = DiskReader(read, rows, num_workers=num_workers)
         batches = GlobalBatches(order, reader)
         made = []
         for epoch in range(2):

@@ -21,6 +21,7 @@ import shutil
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -37,9 +38,7 @@ from app.system.files import open_file, remove_parts, whole
 VERSION = 3  # raise this number when images are decoded to other pixels, or the format changes
 END = struct.Struct("<QI")  # the table's length and checksum
 BLOCK = 2**20  # bytes; pixels with one checksum
-SAMPLE = (
-    160  # blocks that a start checks of an unmodified file; CIFAR-10's training images have 147
-)
+SAMPLE = 160  # blocks of an unmodified file that a start checks; CIFAR-10's training images: 147
 
 
 class ImageCache:
@@ -170,19 +169,20 @@ class ImageCache:
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
         """Return the path of a split's cache file, and the key of an up-to-date file."""
         place: Any = os.path.abspath(source.root)
-        if split == "predict" and source.predict_dir is not None:
+        if split == "predict" and source.predict_dir:
             place = source.predict_dir
         made_from = [type(source).__name__, split, place, *source.settings(split)]
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
         folders = sorted(set(map(os.path.dirname, files)))
         targets = list(map(os.path.realpath, folders))
         key = hashlib.sha256(json.dumps([VERSION, list(source.class_names), targets]).encode())
-        for file in (source.root, *files):  # a root that is a table has the labels
-            seen = f"{file}\0"
-            if os.path.isfile(file):  # a missing file is reported by decoding
+        if os.path.isfile(source.root):  # a table, which has the labels
+            files = [source.root, *files]
+        for file in files:
+            with suppress(OSError):  # ignored here, because decoding reports it
                 state = os.stat(file)
-                seen += f"{state.st_size}\0{state.st_mtime_ns}\0\0"
-            key.update(seen.encode(errors="surrogateescape"))
+                seen = [file, state.st_size, state.st_mtime_ns]
+                key.update(json.dumps(seen).encode())
         return self.folder / f"{split}-{digest[:16]}", key.hexdigest()
 
 

@@ -1,6 +1,5 @@
 """Resizing and cropping of images, from the file to the network."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,7 +70,7 @@ class Geometry:
         """
         size = _covering(image, self.kept)
         if self.crop == "random_resized":
-            size = min(size, image.shape[1:])
+            size = min(size, tuple(image.shape[1:]))
         return self._resize(image, size)
 
     def evaluated(self, image: Tensor) -> Tensor:
@@ -89,11 +88,11 @@ class Geometry:
             self.size, self.scale, self.ratio, v2.InterpolationMode(self.interpolation)
         )
 
-    def _resize(self, image: Tensor, size: Sequence[int]) -> Tensor:
+    def _resize(self, image: Tensor, size: tuple[int, ...]) -> Tensor:
         return v2.functional.resize(image, list(size), v2.InterpolationMode(self.interpolation))
 
 
-def _covering(image: Tensor, cover: tuple[int, int]) -> Sequence[int]:
+def _covering(image: Tensor, cover: tuple[int, int]) -> tuple[int, ...]:
     """Return the smallest size that covers a rectangle and keeps the image's aspect ratio."""
     height, width = image.shape[1:]
     if cover[0] * width >= cover[1] * height:

@@ -1,15 +1,13 @@
 """Source of a data set that Hugging Face's library `datasets` reads."""
 
 import re
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
 
-from app.data.geometry import Geometry
-from app.data.image_files import EncodedSource, FileSplit
+from app.data.image_files import FileSplit
 from app.data.sources import Split, SplitName, splits_in
 from app.data.tables import RowSource
 from app.errors import UserError, one_line
@@ -18,35 +16,23 @@ from app.errors import UserError, one_line
 class RowSplit(FileSplit):
     """Labelled images of a table's rows, decoded and resized when they are read.
 
-    Args:
+    Attributes:
         rows: The table, with one column of images.
-        labels: Label of each image.
         place: Name of the table, for messages.
-        source: Source of the images.
-        ragged: As for `FileSplit`.
     """
 
-    def __init__(
-        self,
-        rows: Any,
-        labels: Sequence[int],
-        place: str,
-        source: EncodedSource,
-        ragged: Geometry | None,
-    ) -> None:
-        super().__init__(None, labels, source.image_shape, source.geometry, ragged)
-        self._rows = rows
-        self._place = place
+    rows: Any
+    place: str
 
     def _open(self, index: int) -> BinaryIO:
-        (image,) = self._rows[index].values()
+        (image,) = self.rows[index].values()
         if image["bytes"] is not None:
             return BytesIO(image["bytes"])
         with fsspec.open(image["path"]) as file:
             return BytesIO(file.read())
 
     def _name(self, index: int) -> str:
-        return f"row {index} of {self._place}"
+        return f"row {index} of {self.place}"
 
 
 class HuggingFaceSource(RowSource):
@@ -140,10 +126,13 @@ class HuggingFaceSource(RowSource):
         return column
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
-        if split == "predict" and self.predict_dir is not None:
+        if split == "predict" and self.predict_dir:
             return super().load(split)
-        place = f"{split} in {self.root}"
-        return RowSplit(self._rows[split], self._labels[split], place, self, self.ragged(split))
+        labels = self._labels[split]
+        made = RowSplit(None, labels, self.image_shape, self.geometry, self.ragged(split))
+        made.rows = self._rows[split]
+        made.place = f"{split} in {self.root}"
+        return made
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         """Return the Arrow files that hold a split's images."""

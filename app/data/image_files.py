@@ -201,7 +201,7 @@ class EncodedSource(Source):
 
     def prepare(self) -> None:
         """Check that `predict_dir` holds images."""
-        if self.predict_dir is not None:
+        if self.predict_dir:
             self._samples("predict")
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
@@ -213,13 +213,10 @@ class EncodedSource(Source):
 
     def _samples(self, split: SplitName) -> list[tuple[str, int]]:
         """Return the path and label of each image. Images in `predict_dir` have the label -1."""
-        if split != "predict" or self.predict_dir is None:
+        if split != "predict" or not self.predict_dir:
             return self._files(split)
-        places = self.predict_dir
-        if isinstance(places, str):
-            places = [places]
         self.other_files[split] = Counter()
-        return [(file, -1) for file in files_in(places, self.other_files[split])]
+        return [(file, -1) for file in files_in(self.predict_dir, self.other_files[split])]
 
     @abstractmethod
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
@@ -275,7 +272,7 @@ class FolderSource(EncodedSource):
                     f"{folder} has no class folders, so that only `predict` reads its images"
                 )
                 del self._places[split]
-                self.predict_dir = [*(self.predict_dir or []), str(folder)]
+                self.predict_dir = [*self.predict_dir, str(folder)]
         self.splits = list(self._places)
         # replace bytes that are not UTF-8, because they cannot be printed
         self.class_names = [os.fsencode(name).decode(errors="replace") for name in self._classes]
@@ -404,10 +401,9 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
     """
     try:
         entries = sorted(os.scandir(folder), key=attrgetter("name"))
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror})") from error
-    except ValueError as error:  # a NUL character
-        raise UserError(f"{folder!r} cannot be read ({error})") from error
+    except (OSError, ValueError) as error:  # a NUL character is a ValueError
+        reason = getattr(error, "strerror", error)
+        raise UserError(f"{folder} cannot be read ({reason})") from error
     visible = [entry for entry in entries if not entry.name.startswith(".")]
     for entry in visible:
         if entry.is_symlink() and not os.path.exists(entry.path):

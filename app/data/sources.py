@@ -216,7 +216,7 @@ class Source(ABC):
         std: Standard deviation of each channel, for pixels scaled to 0…1.
         splits: Names of the splits; without `val`, training images are held out for validation.
         root: Path of the data set, if it has one.
-        predict_dir: Images and folders of images for `predict`; None to predict on the test split.
+        predict_dir: Images and folders of images for `predict`; if empty, the test split's.
         skips: Whether unreadable images are skipped.
         other_files: Number of files in each split's folders that are left out, by suffix: they are
             no images, or in no class folder.
@@ -228,7 +228,7 @@ class Source(ABC):
     std: Sequence[float]
     splits: Collection[SplitName] = ("train", "test", "predict")
     root = ""
-    predict_dir: str | Sequence[str] | None = None
+    predict_dir: Sequence[str] = ()
     skips = False
     other_files: dict[SplitName, Counter[str]] = {}  # noqa: RUF012
 
@@ -265,16 +265,20 @@ class TorchvisionSource(Source):
 
     Attributes:
         dataset: Torchvision's class of the data set.
-        files: Paths of its files.
+        folder: Path of its files' folder, relative to `root`.
+        names: Names of its files.
         archives: Archives that hold the data set, for error messages.
     """
 
     dataset: Any
-    files: Sequence[Path]
+    folder: str
+    names: Sequence[str]
     archives: str
 
     def __init__(self, root: str) -> None:
         self.root = root
+        self.place = Path(root, self.folder)
+        self.files = [self.place / name for name in self.names]
 
     def prepare(self) -> None:
         """Download missing files."""
@@ -282,7 +286,7 @@ class TorchvisionSource(Source):
             return
         name = self.dataset.__name__
         remedy = f"name another directory than {self.root!r} with --data.root"
-        problem = f"no {name} in {self.files[0].parent}, and it could not be downloaded"
+        problem = f"no {name} in {self.place}, and it could not be downloaded"
         with downloading(
             problem, f"put {self.archives} there, {remedy}, {EMBEDDED} --data.like {name}"
         ):
@@ -292,7 +296,6 @@ class TorchvisionSource(Source):
         return [str(file) for file in self.files]
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
-        folder = self.files[0].parent
         channels, height, width = self.image_shape
         try:  # unpickling CIFAR-10 is safe: torchvision verifies its checksums first
             data = self.dataset(self.root, train=split == "train")
@@ -302,11 +305,11 @@ class TorchvisionSource(Source):
         except Exception as error:  # torchvision raises many types
             reason = getattr(error, "strerror", None) or "truncated or corrupted files"
             raise UserError(
-                f"{folder} cannot be read ({reason}): move it away to have it downloaded again"
+                f"{self.place} cannot be read ({reason}): move it away to have it downloaded again"
             ) from error
         if highest >= len(self.class_names):
             raise UserError(
-                f"{folder} has a label {highest}, of {len(self.class_names)} classes: "
+                f"{self.place} has a label {highest}, of {len(self.class_names)} classes: "
                 "replace its files"
             )
         return Split(images.permute(0, 3, 1, 2), labels)
@@ -316,6 +319,9 @@ class CIFAR10Source(TorchvisionSource):
     """Source of CIFAR-10 in its Python format: https://www.cs.toronto.edu/~kriz/cifar.html."""
 
     dataset = torchvision.datasets.CIFAR10
+    folder = dataset.base_folder
+    names = tuple(name for name, _ in dataset.train_list + dataset.test_list)
+    archives = f"the content of {dataset.filename} from {dataset.url}"
     class_names = (
         "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
     )  # fmt: skip
@@ -323,29 +329,18 @@ class CIFAR10Source(TorchvisionSource):
     mean = (0.5, 0.5, 0.5)
     std = (0.5, 0.5, 0.5)
 
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        names = [name for name, _ in self.dataset.train_list + self.dataset.test_list]
-        names.append(self.dataset.meta["filename"])
-        self.files = [Path(root, self.dataset.base_folder, name) for name in names]
-        self.archives = f"the content of {self.dataset.filename} from {self.dataset.url}"
-
 
 class FashionMNISTSource(TorchvisionSource):
     """Source of FashionMNIST in IDX format: https://github.com/zalandoresearch/fashion-mnist."""
 
     dataset = torchvision.datasets.FashionMNIST
+    folder = "FashionMNIST/raw"
+    names = tuple(name.removesuffix(".gz") for name, _ in dataset.resources)
+    archives = ", ".join(name for name, _ in dataset.resources)
     class_names = tuple(dataset.classes)
     image_shape = (1, 28, 28)
     mean = (0.0,)
     std = (256 / 255,)  # pixels / 255 / std = pixels / 256
-
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        archives = [url for url, _ in self.dataset.resources]
-        raw = Path(root, "FashionMNIST", "raw")
-        self.files = [raw / name.removesuffix(".gz") for name in archives]
-        self.archives = ", ".join(archives)
 
     def load(self, split: SplitName) -> Split:
         """Read a split; first compare the files with the archives beside them, if any."""

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from abc import abstractmethod
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,19 @@ class RowSource(EncodedSource):
 
         Args:
             labels: Class name of each image, by split; empty or -1 for an image without a label.
-            declared: Class names in order; by default the sorted names of training images.
+            declared: Class names in order; by default the names of training images, sorted by value
+                if all are whole numbers.
 
         Raises:
             UserError: When a label is missing or is no training class, or when two labels differ in
                 spelling only.
         """
         names = {split: list(map(str.strip, column)) for split, column in labels.items()}
-        classes = list(dict.fromkeys(map(str.strip, declared))) or _sorted_names(
-            names.get("train", [])
-        )
+        classes = list(dict.fromkeys(map(str.strip, declared)))
+        if not classes:
+            classes = sorted({*names.get("train", [])} - {""})
+            if all(map(str.isdecimal, classes)):
+                classes.sort(key=int)
         numbers = dict(zip(classes, range(len(classes)), strict=True))
         missing = {"", "-1"} - set(classes)
         spellings: dict[str, str] = {}
@@ -79,14 +83,6 @@ class RowSource(EncodedSource):
                     )
 
 
-def _sorted_names(labels: Iterable[str]) -> list[str]:
-    """Return the distinct class names, sorted by value if all are whole numbers."""
-    names = sorted(set(labels) - {""})
-    if all(map(str.isdecimal, names)):
-        names.sort(key=int)
-    return names
-
-
 def _spelling(name: str) -> str:
     """Return a text that is equal for spellings of a name: case, invisible characters, numbers."""
     number = re.fullmatch(r"(-?)0*(\d+)(?:\.(\d*?)0*)?", name)
@@ -115,8 +111,8 @@ class TableSource(RowSource):
     def __init__(self, path: str, file_column: str, label_column: str, split_column: str) -> None:
         self.root = path
         self.columns = [label_column]
-        self._rows = {"train": []}  # line number and file of each row
-        labels: dict[SplitName, list[str]] = {"train": []}
+        self._rows = defaultdict(list)  # line number and file of each row
+        labels: dict[SplitName, list[str]] = defaultdict(list)
         lines: dict[str, int] = {}
         columns = {"file": file_column, "label": label_column, "split": split_column}
         for line, cells in _rows(path, columns):
@@ -138,8 +134,8 @@ class TableSource(RowSource):
                 raise UserError(
                     f"{path}, lines {other} and {line} have the same file {file}: keep one of them"
                 )
-            self._rows.setdefault(split, []).append((line, name))
-            labels.setdefault(split, []).append(cells[_folded(label_column)])
+            self._rows[split].append((line, name))
+            labels[split].append(cells[_folded(label_column)])
         if not labels["train"]:
             raise UserError(f"{path} has no rows of training images: give one for each image")
         self._number_classes(labels)
