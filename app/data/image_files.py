@@ -300,8 +300,8 @@ class FolderSource(EncodedSource):
         files = []
         for label, name in enumerate(self._classes):
             if (place / name).is_dir():
-                images = _images(place / name, self.other_files[split])
-                files += [(file, label) for file in images]
+                for file in _images(place / name, self.other_files[split]):
+                    files.append((file, label))
         return files
 
 

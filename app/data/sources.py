@@ -38,8 +38,8 @@ Errors = dict[int, UserError]  # errors of unreadable images, by index
 
 
 def problems(wrong: Errors) -> str:
-    """Format the errors of unreadable images, without their remedy, in the order of the images."""
-    return listed([str(wrong[index]).rpartition(": ")[0] for index in sorted(wrong)])
+    """Format the errors of unreadable images, without their remedy."""
+    return listed([str(error).rpartition(": ")[0] for error in wrong.values()])
 
 
 def work_apart(worker: int) -> None:
@@ -293,7 +293,7 @@ class TorchvisionSource(Source):
             self.dataset(self.root, download=True)
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
-        return [str(file) for file in self.files]
+        return list(map(str, self.files))
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
         channels, height, width = self.image_shape
