@@ -398,7 +398,7 @@ class ImageData(LightningDataModule):
             weights = (1 / self.class_counts)[split.labels[rows]]
         order = ImageOrder(
             rows,
-            shuffle=train and not trainer.overfit_batches,
+            shuffle=train and not getattr(trainer, "overfit_batches", 0),
             weights=weights,
             batch_size=self.global_batch_size,
             drop_last=train and self.drop_last,
