@@ -20,12 +20,14 @@ import random
 import shutil
 import struct
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -82,7 +84,7 @@ class ImageCache:
                 for block, checksum in blocks:
                     file.seek(block * BLOCK)
                     _compare(file.read(min(BLOCK, pixels - block * BLOCK)), checksum)
-                images = _mapped(f"/proc/self/fd/{file.fileno()}", pixels)
+                images = _mapped(file, pixels)
         except Exception:  # a damaged file may raise any type
             rank_zero_info(f"{path} is damaged, or of another version")
             return None
@@ -141,7 +143,7 @@ class ImageCache:
                 )
             right = [index for index in range(len(images)) if index not in wrong]
             now = int(time.time())
-            blocks = _mapped(file.name, file.tell()).split(BLOCK)
+            blocks = _mapped(Path(file.name), file.tell()).split(BLOCK)
             table = {
                 "key": key,
                 "labels": images.labels[right].tolist(),
@@ -186,8 +188,12 @@ class ImageCache:
         return self.folder / f"{split}-{digest[:16]}", key.hexdigest()
 
 
-def _mapped(path: str, size: int) -> Tensor:
-    return torch.from_file(path, size=size, dtype=torch.uint8)
+def _mapped(path: Path | BinaryIO, size: int) -> Tensor:
+    """Map a file's first bytes, read-only, because writable memory may be limited for each rank."""
+    array = np.memmap(path, np.uint8, "r", shape=size)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 def _compare(content: Any, checksum: int) -> None:
