@@ -308,7 +308,7 @@ def test_an_unreadable_image_leaves_no_worker_behind(in_memory: bool, tmp_path: 
             if in_memory:
                 split.tensor(num_workers=1)
             else:
-                list(Workers(split.__getitem__, [[0]], split.image_shape, 1))
+                list(Workers(split.__getitem__, [[0]], list, 1))
         assert not multiprocessing.active_children()
     finally:
         gc.enable()

@@ -1,6 +1,7 @@
 """Image sources in their real formats, transforms of pixels, and loaders."""
 
 import multiprocessing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from PIL import Image
 from app.data import FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
+from app.data.sources import SplitName
 from app.data.synthetic import SyntheticSource
 from app.data.transforms import DRAW_RANGE, Transform
 from app.errors import UserError
@@ -71,16 +73,17 @@ def test_normalisation() -> None:
 
 
 def test_flip_crop_and_cutout_do_what_they_say() -> None:
+    transform = partial(Transform, (0.0,) * 3, (1.0,) * 3)
     images = torch.randint(256, (64, 3, 8, 6), dtype=torch.uint8)
     drawn = torch.randint(DRAW_RANGE, (64, 5), dtype=torch.int32)
     draws = drawn / DRAW_RANGE
-    plain = Transform((0.0,) * 3, (1.0,) * 3)(images)
-    flipped = Transform((0.0,) * 3, (1.0,) * 3, flip=True)(images, drawn)
+    plain = transform()(images)
+    flipped = transform(flip=True)(images, drawn)
     mirrored = draws[:, 2] < 0.5
     assert torch.equal(flipped[mirrored], plain[mirrored].flip(3))
     assert torch.equal(flipped[~mirrored], plain[~mirrored])
 
-    cropped = Transform((0.0,) * 3, (1.0,) * 3, crop_padding=2)(images, drawn)
+    cropped = transform(crop_padding=2)(images, drawn)
     padded = torch.nn.functional.pad(plain, (2, 2, 2, 2))
     for i in range(64):
         top, left = (int(draw * 5) for draw in draws[i, :2])
@@ -88,7 +91,7 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
     assert {int(draw * 5) for draw in draws[:, 0]} == set(range(5)), "every offset occurs"
 
     bright = torch.full((64, 3, 8, 6), 255, dtype=torch.uint8)
-    holes = Transform((0.0,) * 3, (1.0,) * 3, cutout=3)(bright, drawn)[:, 0] == 0
+    holes = transform(cutout=3)(bright, drawn)[:, 0] == 0
     assert holes.any((1, 2)).all()
     assert holes.sum((1, 2)).max() == 9
     torch.testing.assert_close(
@@ -270,20 +273,21 @@ def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Pa
     data = attach(ImageFolder(str(image_root), size=(10, 12), channels=1))
     assert isinstance(data.val_dataloader(), GlobalBatches)
     assert next(iter(data.val_dataloader())).images.shape == (12, 1, 10, 12)
-    assert len(data.train_dataloader().rows) == 36
+    assert len(data.train_dataloader().order.rows) == 36
     assert "test" not in data.source.splits
 
 
 def test_synthetic() -> None:
-    source = SyntheticSource("FashionMNIST", 300, seed=1)
-    images = source.load("train").tensor()
-    assert images.shape == (300, 1, 28, 28)
-    assert torch.equal(source.load("train").tensor(), images)
-    test = source.load("test").tensor()
+    def images(split: SplitName, seed: int) -> torch.Tensor:
+        return SyntheticSource("FashionMNIST", 300, seed).load(split).tensor()
+
+    train = images("train", 1)
+    test = images("test", 1)
+    assert train.shape == (300, 1, 28, 28)
     assert len(test) == 60
-    assert not torch.equal(test, images[:60])
-    other = SyntheticSource("FashionMNIST", 300, seed=2).load("train").tensor()
-    assert not torch.equal(other, images)
+    assert torch.equal(images("train", 1), train)
+    assert not torch.equal(test, train[:60])
+    assert not torch.equal(images("train", 2), train)
 
 
 @pytest.mark.parametrize(

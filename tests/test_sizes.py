@@ -3,9 +3,9 @@
 Results are equal for any number of ranks.
 """
 
-import resource
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -70,22 +70,30 @@ def test_training_images_are_kept_larger(
     image_root: Path,
     cache: Path,  # noqa: F811
     decoded: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cached images have a shorter side of 20 to 23 pixels, or of 20 for `--data.crop random`.
 
+    Two workers decode them; a damaged image is skipped, and each row still holds its own image.
     Validation always uses the centre crop of an image.
     """
-    flags = {**RESIZED, "crop": crop, "cache": str(cache)}
+    monkeypatch.setattr("app.data.image_files.BATCH", 2)
+    monkeypatch.setattr("app.data.module.usable_cores", lambda: 2)
+    damaged = image_root / "train" / "dog" / "04.jpg"
+    damaged.write_bytes(damaged.read_bytes()[:300])
+    flags = {**RESIZED, "crop": crop, "cache": str(cache), "on_bad_image": "skip"}
     data = attach(ImageFolder(str(image_root), **flags))
     source: Any = data.source
-    split, _ = data._splits["train"]
+    split: Any = data._splits["train"][0]
     assert split.mapped
     assert data.placement == "disk"
+    assert (len(split), split.left_out) == (35, 1)
     plain = source.load("train")
-    for index in range(len(split)):
-        assert torch.equal(split[index], plain[index])
+    for index, name in enumerate(split.names):
+        assert split.labels[index] == data.class_names.index(Path(name).parent.name)
+        assert torch.equal(split[index], plain[plain.names.index(name)])
         assert min(split[index].shape[1:]) in sides
-    assert next(iter(data.train_dataloader())).images.shape == (33, 3, 16, 16)
+    assert next(iter(data.train_dataloader())).images.shape == (32, 3, 16, 16)
     loader: Any = data.val_dataloader()
     first = next(iter(loader)).images
     assert torch.equal(first, next(iter(loader)).images)
@@ -94,50 +102,6 @@ def test_training_images_are_kept_larger(
     decoded()
     attach(ImageFolder(str(image_root), **flags, **scale))
     assert decoded() == 0, "the second start, with another scale"
-
-
-def test_several_workers_write_one_file(
-    image_root: Path,
-    cache: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Workers append in any order.
-
-    Each row still holds its own image, and a damaged image is skipped.
-    """
-    monkeypatch.setattr(FileSplit, "_block", 2)
-    monkeypatch.setattr("app.data.module.usable_cores", lambda: 2)
-    damaged = image_root / "train" / "dog" / "04.jpg"
-    damaged.write_bytes(damaged.read_bytes()[:300])
-    flags = {**RESIZED, "cache": str(cache), "on_bad_image": "skip"}
-    data = attach(ImageFolder(str(image_root), **flags))
-    split = data._splits["train"][0]
-    assert split.names is not None
-    assert (len(split), split.left_out) == (35, 1)
-    for index, name in enumerate(split.names):
-        kept = data.source.geometry.keep(sample(Path(name)))  # type: ignore[attr-defined]
-        assert torch.equal(split[index], kept)
-        assert split.labels[index] == data.class_names.index(Path(name).parent.name)
-
-
-def test_a_worker_without_room(
-    image_root: Path,
-    cache: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    messages: list[str] = []
-    monkeypatch.setattr("app.data.module.rank_zero_info", messages.append)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, before[1]))
-    try:
-        attach(ImageFolder(str(image_root), cache=str(cache), **RESIZED))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    (message,) = messages
-    assert message.startswith(
-        f"Decoded images cannot be kept in {cache} ([Errno 28] No space left on device), so"
-    )
-    assert not list(cache.iterdir())
 
 
 def test_jpegs_have_the_pixels_of_pil(tmp_path: Path) -> None:
@@ -200,22 +164,14 @@ def test_broken_exif_is_ignored(tmp_path: Path) -> None:
 
 
 def test_large_jpegs_are_decoded_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw_images(tmp_path, ("cat", "dog"), train=2)
-    large = tmp_path / "train" / "cat" / "large.jpg"
+    large = tmp_path / "large.jpg"
     Image.fromarray(np.full((400, 800, 3), 77, np.uint8)).save(large)
-    sizes = []
-    keep = Geometry.keep
-
-    def noting(self: Geometry, image: torch.Tensor) -> torch.Tensor:
-        sizes.append(tuple(image.shape))
-        return keep(self, image)
-
-    monkeypatch.setattr(Geometry, "keep", noting)
-    data = attach(ImageFolder(str(tmp_path), cache="off", val_size=0, **RESIZED))
-    split = data._splits["train"][0]
-    assert split.names is not None
-    assert split[split.names.index(str(large))].shape == (3, 23, 46)
-    assert sizes == [(3, 50, 100)]
+    keep = Mock(side_effect=lambda image: image)
+    monkeypatch.setattr(Geometry, "keep", keep)
+    sizes = Geometry((16, 16), 20, crop="random_resized")
+    assert sizes.kept == (23, 23)
+    assert FileSplit([str(large)], [0], (3, 16, 16), sizes, sizes)[0].shape == (3, 50, 100)
+    assert keep.call_count == 1
 
 
 RECIPE = options(

@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from app.data.shares import GlobalOrder, Shards, stream
 from app.data.sources import Split, Workers
@@ -141,7 +143,10 @@ class ReadImage:
     """
 
     def __init__(
-        self, split: Split, crop: Callable[[Tensor], Tensor] | None, augment: Sequence[nn.Module]
+        self,
+        split: Split,
+        crop: Callable[[Tensor], Tensor] | None = None,
+        augment: Sequence[nn.Module] = (),
     ) -> None:
         self.split = split
         self.crop = crop
@@ -274,31 +279,21 @@ class DiskReader(HostReader):
     """Reader of images by worker processes.
 
     Args:
-        split: The images.
+        read: Function that reads an image, with crop and augmentation.
         rows: Rows of the split; sample i is row `rows[i]`.
         pins: As for `HostReader`.
         num_workers: Number of worker processes; with 0, this process reads.
         seed: Seed of crop and augmentation.
-        crop: As for `ReadImage`.
-        augment: As for `ReadImage`.
     """
 
     def __init__(
-        self,
-        split: Split,
-        rows: Tensor,
-        pins: bool = False,
-        num_workers: int = 0,
-        seed: int = 0,
-        crop: Callable[[Tensor], Tensor] | None = None,
-        augment: Sequence[nn.Module] = (),
+        self, read: ReadImage, rows: Tensor, pins: bool = False, num_workers: int = 0, seed: int = 0
     ) -> None:
-        super().__init__(split, rows, pins)
+        super().__init__(read.split, rows, pins)
         self.seed = seed
         self._items: list[list[tuple[int, int]]] = []  # row and seed of each sample of each batch
-        self.workers = Workers(
-            ReadImage(split, crop, augment), self._items, split.image_shape, num_workers, pins
-        )
+        collate = partial(_stacked, read.split.image_shape)
+        self.workers = Workers(read, self._items, collate, num_workers, pins)
 
     def read(self, order: Tensor, epoch: int, places: Sequence[Place]) -> Iterator[Tensor]:
         """Return an iterator over the images at each place."""
@@ -310,7 +305,20 @@ class DiskReader(HostReader):
             self._items.append(
                 list(zip(place.of(rows).tolist(), place.of(seeds).tolist(), strict=True))
             )
-        return iter(self.workers)
+        for images in self.workers:
+            if isinstance(images, UserError):
+                raise images
+            yield images
+
+
+def _stacked(shape: Sequence[int], images: list[Tensor | UserError]) -> Tensor | UserError:
+    """Return images as a batch, or the first error."""
+    for image in images:
+        if isinstance(image, UserError):
+            return image
+    if not images:
+        return torch.empty((0, *shape), dtype=torch.uint8)
+    return default_collate(images)  # it stacks in shared memory
 
 
 @expects("torch.utils.data:DataLoader._iterator")
@@ -344,8 +352,9 @@ class GlobalBatches:
         self.order = self.batch_sampler = order
         self.reader = reader
         self.sampler = self  # Lightning calls its `set_epoch`
+        self.state_dict = order.state_dict  # Lightning calls both
+        self.load_state_dict = order.load_state_dict
         self.split = reader.split
-        self.rows = order.rows
         self.shuffle = order.shuffle
         self.draws = draws
         self.alternate = alternate
@@ -369,18 +378,6 @@ class GlobalBatches:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which seeds the permutation; Lightning calls this before each epoch."""
         self.order.set_epoch(epoch)
-
-    def samples(self, step: int) -> Tensor:
-        """Return the split's rows of this rank's samples at a step, int64 (n,)."""
-        return self.order.samples(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the settings that define the order."""
-        return self.order.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the checkpoint's order equals this loader's."""
-        self.order.load_state_dict(state)
 
     def __len__(self) -> int:
         return len(self.order) * self._turns

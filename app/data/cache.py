@@ -1,15 +1,14 @@
 """Cache of decoded images: one file per split, memory-mapped by every rank.
 
-A file holds a header (one page: a checksum, and JSON), pixels, and a table: labels, then checksums
-of blocks of pixels and file names (JSON). Images of different sizes are stored as (h, w, C), in any
-order; their heights, widths and end offsets precede the labels. The header's key describes the
-source. A file with another key, or damaged, is rebuilt.
+A file holds the pixels of all images, a table in JSON, and the table's length and checksum. Images
+of different sizes are stored as (h, w, C). The table has labels, file names, heights and widths,
+and checksums of blocks of pixels; its key describes the source. A file with another key, or
+damaged, is rebuilt.
 
-Each rank checks header and table. One process per node checks the pixels: all of them, if the file
-has been modified since it was written; else at most 160 MiB, of random blocks. For 5 GiB, a start
-of 5 s takes 0.05 s more (0.03 to 0.05, n = 10), or 0.24 s (0.20 to 0.28, n = 5) if the blocks have
-to come from disk; for CIFAR-10, 0.04 s (0.03 to 0.05, n = 10). (2026-11-27, 2 cores of an AMD
-EPYC.)
+Each rank checks the table. One process per node checks the pixels: all of them, if the file has
+been modified since it was written; else at most 160 MiB, of random blocks. For 5 GiB, a start of
+5 s takes 0.05 s more (0.03 to 0.05, n = 10), or 0.24 s (0.20 to 0.28, n = 5) if the blocks have to
+come from disk; for CIFAR-10, 0.04 s (0.03 to 0.05, n = 10). (2026-11-27, 2 cores of an AMD EPYC.)
 """
 
 import errno
@@ -19,11 +18,13 @@ import math
 import os
 import random
 import shutil
+import struct
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import numpy as np
@@ -32,17 +33,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from app.data.image_files import REPLACE
-from app.data.sources import Errors, RaggedSplit, Source, Split, SplitName, mapped, problems
+from app.data.sources import Errors, Source, Split, SplitName, problems
 from app.errors import UserError
 from app.system.files import open_file, remove_parts, whole
 
-DECODING = 2  # raise this number when images are decoded to other pixels
-HEADER = 4096  # bytes; a page on most machines, so that the memory-mapped pixels begin at a page
-SEAL = 8  # bytes of the header's checksum, in hexadecimal
+VERSION = 3  # raise this number when images are decoded to other pixels, or the format changes
+END = struct.Struct("<QI")  # the table's length and checksum
 BLOCK = 2**20  # bytes; pixels with one checksum
-SAMPLE = (
-    160  # blocks that a start checks of an unmodified file; CIFAR-10's training images have 147
-)
+SAMPLE = 160  # blocks of an unmodified file that a start checks; CIFAR-10's training images: 147
 
 
 class ImageCache:
@@ -58,56 +56,49 @@ class ImageCache:
 
     def open(self, source: Source, split: SplitName) -> Split | None:
         """Memory-map a split's decoded images; None if the file is missing, outdated or damaged."""
-        files = source.encoded(split)
-        if not files:
-            return None
-        made = self._map(*self._identify(source, split, files))
-        if made is not None:
-            made.ragged = source.ragged(split)
-            made.image_shape = source.image_shape
-        return made
+        identity = self._identify(source, split, source.encoded(split))
+        return self._map(source, split, *identity)
 
-    def _map(self, path: Path, key: str, check_pixels: bool = False) -> Split | None:
+    def _map(
+        self, source: Source, split: SplitName, path: Path, key: str, check_pixels: bool = False
+    ) -> Split | None:
+        if not os.path.isfile(path):
+            return None
         try:
             with open_file(path) as file:
-                seal = int(file.read(SEAL), 16)
-                text = file.read(HEADER - SEAL)
-                _compare(text, seal)
-                header = json.loads(text)
-                if header["key"] != key:
+                file.seek(-END.size, os.SEEK_END)
+                length, checksum = END.unpack(file.read())
+                pixels = file.seek(-END.size - length, os.SEEK_END)
+                text = file.read(length)
+                _compare(text, checksum)
+                table = json.loads(text)
+                if table["key"] != key:
                     return None
-                pixels = math.prod(header["shape"])
-                file.seek(HEADER + pixels)
-                table = file.read()
-                _compare(table, header["table"])
-                images = mapped(file, HEADER, header["shape"])
-                rows = 1  # numbers per image: the label
-                if images.ndim == 1:  # images of different sizes: height, width, end and label
-                    rows = 4
-                values = np.frombuffer(table, np.int64, rows * header["count"]).reshape(rows, -1)
-                sums, names = json.loads(table[values.nbytes :])
-                blocks = list(enumerate(sums))
+                blocks = list(enumerate(table["sums"]))
                 if not check_pixels:
                     blocks = []
-                elif len(blocks) > SAMPLE and os.stat(path).st_mtime == header["written"]:
+                elif len(blocks) > SAMPLE and os.stat(path).st_mtime == table["written"]:
                     # not the global random state, because it belongs to the training
                     blocks = random.Random().sample(blocks, SAMPLE)
                 # reading takes a quarter of mapping's time if a file is not in memory
                 for block, checksum in blocks:
-                    file.seek(HEADER + block * BLOCK)
+                    file.seek(block * BLOCK)
                     _compare(file.read(min(BLOCK, pixels - block * BLOCK)), checksum)
-        except OSError:
-            return None
-        except ValueError:
+                images = _mapped(file, pixels)
+        except Exception:  # a damaged file may raise any type
             rank_zero_info(f"{path} is damaged, or of another version")
             return None
-        numbers = torch.tensor(values)
-        if rows == 4:
-            split: Split = RaggedSplit(images, numbers, names)
-        else:
-            split = Split(images, numbers[0], names, mapped=True)
-        split.left_out = header["left_out"]
-        return split
+        sizes = None
+        shape: Sequence[int] = source.image_shape
+        if source.ragged(split):
+            sizes = torch.tensor(table["sizes"])
+            shape = source.image_shape[:1]
+        made = Split(images.view(-1, *shape), torch.tensor(table["labels"]), table["names"], sizes)
+        made.mapped = True
+        made.left_out = table["left_out"]
+        made.ragged = source.ragged(split)
+        made.image_shape = source.image_shape
+        return made
 
     def write(self, source: Source, split: SplitName, num_workers: int) -> None:
         """Decode a split into its file, unless an up-to-date file exists.
@@ -126,7 +117,7 @@ class ImageCache:
         if not files:
             return
         path, key = self._identify(source, split, files)
-        if self._map(path, key, check_pixels=True) is not None:
+        if self._map(source, split, path, key, check_pixels=True) is not None:
             return
         with whole(path) as file:
             remove_parts(self.folder)
@@ -134,16 +125,14 @@ class ImageCache:
             self._check_room(source, split, len(images))
             plural = "s" * (len(images) != 1)
             rank_zero_info(f"Decoding {len(images):,} image{plural}, once, into {path}")
-            file.write(b"".ljust(HEADER))
-            file.flush()  # write the header before workers append to the file
             wrong: Errors = {}
-            places: list[tuple[int, int, int]] = []
-            for block in images.blocks(num_workers, wrong, file.name):
-                if isinstance(block, Tensor):
-                    file.write(block.numpy().data)
-                else:
-                    places += block
-            pixels = file.seek(0, os.SEEK_END) - HEADER
+            sizes = []
+            for image in images.decoded(num_workers, wrong):
+                if images.ragged is not None:
+                    sizes.append(image.shape[1:])
+                    image = image.permute(1, 2, 0)
+                file.write(image.contiguous().numpy().data)
+            file.flush()
             if wrong and not source.skips:
                 raise UserError(f"{problems(wrong)}: {REPLACE}")
             if len(wrong) == len(images):
@@ -153,28 +142,19 @@ class ImageCache:
                     f"{len(wrong):,} of {len(images):,} images are skipped: {problems(wrong)}"
                 )
             right = [index for index in range(len(images)) if index not in wrong]
-            names = images.names and [images.names[index] for index in right]
-            shape = [len(right), *source.image_shape]
-            if places:
-                shape = [pixels]
-            blocks = mapped(Path(file.name), HEADER, [pixels]).split(BLOCK)
-            sums = [crc32(block.numpy().data) for block in blocks]
-            table = (np.array(places, np.int64).reshape(-1, 3) - (0, 0, HEADER)).T.tobytes()
-            table += images.labels[right].numpy().tobytes()
-            table += json.dumps([sums, names]).encode()
-            file.write(table)
             now = int(time.time())
-            header = {
+            blocks = _mapped(Path(file.name), file.tell()).split(BLOCK)
+            table = {
                 "key": key,
-                "shape": shape,
-                "count": len(right),
+                "labels": images.labels[right].tolist(),
+                "names": images.names and [images.names[index] for index in right],
+                "sizes": sizes,
                 "left_out": len(wrong),
-                "table": crc32(table),
+                "sums": [crc32(block.numpy().data) for block in blocks],
                 "written": now,
             }
-            text = json.dumps(header).encode().ljust(HEADER - SEAL)
-            file.seek(0)
-            file.write(f"{crc32(text):0{SEAL}x}".encode() + text)
+            text = json.dumps(table).encode()
+            file.write(text + END.pack(len(text), crc32(text)))
             file.flush()
             os.utime(file.fileno(), (now, now))
 
@@ -190,23 +170,30 @@ class ImageCache:
 
     def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
         """Return the path of a split's cache file, and the key of an up-to-date file."""
-        folders = sorted(set(map(os.path.dirname, files)))
-        place = os.path.abspath(files[0])
-        if len(files) > 1:
-            place = os.path.commonpath(map(os.path.abspath, folders))
-        if split == "predict" and source.predict_dir is None:
-            split = "test"
+        place: Any = os.path.abspath(source.root)
+        if split == "predict" and source.predict_dir:
+            place = source.predict_dir
         made_from = [type(source).__name__, split, place, *source.settings(split)]
         digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+        folders = sorted(set(map(os.path.dirname, files)))
         targets = list(map(os.path.realpath, folders))
-        key = hashlib.sha256(json.dumps([DECODING, list(source.class_names), targets]).encode())
+        key = hashlib.sha256(json.dumps([VERSION, list(source.class_names), targets]).encode())
+        if os.path.isfile(source.root):  # a table, which has the labels
+            files = [source.root, *files]
         for file in files:
-            seen = f"{file}\0"
             with suppress(OSError):  # ignored here, because decoding reports it
                 state = os.stat(file)
-                seen += f"{state.st_size}\0{state.st_mtime_ns}\0\0"
-            key.update(seen.encode(errors="surrogateescape"))
-        return self.folder / f"{Path(place).name[:50]}-{digest[:16]}", key.hexdigest()
+                seen = [file, state.st_size, state.st_mtime_ns]
+                key.update(json.dumps(seen).encode())
+        return self.folder / f"{split}-{digest[:16]}", key.hexdigest()
+
+
+def _mapped(path: Path | BinaryIO, size: int) -> Tensor:
+    """Map a file's first bytes, read-only, because writable memory may be limited for each rank."""
+    array = np.memmap(path, np.uint8, "r", shape=size)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 def _compare(content: Any, checksum: int) -> None:

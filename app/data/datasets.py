@@ -96,9 +96,11 @@ class EncodedImages(ImageData):
                 raise UserError(
                     f"--data.{flag} {values}: give one value for each of {channels} channels"
                 )
+        if isinstance(predict_dir, str):
+            predict_dir = [predict_dir]
         source.predict_dir = predict_dir or source.predict_dir
         source.skips = on_bad_image == "skip"
-        if source.predict_dir is not None or "test" in source.splits:
+        if source.predict_dir or "test" in source.splits:
             source.splits = list(dict.fromkeys([*source.splits, "predict"]))
         super().__init__(source, **kwargs)
         if source.skips and self.cache is None:

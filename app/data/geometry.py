@@ -57,32 +57,27 @@ class Geometry:
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Least height and width of a resized training image; exceptions: see `kept_size`."""
+        """Height and width that a resized training image covers before its random crop."""
         if self.crop != "random_resized":
             return self._cover
         side = self.cache_size or round(1.15 * max(self._cover))
         return side, side
 
-    def kept_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width to resize a training image to, before its random crop.
+    def keep(self, image: Tensor) -> Tensor:
+        """Resize a training image, uint8 (C, h, w), before its random crop.
 
         Before a `random_resized` crop, images are reduced but never enlarged.
         """
-        size = _covering(height, width, self.kept)
+        size = _covering(image, self.kept)
         if self.crop == "random_resized":
-            return min(size, (height, width))
-        return size
-
-    def keep(self, image: Tensor) -> Tensor:
-        """Resize a training image, uint8 (C, h, w), to `kept_size`."""
-        return self._resize(image, self.kept_size(*image.shape[1:]))
+            size = min(size, tuple(image.shape[1:]))
+        return self._resize(image, size)
 
     def evaluated(self, image: Tensor) -> Tensor:
         """Resize and crop an image, uint8 (C, h, w), for evaluation; return uint8 (C, H, W)."""
         if self.resize == "squash":
             return self._resize(image, self.size)
-        _, height, width = image.shape
-        whole = self._resize(image, _covering(height, width, self._cover))
+        whole = self._resize(image, _covering(image, self._cover))
         return v2.functional.center_crop(whole, list(self.size))
 
     def random_crop(self) -> nn.Module:
@@ -93,12 +88,13 @@ class Geometry:
             self.size, self.scale, self.ratio, v2.InterpolationMode(self.interpolation)
         )
 
-    def _resize(self, image: Tensor, size: tuple[int, int]) -> Tensor:
+    def _resize(self, image: Tensor, size: tuple[int, ...]) -> Tensor:
         return v2.functional.resize(image, list(size), v2.InterpolationMode(self.interpolation))
 
 
-def _covering(height: int, width: int, cover: tuple[int, int]) -> tuple[int, int]:
+def _covering(image: Tensor, cover: tuple[int, int]) -> tuple[int, ...]:
     """Return the smallest size that covers a rectangle and keeps the image's aspect ratio."""
+    height, width = image.shape[1:]
     if cover[0] * width >= cover[1] * height:
         return cover[0], width * cover[0] // height
     return height * cover[1] // width, cover[1]

@@ -1,15 +1,13 @@
 """Source of a data set that Hugging Face's library `datasets` reads."""
 
 import re
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
 
-from app.data.geometry import Geometry
-from app.data.image_files import EncodedSource, FileSplit
+from app.data.image_files import FileSplit
 from app.data.sources import Split, SplitName, splits_in
 from app.data.tables import RowSource
 from app.errors import UserError, one_line
@@ -18,35 +16,23 @@ from app.errors import UserError, one_line
 class RowSplit(FileSplit):
     """Labelled images of a table's rows, decoded and resized when they are read.
 
-    Args:
+    Attributes:
         rows: The table, with one column of images.
-        labels: Label of each image.
         place: Name of the table, for messages.
-        source: Source of the images.
-        ragged: As for `FileSplit`.
     """
 
-    def __init__(
-        self,
-        rows: Any,
-        labels: Sequence[int],
-        place: str,
-        source: EncodedSource,
-        ragged: Geometry | None,
-    ) -> None:
-        super().__init__(None, labels, source.image_shape, source.geometry, ragged)
-        self._rows = rows
-        self._place = place
+    rows: Any
+    place: str
 
     def _open(self, index: int) -> BinaryIO:
-        (image,) = self._rows[index].values()
+        (image,) = self.rows[index].values()
         if image["bytes"] is not None:
             return BytesIO(image["bytes"])
         with fsspec.open(image["path"]) as file:
             return BytesIO(file.read())
 
     def _name(self, index: int) -> str:
-        return f"row {index} of {self._place}"
+        return f"row {index} of {self.place}"
 
 
 class HuggingFaceSource(RowSource):
@@ -91,7 +77,8 @@ class HuggingFaceSource(RowSource):
         features = made[splits["train"]].features
         self._image = self._column(features, datasets.Image, "image", image_column)
         self._label = self._column(features, datasets.ClassLabel, "label", label_column)
-        self._tables = {}
+        self.columns = [self._image, self._label]
+        self._rows = {}
         labels = {}
         for split, name in splits.items():
             table = made[name]
@@ -99,7 +86,7 @@ class HuggingFaceSource(RowSource):
                 labels[split] = self._class_names(table)
                 images = table.select_columns([self._image])
                 encoded = datasets.Image(decode=False)
-                self._tables[split] = images.cast_column(self._image, encoded)
+                self._rows[split] = images.cast_column(self._image, encoded)
         self._number_classes(labels, getattr(features[self._label], "names", None) or ())
 
     def _class_names(self, table: Any) -> list[str]:
@@ -138,16 +125,15 @@ class HuggingFaceSource(RowSource):
             )
         return column
 
-    def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
-        return [*super().settings(split), self._image, self._label]
-
     def load(self, split: SplitName) -> Split:  # noqa: D102
-        if split == "predict" and self.predict_dir is not None:
+        if split == "predict" and self.predict_dir:
             return super().load(split)
-        name = "test" if split == "predict" else split
-        place = f"{split} in {self.root}"
-        return RowSplit(self._tables[name], self._labels[name], place, self, self.ragged(split))
+        labels = self._labels[split]
+        made = RowSplit(None, labels, self.image_shape, self.geometry, self.ragged(split))
+        made.rows = self._rows[split]
+        made.place = f"{split} in {self.root}"
+        return made
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         """Return the Arrow files that hold a split's images."""
-        return [(file["filename"], -1) for file in self._tables[split].cache_files]
+        return [(file["filename"], -1) for file in self._rows[split].cache_files]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,10 +15,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from rich import get_console
-from rich.progress import Progress
+from rich.progress import track
 from torch import Tensor
 from torch.utils.data import BatchSampler
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -28,7 +29,6 @@ from app.data.geometry import Geometry
 from app.data.sources import (
     EMBEDDED,
     Errors,
-    Images,
     Source,
     Split,
     SplitName,
@@ -48,9 +48,7 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000
 # files with other suffixes are opened to see if they are images
 SUFFIXES = (*IMG_EXTENSIONS, ".avif", ".gif", ".jfif")
 MODES = {1: "L", 3: "RGB"}  # of PIL, by number of channels
-# dimensions of (C, h, w) to flip for each EXIF orientation; from 5 on, height and width are
-# exchanged first
-FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
+BATCH = 64  # images that a worker decodes at a time
 
 
 def open_image(file: str | BinaryIO) -> Image.Image:
@@ -58,42 +56,13 @@ def open_image(file: str | BinaryIO) -> Image.Image:
     return Image.open(file, formats=FORMATS)
 
 
-def orientation(picture: Image.Image) -> int:
-    """Return a picture's EXIF orientation, 1 to 8. Load the picture first unless it is a JPEG."""
-    try:
-        stored = picture.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # PIL raises exceptions of any type for broken EXIF data
-        stored = None
-    return stored if stored in FLIPS else 1
-
-
 def pixels(picture: Image.Image, channels: int) -> Tensor:
-    """Return a picture's pixels, turned upright as by PIL's `exif_transpose`: uint8 (C, h, w).
+    """Return a picture's pixels, turned upright by its EXIF orientation: uint8 (C, h, w).
 
     Args:
         picture: The picture.
         channels: 1 (grey) or 3 (RGB).
     """
-    image = _stored(picture, channels)
-    turn = orientation(picture)
-    if turn == 1:
-        return image
-    if turn >= 5:
-        image = image.transpose(1, 2)
-    return image.flip(FLIPS[turn])
-
-
-def reduce(picture: JpegImageFile, channels: int, geometry: Geometry) -> None:
-    """Let PIL decode a JPEG picture at a smaller size, but not below `geometry.kept_size`."""
-    width, height = picture.size
-    size = geometry.kept_size(height, width)[::-1]
-    if orientation(picture) >= 5:  # upright, height and width are exchanged
-        size = geometry.kept_size(width, height)
-    picture.draft(MODES[channels], size)
-
-
-def _stored(picture: Image.Image, channels: int) -> Tensor:
-    """Return a picture's pixels as stored, without its EXIF orientation: uint8 (C, h, w)."""
     if (
         isinstance(picture, JpegImageFile)
         and picture.format == "JPEG"
@@ -107,12 +76,20 @@ def _stored(picture: Image.Image, channels: int) -> Tensor:
         with suppress(RuntimeError):
             picture.fp.seek(0)
             content = torch.frombuffer(bytearray(picture.fp.read()), dtype=torch.uint8)
-            return decode_jpeg(content, ImageReadMode.RGB)
+            return decode_jpeg(content, ImageReadMode.RGB, apply_exif_orientation=True)
+    picture.load()
+    with suppress(Exception):  # PIL raises exceptions of any type for broken EXIF data
+        picture = ImageOps.exif_transpose(picture)
     if picture.mode.startswith("I;16"):  # convert() would clip 16 bits at 255
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.mode in ("I", "F"):
         raise ValueError(f"pixels of 32 bits, mode {picture.mode}")
     return pil_to_tensor(picture.convert(MODES[channels]))
+
+
+def _arrays(images: list[Tensor | UserError]) -> list[Any]:
+    """Convert tensors to arrays, because each tensor from a worker would keep a file open."""
+    return [image if isinstance(image, UserError) else image.numpy() for image in images]
 
 
 class FileSplit(Split):
@@ -140,7 +117,6 @@ class FileSplit(Split):
         self.image_shape = image_shape
         self.geometry = geometry
         self.ragged = ragged
-        self.mapped = False
         self._images = None
 
     def _open(self, index: int) -> BinaryIO:
@@ -154,8 +130,9 @@ class FileSplit(Split):
         channels = self.image_shape[0]
         try:
             with self._open(index) as file, open_image(file) as picture:
-                if self.ragged is not None and isinstance(picture, JpegImageFile):
-                    reduce(picture, channels, self.ragged)
+                if self.ragged is not None:  # PIL decodes JPEG files smaller, but above this size
+                    side = max(self.ragged.kept)
+                    picture.draft(MODES[channels], (side, side))
                 image = pixels(picture, channels)
         except Exception as error:  # PIL's decoders raise exceptions of any type for a damaged file
             reason = one_line(str(error)) or type(error).__name__
@@ -172,32 +149,31 @@ class FileSplit(Split):
             check_memory(len(self), self.image_shape, remedy)
             images = torch.empty((len(self), *self.image_shape), dtype=torch.uint8)
             wrong: Errors = {}
-            blocks = self.blocks(num_workers, wrong)
-            for view, block in zip(images.split(self._block), blocks, strict=True):
-                if not wrong:
-                    view.copy_(block)
+            for place, image in zip(images, self.decoded(num_workers, wrong), strict=False):
+                place.copy_(image)
             if wrong:
                 raise UserError(f"{problems(wrong)}: {REPLACE}")
             self._images = images
         return self._images
 
-    def blocks(  # noqa: D102
-        self, num_workers: int, wrong: Errors, file: str = ""
-    ) -> Iterator[Images]:
-        batches = list(BatchSampler(range(len(self)), self._block, drop_last=False))
-        target: Sequence[int] | str = self.image_shape
-        if self.ragged is not None:
-            target = file
-        workers = Workers(self.__getitem__, batches, target, min(num_workers, len(batches)))
+    def decoded(self, num_workers: int, wrong: Errors) -> Iterator[Tensor]:  # noqa: D102
+        batches = list(BatchSampler(range(len(self)), BATCH, drop_last=False))
+        workers = Workers(self.__getitem__, batches, _arrays, min(num_workers, len(batches)))
         console = get_console()
         silent = not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0"
-        with Progress(console=console, transient=True, disable=silent) as progress:
-            task = progress.add_task(f"decoding {len(self):,} images", total=len(batches))
-            for batch, (images, errors) in zip(batches, workers.with_errors(), strict=True):
-                for place, error in errors.items():
-                    wrong[batch[place]] = error
-                yield images
-                progress.advance(task)
+        images = track(
+            chain.from_iterable(workers),
+            f"decoding {len(self):,} images",
+            len(self),
+            console=console,
+            transient=True,
+            disable=silent,
+        )
+        for index, image in enumerate(images):
+            if isinstance(image, UserError):
+                wrong[index] = image
+            else:
+                yield torch.from_numpy(image)
 
 
 class EncodedSource(Source):
@@ -205,9 +181,11 @@ class EncodedSource(Source):
 
     Attributes:
         geometry: Resizing and cropping of the images.
+        columns: Names of the columns with images and labels, if the source is a table.
     """
 
     geometry: Geometry  # set by EncodedImages, like image_shape, mean, std, skips and other_files
+    columns: Sequence[str] = ()
 
     def ragged(self, split: SplitName) -> Geometry | None:  # noqa: D102
         if split == "train" and self.geometry.crop != "none":
@@ -216,13 +194,14 @@ class EncodedSource(Source):
 
     def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
         sizes = self.geometry
+        common = [*self.columns, self.skips, self.image_shape[0], sizes.interpolation]
         if self.ragged(split):
-            return [self.skips, self.image_shape[0], sizes.crop, sizes.interpolation, *sizes.kept]
-        return [*super().settings(split), sizes.interpolation, sizes.resize]
+            return [*common, sizes.crop, *sizes.kept]
+        return [*common, *sizes.size, sizes.resize]
 
     def prepare(self) -> None:
         """Check that `predict_dir` holds images."""
-        if self.predict_dir is not None:
+        if self.predict_dir:
             self._samples("predict")
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
@@ -234,15 +213,10 @@ class EncodedSource(Source):
 
     def _samples(self, split: SplitName) -> list[tuple[str, int]]:
         """Return the path and label of each image. Images in `predict_dir` have the label -1."""
-        if split == "predict" and self.predict_dir is not None:
-            places = self.predict_dir
-            if isinstance(places, str):
-                places = [places]
-            self.other_files[split] = Counter()
-            return [(file, -1) for file in files_in(places, self.other_files[split])]
-        if split == "predict":
-            split = "test"
-        return self._files(split)
+        if split != "predict" or not self.predict_dir:
+            return self._files(split)
+        self.other_files[split] = Counter()
+        return [(file, -1) for file in files_in(self.predict_dir, self.other_files[split])]
 
     @abstractmethod
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
@@ -298,7 +272,7 @@ class FolderSource(EncodedSource):
                     f"{folder} has no class folders, so that only `predict` reads its images"
                 )
                 del self._places[split]
-                self.predict_dir = [*(self.predict_dir or []), str(folder)]
+                self.predict_dir = [*self.predict_dir, str(folder)]
         self.splits = list(self._places)
         # replace bytes that are not UTF-8, because they cannot be printed
         self.class_names = [os.fsencode(name).decode(errors="replace") for name in self._classes]
@@ -326,8 +300,8 @@ class FolderSource(EncodedSource):
         files = []
         for label, name in enumerate(self._classes):
             if (place / name).is_dir():
-                images = _images(place / name, self.other_files[split])
-                files += [(file, label) for file in images]
+                for file in _images(place / name, self.other_files[split]):
+                    files.append((file, label))
         return files
 
 
@@ -427,10 +401,9 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
     """
     try:
         entries = sorted(os.scandir(folder), key=attrgetter("name"))
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read ({error.strerror})") from error
-    except ValueError as error:  # a NUL character
-        raise UserError(f"{folder!r} cannot be read ({error})") from error
+    except (OSError, ValueError) as error:  # a NUL character is a ValueError
+        reason = getattr(error, "strerror", error)
+        raise UserError(f"{folder} cannot be read ({reason})") from error
     visible = [entry for entry in entries if not entry.name.startswith(".")]
     for entry in visible:
         if entry.is_symlink() and not os.path.exists(entry.path):

@@ -24,6 +24,7 @@ from app.data.batches import (
     ImageOrder,
     Placement,
     RawBatch,
+    ReadImage,
 )
 from app.data.cache import ImageCache
 from app.data.image_files import counted
@@ -33,12 +34,11 @@ from app.data.transforms import Transform
 from app.errors import UserError
 from app.system.machine import usable_cores
 
-# splits that a stage reads; `fit` includes the final test
+# splits that a stage reads; `fit` includes the final test, and `predict` reads one of two splits
 READS: dict[str, Sequence[SplitName]] = {
     "fit": ("train", "val", "test"),
     "validate": ("train", "val"),
     "test": ("test",),
-    "predict": ("predict",),
 }
 
 
@@ -83,6 +83,7 @@ class ImageData(LightningDataModule):
 
     trainer: Trainer  # set by Lightning
     placement: Placement  # set in setup
+    virtual_devices: int | None = None  # set by `fit`
 
     def __init__(
         self,
@@ -141,7 +142,6 @@ class ImageData(LightningDataModule):
         self.requested_placement = placement
         self.requested_workers = num_workers
         self.drop_last = drop_last
-        self.virtual_devices: int | None = None  # set by `fit`
         if seed is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.seed = seed
@@ -152,14 +152,10 @@ class ImageData(LightningDataModule):
             self.cache = ImageCache()
         elif cache not in ("off", False):  # YAML reads an unquoted `off` as false
             self.cache = ImageCache(str(cache))
-        self._adopted: Sequence[str] = ()  # classes of a trained model
+        self.class_names = source.class_names
+        self.image_shape = source.image_shape
         self._prepared: set[SplitName] = set()
         self._splits: dict[str, tuple[Split, Tensor]] = {}
-
-    @property
-    def class_names(self) -> Sequence[str]:
-        """Name of each class."""
-        return self._adopted or self.source.class_names
 
     @property
     def num_classes(self) -> int:
@@ -173,12 +169,13 @@ class ImageData(LightningDataModule):
             names: Name of each class of a trained model.
         """
         if {*self.source.class_names} <= {*names}:
-            self._adopted = names
+            self.class_names = names
 
     @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Shape of an image, (C, H, W)."""
-        return self.source.image_shape
+    def _predicted(self) -> SplitName:
+        if "test" in self.source.splits and not self.source.predict_dir:
+            return "test"
+        return "predict"
 
     def prepare_data(self, stage: str | None = None) -> None:
         """Download, check and decode a stage's images, in one process per node.
@@ -187,7 +184,7 @@ class ImageData(LightningDataModule):
             stage: `fit`, `validate`, `test` or `predict`; by default the trainer's.
         """
         stage = stage or (self.trainer and self.trainer.state.fn) or "fit"
-        wanted = set(READS[stage])
+        wanted = set(READS.get(stage, [self._predicted]))
         if isinstance(self.batch_size, float):
             wanted.add("train")
         missing = [name for name in self.source.splits if name in wanted - self._prepared]
@@ -204,9 +201,7 @@ class ImageData(LightningDataModule):
             for name in missing:
                 self.cache.write(self.source, name, usable_cores())
         except OSError as error:
-            # a worker's message has a traceback
-            reason = error.strerror or str(error).split("OSError: ")[-1].strip()
-            refused = f"cannot be kept in {self.cache.folder} ({reason})"
+            refused = f"cannot be kept in {self.cache.folder} ({error.strerror or error})"
             if self.source.skips:
                 raise UserError(
                     f"--data.on_bad_image skip: decoded images {refused}: give another --data.cache"
@@ -226,7 +221,7 @@ class ImageData(LightningDataModule):
         elif stage == "test":
             self._load("test")
         else:
-            self._load("predict")
+            self._load(self._predicted)
         if not hasattr(self, "placement"):  # choose once: loaded images reduce the free memory
             self.placement = self._place()
         if stage == "fit":
@@ -256,15 +251,10 @@ class ImageData(LightningDataModule):
         split = None
         if self.cache is not None:
             split = self.cache.open(self.source, name)
-        if split is None and self.source.skips and self.source.encoded(name):
-            raise UserError(
-                "--data.on_bad_image skip: "
-                "decoded images are missing from --data.cache: start again"
-            )
         if split is None:
             split = self.source.load(name)
-        if self._adopted:
-            numbers = list(map(self._adopted.index, self.source.class_names))
+        if self.class_names is not self.source.class_names:
+            numbers = list(map(self.class_names.index, self.source.class_names))
             # the last number is for images without a label, -1
             split.labels = torch.tensor([*numbers, -1])[split.labels]
         self._splits[name] = split, torch.arange(len(split))
@@ -319,13 +309,15 @@ class ImageData(LightningDataModule):
             At least 1,024 images, or all if there are fewer: float32 (n, C, H, W).
         """
         split, rows = self._splits["train"]
-        images = []
-        for row in rows[:: max(len(rows) // 1024, 1)].tolist():
-            image = split[row]
-            if split.ragged is not None:
-                image = split.ragged.evaluated(image)
-            images.append(image)
+        read = self._read(split, train=False)
+        images = [read((row, 0)) for row in rows[:: max(len(rows) // 1024, 1)].tolist()]
         return self.transform(torch.stack(images))
+
+    def _read(self, split: Split, train: bool) -> ReadImage:
+        crop = None
+        if split.ragged is not None:
+            crop = split.ragged.random_crop() if train else split.ragged.evaluated
+        return ReadImage(split, crop, self.augment if train else [])
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -426,11 +418,7 @@ class ImageData(LightningDataModule):
         device = self.trainer.strategy.root_device
         pins = device.type == "cuda"
         if self.placement == "disk":
-            crop = None
-            if split.ragged is not None:
-                crop = split.ragged.random_crop() if train else split.ragged.evaluated
-            augment = self.augment if train else []
-            return DiskReader(split, rows, pins, self.num_workers, self.seed, crop, augment)
+            return DiskReader(self._read(split, train), rows, pins, self.num_workers, self.seed)
         split.tensor(self.num_workers)
         if self.placement == "device":
             return DeviceReader(split, rows, device)
@@ -455,7 +443,7 @@ class ImageData(LightningDataModule):
 
         These images are the source's `predict_dir`, or by default the test split.
         """
-        return self._loader("predict")
+        return self._loader(self._predicted)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Augment and normalise a batch on the device.

@@ -1,27 +1,22 @@
 """Image sources: data sets, their files, and decoding into uint8 tensors."""
 
 import ctypes
-import errno
 import gzip
 import math
 import os
 import signal
-import sys
 import traceback
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
-import numpy as np
 import psutil
 import torch
 import torchvision
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.utils import check_integrity
 
 from app.data.geometry import Geometry
@@ -39,16 +34,12 @@ SPLIT_NAMES: dict[str, SplitName] = {
 }
 EMBEDDED = "or train on the embedded data set: --data Synthetic"
 
-
 Errors = dict[int, UserError]  # errors of unreadable images, by index
-# images of a batch: uint8 (n, C, H, W); or, if a worker appended the images to a file, the height,
-# width and end (a byte offset) of each image
-Images = Tensor | list[tuple[int, int, int]]
 
 
 def problems(wrong: Errors) -> str:
-    """Format the errors of unreadable images, without their remedy, in the order of the images."""
-    return listed([str(wrong[index]).rpartition(": ")[0] for index in sorted(wrong)])
+    """Format the errors of unreadable images, without their remedy."""
+    return listed([str(error).rpartition(": ")[0] for error in wrong.values()])
 
 
 def work_apart(worker: int, then: Callable[[int], None] | None = None) -> None:
@@ -69,11 +60,10 @@ def work_apart(worker: int, then: Callable[[int], None] | None = None) -> None:
 class _Items(Dataset[Any]):
     """Data set that returns UserErrors, because DataLoader would add tracebacks to raised ones."""
 
-    def __init__(self, read: Callable[[Any], Tensor], target: Sequence[int] | str) -> None:
+    def __init__(self, read: Callable[[Any], Tensor]) -> None:
         # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY
         # is empty
         self.read = read
-        self.target = target
         self.made_by = MADE_BY
 
     def __getitem__(self, item: Any) -> Tensor | UserError:
@@ -87,43 +77,14 @@ class _Items(Dataset[Any]):
             wrong.add_note(traceback.format_exc())  # for --verbose
             return wrong
 
-    def collate(self, images: list[Tensor | UserError]) -> tuple[Images, Errors]:
-        """Return a batch's images and errors.
 
-        If `target` is a file, append the images to it; see `Images` for the result.
-        """
-        wrong = {}
-        right = []
-        for place, image in enumerate(images):
-            if isinstance(image, UserError):
-                wrong[place] = image
-            else:
-                right.append(image)
-        if isinstance(self.target, str):
-            # the kernel keeps the writes of several workers apart
-            with open(self.target, "ab", buffering=0) as file:
-                return [_append(file, image) for image in right], wrong
-        if not right:
-            return torch.empty((0, *self.target), dtype=torch.uint8), wrong
-        return default_collate(right), wrong  # default_collate stacks in shared memory
-
-
-def _append(file: FileIO, image: Tensor) -> tuple[int, int, int]:
-    """Append an image, uint8 (C, h, w), to a file as (h, w, C); return height, width and end."""
-    pixels = image.permute(1, 2, 0).contiguous().numpy()
-    if file.write(pixels.data) < pixels.nbytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return pixels.shape[0], pixels.shape[1], file.tell()
-
-
-class Workers(DataLoader[Tensor]):
-    """Loader whose worker processes read images; it raises their errors in this process.
+class Workers(DataLoader[Any]):
+    """Loader whose worker processes read images.
 
     Args:
         read: Function that reads an item's image, uint8 (C, H, W).
         batches: Items of each batch.
-        target: Shape (C, H, W) of all images; if sizes differ, path of the file to which workers
-            append the images.
+        collate: Function that makes a batch of images; a `UserError` stands for an unreadable one.
         num_workers: Number of worker processes; with 0, this process reads.
         pin_memory: Whether to pin batches for a fast copy to an accelerator.
     """
@@ -132,16 +93,15 @@ class Workers(DataLoader[Tensor]):
         self,
         read: Callable[[Any], Tensor],
         batches: Iterable[Any],
-        target: Sequence[int] | str,
+        collate: Callable[[list[Tensor | UserError]], Any],
         num_workers: int,
         pin_memory: bool = False,
     ) -> None:
-        items = _Items(read, target)
         super().__init__(
-            items,
+            _Items(read),
             batch_sampler=batches,
             num_workers=num_workers,
-            collate_fn=items.collate,
+            collate_fn=collate,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             worker_init_fn=work_apart,
@@ -149,55 +109,56 @@ class Workers(DataLoader[Tensor]):
             generator=torch.Generator(),
         )
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for images, wrong in self.with_errors():
-            if wrong:
-                raise wrong.pop(min(wrong))
-            yield images
-
-    def with_errors(self) -> Iterator[tuple[Images, Errors]]:
-        """Yield each batch's readable images, and the others' errors by index in the batch."""
-        return super().__iter__()
-
 
 class Split(Dataset[Tensor]):
     """Labelled images. Item i is image i, uint8 (C, H, W).
 
     Args:
-        images: uint8 (N, C, H, W).
+        images: uint8 (N, C, H, W); or, for images of different sizes, their pixels one after the
+            other, uint8 (pixels, C).
         labels: int64 (N,).
         names: File names, if any.
-        mapped: Whether the images are memory-mapped from one file, which a node's ranks share.
+        sizes: Height and width of each image, int64 (N, 2), if they differ.
 
     Attributes:
         ragged: Geometry of the training crop if items have different sizes (C, h, w); else None.
+        image_shape: Shape of an image that the network gets, (C, H, W).
         left_out: Number of images that could not be read.
+        mapped: Whether the images are memory-mapped from one file, which a node's ranks share.
     """
 
     ragged: Geometry | None = None
     left_out = 0
+    mapped = False
 
     def __init__(
         self,
         images: Tensor,
         labels: Tensor,
         names: Sequence[str] | None = None,
-        mapped: bool = False,
+        sizes: Tensor | None = None,
     ) -> None:
         self._images: Tensor | None = images
         self.labels = labels
-        self.names = names
-        self.mapped = mapped
         self.image_shape: Sequence[int] = images.shape[1:]
+        self.names = names
+        self._sizes = sizes
+        if sizes is not None:
+            self._ends = sizes.prod(1).cumsum(0)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.tensor()[index]
+        images = self.tensor()
+        if self._sizes is None:
+            return images[index]
+        height, width = self._sizes[index].tolist()
+        end = int(self._ends[index])
+        return images[end - height * width : end].view(height, width, -1).permute(2, 0, 1)
 
     def tensor(self, num_workers: int = 0) -> Tensor:
-        """Return all images, uint8 (N, C, H, W).
+        """Return `images`.
 
         Args:
             num_workers: Number of processes that decode, if the images are encoded.
@@ -205,39 +166,14 @@ class Split(Dataset[Tensor]):
         assert self._images is not None
         return self._images
 
-    def blocks(self, num_workers: int, wrong: Errors, file: str = "") -> Iterator[Images]:
-        """Yield all readable images in order, in blocks of about 1 MiB.
+    def decoded(self, num_workers: int, wrong: Errors) -> Iterator[Tensor]:
+        """Return an iterator over all readable images, in order.
 
         Args:
             num_workers: Number of processes that decode.
             wrong: Dictionary that collects the errors of unreadable images, by index.
-            file: Path of the file to which images of different sizes are appended; see `Images` for
-                the result.
         """
-        yield from self.tensor().split(self._block)
-
-    @property
-    def _block(self) -> int:
-        return max(2**20 // math.prod(self.image_shape), 1)
-
-
-class RaggedSplit(Split):
-    """Labelled images of different sizes, mapped from one file. Item i is image i, uint8 (C, h, w).
-
-    Args:
-        pixels: Pixels of all images as (h, w, C), uint8 (bytes,).
-        values: Heights, widths, ends in `pixels`, and labels, int64 (4, N).
-        names: File names, if any.
-    """
-
-    def __init__(self, pixels: Tensor, values: Tensor, names: Sequence[str] | None) -> None:
-        super().__init__(pixels, values[3], names, mapped=True)
-        self._places = values[:3].T
-
-    def __getitem__(self, index: int) -> Tensor:
-        height, width, end = self._places[index].tolist()
-        start = end - height * width * self.image_shape[0]
-        return self.tensor()[start:end].view(height, width, -1).permute(2, 0, 1)
+        return iter(self.tensor())
 
 
 def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
@@ -249,17 +185,6 @@ def check_memory(count: int, image_shape: Sequence[int], remedy: str) -> None:
             f"{count:,} images of {'×'.join(map(str, image_shape))} take {needed / 2**30:.1f} GiB, "
             f"of {free / 2**30:.1f} GiB of free memory: {remedy}"
         )
-
-
-def mapped(file: BinaryIO | Path, offset: int, shape: Sequence[int]) -> Tensor:
-    """Map a file's pixels as a uint8 tensor.
-
-    The tensor is read-only, because writable pages would count as the rank's memory.
-    """
-    array = np.memmap(file, np.uint8, "r", offset, tuple(shape))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(array)
 
 
 def split_of(name: str) -> SplitName | None:
@@ -298,8 +223,8 @@ class Source(ABC):
         mean: Mean of each channel, for pixels scaled to 0…1.
         std: Standard deviation of each channel, for pixels scaled to 0…1.
         splits: Names of the splits; without `val`, training images are held out for validation.
-        files: Paths of the files, if known.
-        predict_dir: Images and folders of images for `predict`; None to predict on the test split.
+        root: Path of the data set, if it has one.
+        predict_dir: Images and folders of images for `predict`; if empty, the test split's.
         skips: Whether unreadable images are skipped.
         other_files: Number of files in each split's folders that are left out, by suffix: they are
             no images, or in no class folder.
@@ -310,8 +235,8 @@ class Source(ABC):
     mean: Sequence[float]
     std: Sequence[float]
     splits: Collection[SplitName] = ("train", "test", "predict")
-    files: Sequence[Path] = ()
-    predict_dir: str | Sequence[str] | None = None
+    root = ""
+    predict_dir: Sequence[str] = ()
     skips = False
     other_files: dict[SplitName, Counter[str]] = {}  # noqa: RUF012
 
@@ -329,11 +254,11 @@ class Source(ABC):
 
     def settings(self, split: SplitName) -> Sequence[Any]:
         """Return the settings of a split's decoding, which are part of the cache's key."""
-        return [self.skips, *self.image_shape]
+        return ()
 
     @abstractmethod
     def load(self, split: SplitName) -> Split:
-        """Read a split; `predict` is the test split unless the source has images to predict."""
+        """Read a split."""
 
     def encoded(self, split: SplitName) -> Sequence[str]:
         """Return a split's encoded files if decoding is slow enough to cache, else nothing."""
@@ -348,14 +273,20 @@ class TorchvisionSource(Source):
 
     Attributes:
         dataset: Torchvision's class of the data set.
-        archives: Files that hold the data set, for error messages.
+        folder: Path of its files' folder, relative to `root`.
+        names: Names of its files.
+        archives: Archives that hold the data set, for error messages.
     """
 
     dataset: Any
+    folder: str
+    names: Sequence[str]
     archives: str
 
     def __init__(self, root: str) -> None:
         self.root = root
+        self.place = Path(root, self.folder)
+        self.files = [self.place / name for name in self.names]
 
     def prepare(self) -> None:
         """Download missing files."""
@@ -363,17 +294,16 @@ class TorchvisionSource(Source):
             return
         name = self.dataset.__name__
         remedy = f"name another directory than {self.root!r} with --data.root"
-        problem = f"no {name} in {self.files[0].parent}, and it could not be downloaded"
+        problem = f"no {name} in {self.place}, and it could not be downloaded"
         with downloading(
             problem, f"put {self.archives} there, {remedy}, {EMBEDDED} --data.like {name}"
         ):
             self.dataset(self.root, download=True)
 
     def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
-        return [str(file) for file in self.files]
+        return list(map(str, self.files))
 
     def load(self, split: SplitName) -> Split:  # noqa: D102
-        folder = self.files[0].parent
         channels, height, width = self.image_shape
         try:  # unpickling CIFAR-10 is safe: torchvision verifies its checksums first
             data = self.dataset(self.root, train=split == "train")
@@ -383,11 +313,11 @@ class TorchvisionSource(Source):
         except Exception as error:  # torchvision raises many types
             reason = getattr(error, "strerror", None) or "truncated or corrupted files"
             raise UserError(
-                f"{folder} cannot be read ({reason}): move it away to have it downloaded again"
+                f"{self.place} cannot be read ({reason}): move it away to have it downloaded again"
             ) from error
         if highest >= len(self.class_names):
             raise UserError(
-                f"{folder} has a label {highest}, of {len(self.class_names)} classes: "
+                f"{self.place} has a label {highest}, of {len(self.class_names)} classes: "
                 "replace its files"
             )
         return Split(images.permute(0, 3, 1, 2), labels)
@@ -397,6 +327,9 @@ class CIFAR10Source(TorchvisionSource):
     """Source of CIFAR-10 in its Python format: https://www.cs.toronto.edu/~kriz/cifar.html."""
 
     dataset = torchvision.datasets.CIFAR10
+    folder = dataset.base_folder
+    names = tuple(name for name, _ in dataset.train_list + dataset.test_list)
+    archives = f"the content of {dataset.filename} from {dataset.url}"
     class_names = (
         "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
     )  # fmt: skip
@@ -404,29 +337,18 @@ class CIFAR10Source(TorchvisionSource):
     mean = (0.5, 0.5, 0.5)
     std = (0.5, 0.5, 0.5)
 
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        names = [name for name, _ in self.dataset.train_list + self.dataset.test_list]
-        names.append(self.dataset.meta["filename"])
-        self.files = [Path(root, self.dataset.base_folder, name) for name in names]
-        self.archives = f"the content of {self.dataset.filename} from {self.dataset.url}"
-
 
 class FashionMNISTSource(TorchvisionSource):
     """Source of FashionMNIST in IDX format: https://github.com/zalandoresearch/fashion-mnist."""
 
     dataset = torchvision.datasets.FashionMNIST
+    folder = "FashionMNIST/raw"
+    names = tuple(name.removesuffix(".gz") for name, _ in dataset.resources)
+    archives = ", ".join(name for name, _ in dataset.resources)
     class_names = tuple(dataset.classes)
     image_shape = (1, 28, 28)
     mean = (0.0,)
     std = (256 / 255,)  # pixels / 255 / std = pixels / 256
-
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        archives = [url for url, _ in self.dataset.resources]
-        raw = Path(root, "FashionMNIST", "raw")
-        self.files = [raw / name.removesuffix(".gz") for name in archives]
-        self.archives = ", ".join(archives)
 
     def load(self, split: SplitName) -> Split:
         """Read a split; first compare the files with the archives beside them, if any."""

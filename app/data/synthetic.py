@@ -115,14 +115,12 @@ def letter(x: Floats, y: Floats, kind: Floats) -> Floats:
     """Return the distance from a symmetric letter; `kind` chooses the letter."""
     letters = LETTERS[(kind.ravel() * len(LETTERS)).astype(int)]
     strokes = letters[..., None, None, None] * np.float32(0.85)  # (n, 2, 4, 1, 1, 1)
+    ax, ay, bx, by = strokes.swapaxes(0, 2)
     x = abs(x)
-    nearest = np.full_like(x, np.inf)
-    for ax, ay, bx, by in strokes.transpose(1, 2, 0, 3, 4, 5):
-        dx = bx - ax
-        dy = by - ay
-        along = np.clip(((x - ax) * dx + (y - ay) * dy) / (dx * dx + dy * dy), 0, 1)
-        nearest = np.minimum(nearest, _length(x - ax - along * dx, y - ay - along * dy))
-    return nearest - 0.16
+    dx = bx - ax
+    dy = by - ay
+    along = np.clip(((x - ax) * dx + (y - ay) * dy) / (dx * dx + dy * dy), 0, 1)
+    return _length(x - ax - along * dx, y - ay - along * dy).min(0) - 0.16
 
 
 def wave(x: Floats, y: Floats, kind: Floats) -> Floats:

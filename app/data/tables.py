@@ -7,6 +7,7 @@ import re
 import unicodedata
 from abc import abstractmethod
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ SEPARATORS = ",;\t|"
 class RowSource(EncodedSource):
     """Source of a table's rows, whose labels are the names of classes."""
 
+    _rows: dict[SplitName, Any]
     _labels: dict[SplitName, list[int]]  # class number of each row; -1 without a label
 
     @abstractmethod
@@ -38,26 +40,31 @@ class RowSource(EncodedSource):
 
         Args:
             labels: Class name of each image, by split; empty or -1 for an image without a label.
-            declared: Class names in order; by default the sorted names of training images.
+            declared: Class names in order; by default the names of training images, sorted by value
+                if all are whole numbers.
 
         Raises:
             UserError: When a label is missing or is no training class, or when two labels differ in
                 spelling only.
         """
         names = {split: list(map(str.strip, column)) for split, column in labels.items()}
-        classes = list(dict.fromkeys(map(str.strip, declared))) or _sorted_names(
-            names.get("train", [])
-        )
+        classes = list(dict.fromkeys(map(str.strip, declared)))
+        if not classes:
+            classes = sorted({*names.get("train", [])} - {""})
+            if all(map(str.isdecimal, classes)):
+                classes.sort(key=int)
         numbers = dict(zip(classes, range(len(classes)), strict=True))
         missing = {"", "-1"} - set(classes)
         spellings: dict[str, str] = {}
+        if "test" in names and missing.issuperset(names["test"]):
+            names["predict"] = names.pop("test")
+            self._rows["predict"] = self._rows.pop("test")
         self.class_names = classes
         self.splits = list(names)
         self._labels = {}
         for split, column in names.items():
             self._labels[split] = [numbers.get(name, -1) for name in column]
-            if split == "test" and missing.issuperset(column):
-                self.splits[self.splits.index("test")] = "predict"
+            if split == "predict":
                 continue
             for name in dict.fromkeys(column):
                 where = self._place(split, column.index(name))
@@ -74,14 +81,6 @@ class RowSource(EncodedSource):
                         f"{where} has label {name!r}, which no training image has: "
                         "correct it, or add such training images"
                     )
-
-
-def _sorted_names(labels: Iterable[str]) -> list[str]:
-    """Return the distinct class names, sorted by value if all are whole numbers."""
-    names = sorted(set(labels) - {""})
-    if all(map(str.isdecimal, names)):
-        names.sort(key=int)
-    return names
 
 
 def _spelling(name: str) -> str:
@@ -111,9 +110,9 @@ class TableSource(RowSource):
 
     def __init__(self, path: str, file_column: str, label_column: str, split_column: str) -> None:
         self.root = path
-        self._label = label_column
-        self._rows: dict[SplitName, list[tuple[int, str]]] = {"train": []}  # lines and files
-        labels: dict[SplitName, list[str]] = {"train": []}
+        self.columns = [label_column]
+        self._rows = defaultdict(list)  # line number and file of each row
+        labels: dict[SplitName, list[str]] = defaultdict(list)
         lines: dict[str, int] = {}
         columns = {"file": file_column, "label": label_column, "split": split_column}
         for line, cells in _rows(path, columns):
@@ -135,8 +134,8 @@ class TableSource(RowSource):
                 raise UserError(
                     f"{path}, lines {other} and {line} have the same file {file}: keep one of them"
                 )
-            self._rows.setdefault(split, []).append((line, name))
-            labels.setdefault(split, []).append(cells[_folded(label_column)])
+            self._rows[split].append((line, name))
+            labels[split].append(cells[_folded(label_column)])
         if not labels["train"]:
             raise UserError(f"{path} has no rows of training images: give one for each image")
         self._number_classes(labels)
@@ -144,15 +143,6 @@ class TableSource(RowSource):
     def _place(self, split: SplitName, row: int) -> str:
         line, _ = self._rows[split][row]
         return f"{self.root}, line {line}"
-
-    def settings(self, split: SplitName) -> Sequence[Any]:  # noqa: D102
-        return [*super().settings(split), os.path.abspath(self.root), self._label]
-
-    def encoded(self, split: SplitName) -> Sequence[str]:  # noqa: D102
-        files = super().encoded(split)
-        if split == "predict" and self.predict_dir is not None:
-            return files
-        return [self.root, *files]  # the cache holds the labels, which are in the table
 
     def _files(self, split: SplitName) -> list[tuple[str, int]]:
         _, files = zip(*self._rows[split], strict=True)

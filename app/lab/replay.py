@@ -124,7 +124,7 @@ def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
     """Return the file or index of each sample of a batch; [] without a global order."""
     loader = trainer.train_dataloader
     if isinstance(loader, GlobalBatches):
-        rows = loader.samples(batch_idx).tolist()
+        rows = loader.order.samples(batch_idx).tolist()
         files = loader.split.names
         return [files[row] for row in rows] if files else rows
     order = order_of(loader)

@@ -44,7 +44,7 @@ class PredictionWriter(Callback):
         loader = trainer.predict_dataloaders
         if isinstance(pl_module, ImageClassifier) and isinstance(loader, GlobalBatches):
             shares, labels = outputs.topk(min(self.top_k, outputs.shape[1]))
-            rows = loader.samples(batch_idx).tolist()
+            rows = loader.order.samples(batch_idx).tolist()
             self._rows += zip(rows, shares.tolist(), labels.tolist(), strict=True)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,7 +111,7 @@ class TestFigures(Callback):
             return
         shares, predicted = outputs.max(1)
         wrong = predicted != batch[1]
-        rows = loader.samples(batch_idx).to(wrong.device)
+        rows = loader.order.samples(batch_idx).to(wrong.device)
         columns = [column[wrong].tolist() for column in (shares, rows, predicted, batch[1])]
         self._worst = heapq.nlargest(WRONG, [*self._worst, *zip(*columns, strict=True)])
 

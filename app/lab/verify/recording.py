@@ -202,7 +202,7 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     omitted. With other loaders, the id is a digest of the sample's tensors.
     """
     if isinstance(loader, GlobalBatches):
-        return loader.samples(index).tolist(), []
+        return loader.order.samples(index).tolist(), []
     ids = []
     labels = []
     for single in singles(batch):
