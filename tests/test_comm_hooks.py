@@ -251,7 +251,7 @@ REFUSED = [
         "process_group_backend gloo",
         "process_group_backend: give --trainer.strategy ddp, or another one, before it",
     ),
-    ("ddpp process_group_backend gloo", "there is no --trainer.strategy ddpp: did you mean ddp?"),
+    ("ddpp process_group_backend gloo", "or another one, before it: did you mean ddp?"),
     ("ddp find_unused_parameter true", "did you mean --trainer.strategy.find_unused_parameters?"),
     ("ddp period 3", "the chosen class has no such setting"),
     ("ddp bucket_cap_mb big", "--trainer.strategy.bucket_cap_mb big: expected a number"),

@@ -184,18 +184,6 @@ def test_a_checkpoint_of_another_implementation(fused: bool) -> None:
 
 REFUSED = [
     (
-        "--trainer.benchmark true",
-        "--trainer.benchmark has no effect on the cpu accelerator: leave it out",
-    ),
-    (
-        "--model.matmul_precision high",
-        "--model.matmul_precision has no effect on the cpu accelerator",
-    ),
-    (
-        "--model.compile reduce-overhead",
-        "--model.compile reduce-overhead has no effect on the cpu accelerator",
-    ),
-    (
         "--model.compile default --trainer.strategy dp",
         "--model.compile does not work with --trainer.strategy dp",
     ),

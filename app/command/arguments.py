@@ -3,12 +3,12 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from jsonargparse import get_loader
+from jsonargparse import Namespace, get_loader
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
@@ -30,69 +30,74 @@ SECTIONS = (
 )
 # jsonargparse's own loader, which `app.command.parser` replaces by `load_yaml`
 PLAIN_LOADER = get_loader("yaml")
+YAML = (".yaml", ".yml")
 MOST_VALUES = 100_000  # values of a config
 
 
 class Token(NamedTuple):
-    """Flag with its value.
+    """Flag with its value, or a word that belongs to no flag.
 
     Attributes:
-        flag: Flag with its dashes; empty for words before the first flag.
+        flag: Flag with its dashes, or the word.
         value: Value of the flag, or None.
-        words: Words of the command line that make up the token.
     """
 
     flag: str
-    value: str | None
-    words: tuple[str, ...]
-
-    @classmethod
-    def of(cls, flag: str, value: str) -> "Token":
-        """Return a token for a flag and its value."""
-        return cls(flag, value, (f"{flag}={value}",))
+    value: str | None = None
 
     @property
     def name(self) -> str:
         """The flag without `.class_path` and `.init_args`."""
         return self.flag.removesuffix(".class_path").replace(".init_args", "")
 
+    @property
+    def word(self) -> str:
+        """The token as one word of a command line."""
+        return self.flag if self.value is None else f"{self.flag}={self.value}"
+
 
 def tokenise(words: Sequence[str]) -> list[Token]:
-    """Group words into flags and values; a negative number is a value."""
+    """Group words into flags and values; a negative number is a value.
+
+    `--model NAME` becomes `--model ImageClassifier --model.network NAME` for a network's name.
+    """
     tokens: list[Token] = []
     for word in words:
+        last = tokens[-1] if tokens else Token("")
         if word.startswith("-") and not re.match(r"-[\d.]", word):
-            flag, equals, text = word.partition("=")
-            value = text if equals else None
-            tokens.append(Token(flag, value, (word,)))
-        elif tokens:
-            flag, value, before = tokens.pop()
-            if value is None:
-                value = word
-            tokens.append(Token(flag, value, (*before, word)))
+            flag, equals, value = word.partition("=")
+            tokens.append(Token(flag, value if equals else None))
+        elif last.flag.startswith("-") and last.value is None:
+            tokens[-1] = Token(last.flag, word)
         else:
-            tokens.append(Token("", None, (word,)))
-    expanded: list[Token] = []
-    for token in tokens:
-        expanded += _expand_network(token)
-    return expanded
+            tokens.append(Token(word))
+        flag, name = tokens[-1]
+        if flag in ("--model", "--model.class_path") and name and _is_network(name):
+            tokens[-1:] = [Token("--model", "ImageClassifier"), Token("--model.network", name)]
+    return tokens
 
 
-def _expand_network(token: Token) -> list[Token]:
-    """Expand `--model NAME` to `--model ImageClassifier --model.network NAME` for a network."""
-    name = token.value or ""
-    is_network = own_network(name) or name in names_of_torchvision() or name.startswith("timm/")
-    if token.name != "--model" or not is_network:
-        return [token]
-    return [Token.of("--model", "ImageClassifier"), Token.of("--model.network", name)]
+def _is_network(name: str) -> bool:
+    known = own_network(name) or name in names_of_torchvision()
+    return bool(known) or name.startswith("timm/")
 
 
-def _is_path(data: str) -> bool:
-    """Return whether the value of `--data` is a path of images in place of a class."""
-    names = [cls.__name__ for cls in subclasses(LightningDataModule)]
-    if data in names or data.endswith((".yaml", ".yml")):
-        return False
-    return os.path.isdir(data) or data.endswith(".csv") or (os.sep in data and "{" not in data)
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each flag of a configuration with its value, such as `trainer.devices` and 2.
+
+    For a list, yield its items before the list.
+    """
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            inner_path = path if key == "init_args" else f"{path}.{key}".lstrip(".")
+            yield from leaves(inner, inner_path)
+        return
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from leaves(inner, path)
+    yield path, value
 
 
 class Arguments:
@@ -138,17 +143,12 @@ class Arguments:
             return token
         file = shipped(token.value)
         self.configs[file] = read_yaml(file)
-        return Token.of("--config", file)
+        return Token("--config", file)
 
     @property
     def words(self) -> list[str]:
         """The flags as words of a command line."""
-        return [word for token in self.tokens for word in token.words]
-
-    def value(self, flag: str) -> str | None:
-        """Return a flag's last value on the command line, or None."""
-        values = [token.value for token in self.tokens if token.flag == flag]
-        return values[-1] if values else None
+        return [token.word for token in self.tokens]
 
     def chosen(self, setting: str) -> str | None:
         """Return the last value of a setting, such as `model`, in flags and configs."""
@@ -156,7 +156,8 @@ class Arguments:
         for token in self.tokens:
             value: Any = None
             if token.flag == "--config":
-                value = _value_in(self.configs.get(str(token.value)), setting)
+                settings = dict(leaves(self.configs.get(str(token.value))))
+                value = settings.get(setting, settings.get(f"{setting}.class_path"))
             elif token.name == f"--{setting}":
                 value = token.value
             if value is not None:
@@ -169,14 +170,16 @@ class Arguments:
         Raises:
             UserError: For a flag without a value, or a config section that is not a mapping.
         """
-        for token in self.tokens:
-            if token.value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", token.flag):
-                raise UserError(f"{token.flag} needs a value")
-            data = token.value or ""
-            if token.flag == "--data" and _is_path(data):
-                problem = "a path" if os.path.exists(data) else "a path that is missing"
+        classes = [cls.__name__ for cls in subclasses(LightningDataModule)]
+        for flag, value in self.tokens:
+            if value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", flag):
+                raise UserError(f"{flag} needs a value")
+            if flag != "--data" or value is None or value in classes or value.endswith(YAML):
+                continue
+            is_file = value.endswith(".csv") or ("/" in value and "{" not in value)
+            if is_file or os.path.isdir(value):
                 raise UserError(
-                    f"--data {data}: {problem}: give --data ImageFolder --data.root {data}, or for "
+                    f"--data {value}: a path: give --data ImageFolder --data.root {value}, or for "
                     "a CSV file --data ImageTable --data.csv"
                 )
         for file, config in self.configs.items():
@@ -196,46 +199,29 @@ class Arguments:
         Raises:
             UserError: When an option is set without a strategy, or with an unknown strategy.
         """
-        name = self.chosen("trainer.strategy") or "auto"
         classes = [cls.__name__ for cls in subclasses(Strategy)]
+        name = self.chosen("trainer.strategy") or "auto"
+        is_class = "." in name or name in classes
         spelt: list[Token] = []
-        is_spelt = False
         for token in self.tokens:
-            is_option = token.flag.startswith(f"{STRATEGY}.") and token.name != STRATEGY
-            if is_option and token.flag != f"{STRATEGY}.help" and not is_spelt:
-                spelt += _spelt(name, token.flag, classes)
-                is_spelt = True
-            value = token.value or ""
-            if token.name == STRATEGY and ("." in value or value in classes):
-                token = Token.of(f"{STRATEGY}.class_path", value)
+            flag, value = token
+            is_option = flag.startswith(f"{STRATEGY}.") and token.name != STRATEGY
+            if is_option and flag != f"{STRATEGY}.help" and not is_class:
+                if name not in StrategyRegistry:
+                    near = nearest(name, StrategyRegistry)
+                    raise UserError(
+                        f"{flag}: give --trainer.strategy ddp, or another one, before it{near}"
+                    )
+                registered = StrategyRegistry[name]
+                cls = registered["strategy"]
+                spelt.append(Token(STRATEGY, f"{cls.__module__}.{cls.__qualname__}"))
+                for option, implied in registered["init_params"].items():
+                    spelt.append(Token(f"{STRATEGY}.{option}", str(implied)))
+                is_class = True
+            if token.name == STRATEGY and value and ("." in value or value in classes):
+                token = Token(f"{STRATEGY}.class_path", value)
             spelt.append(token)
         self.tokens = spelt
-
-
-def _value_in(config: Any, setting: str) -> Any:
-    """Return the value of a setting in a config, or None; for a class, its path."""
-    for key in setting.split("."):
-        if not isinstance(config, dict):
-            return None
-        settings = config.get("init_args", config)
-        config = settings.get(key) if isinstance(settings, dict) else None
-    return config.get("class_path") if isinstance(config, dict) else config
-
-
-def _spelt(name: str, option: str, classes: list[str]) -> list[Token]:
-    """Return the class of a registered strategy, and the options that its name implies."""
-    if name in StrategyRegistry:
-        strategy = StrategyRegistry[name]
-        cls = strategy["strategy"]
-        implied = strategy["init_params"].items()
-        options = [Token.of(f"{STRATEGY}.{key}", str(value)) for key, value in implied]
-        return [Token.of(STRATEGY, f"{cls.__module__}.{cls.__qualname__}"), *options]
-    if name == "auto":
-        raise UserError(f"{option}: give --trainer.strategy ddp, or another one, before it")
-    if "." not in name and name not in classes:
-        near = nearest(name, StrategyRegistry)
-        raise UserError(f"{option}: there is no {STRATEGY} {name}{near}")
-    return []
 
 
 def subclasses(cls: type) -> list[type]:

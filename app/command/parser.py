@@ -112,11 +112,10 @@ def is_spec(value: Any) -> bool:
     return isinstance(value, dict) and "class_path" in value and SPEC.issuperset(value)
 
 
-_in_any = True  # whether a class in a value of type `Any` is created
-
-
 @expects(
-    "jsonargparse:_typehints.adapt_typehints", "jsonargparse:_typehints.ActionTypeHint._check_type"
+    "jsonargparse:_typehints.adapt_typehints",
+    "jsonargparse:_typehints.get_parsing_setting",
+    "jsonargparse:_typehints.ActionTypeHint._check_type",
 )
 def guard_types() -> None:
     """Make jsonargparse check each class and function that a value names before calling it.
@@ -141,10 +140,8 @@ def guard_types() -> None:
                 check(member, hint)
         if is_spec(value) and hint is not NoneType:
             refuse_code(value["class_path"], resolve_name(value["class_path"]), hint)
-        elif isinstance(given, str) and callable(value):
-            is_default = isinstance(defaults[-1], str) and given == defaults[-1]
-            if not is_default:
-                refuse_code(given, value, hint)
+        elif isinstance(given, str) and callable(value) and given != str(defaults[-1]):
+            refuse_code(given, value, hint)
 
     def guarded(
         value: Any,
@@ -153,7 +150,8 @@ def guard_types() -> None:
         instantiate_classes: bool = False,
         **more: Any,
     ) -> Any:
-        creates = _in_any or hint not in (Any, object)
+        in_any = _typehints.get_parsing_setting("instantiate_subclass_spec_in_any")
+        creates = in_any or hint not in (Any, object)
         if creates and instantiate_classes:
             check(value, hint)
         converted = adapt(value, hint, serialize, instantiate_classes, **more)
@@ -176,8 +174,6 @@ def guard_types() -> None:
 
 def create_in_any(value: bool) -> None:
     """Set whether a class in a value of type `Any` is created; in an experiment, it is not."""
-    global _in_any
-    _in_any = value
     set_parsing_settings(
         validate_subclass_spec_in_any=value, instantiate_subclass_spec_in_any=value
     )

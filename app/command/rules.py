@@ -26,19 +26,6 @@ SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # variables of mpirun
 
 
-def check_flags(config: Namespace) -> None:
-    """Check the rules that hold on every machine.
-
-    Args:
-        config: Resolved configuration.
-
-    Raises:
-        UserError: When the flags break a rule.
-    """
-    for problem in flag_problems(Resolved(config)):
-        raise UserError(problem)
-
-
 def check(command: str, config: Namespace) -> Resolved:
     """Check all rules before anything is built, and return the resolved configuration.
 
@@ -57,16 +44,7 @@ def check(command: str, config: Namespace) -> Resolved:
 
 def machine_problems(s: Resolved) -> Iterator[str]:
     """Yield messages about flags that cannot work on this machine, each with a remedy."""
-    for rule in (
-        _devices,
-        _needs_cuda,
-        _compiler,
-        _starter,
-        _rendezvous,
-        _strategy,
-        _sync_batchnorm,
-        _sizes,
-    ):
+    for rule in (_devices, _compiler, _starter, _rendezvous, _strategy, _sync_batchnorm, _sizes):
         yield from rule(s)
     size = s.given("data.batch_size")
     divides = s.command == "fit" and s.virtual_devices is None and isinstance(size, int)
@@ -102,41 +80,19 @@ def _devices(s: Resolved) -> Iterator[str]:
     cls = s.accelerator_class
     name = s.trainer.accelerator
     devices = s.trainer.devices
-    if cls is None:
+    if cls is None or not cls.is_available():
+        near = ""
+        if cls is None:
+            near = nearest(name, AcceleratorRegistry)
         yield (
-            f"--trainer.accelerator {name}: unknown{nearest(name, AcceleratorRegistry)}: leave it "
-            "out, or use cpu"
+            f"--trainer.accelerator {name}: there is none on this machine{near}: leave it out, or "
+            "use cpu"
         )
-        return
-    if not cls.is_available():
-        yield (
-            f"--trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
-        )
-    try:
-        if devices != "auto":
+    elif devices != "auto":
+        try:
             cls.parse_devices(devices)
-    except (MisconfigurationException, TypeError, ValueError):
-        has = ""
-        if s.accelerator != "cpu":
-            has = f"; this machine has {cls.auto_device_count()}"
-        yield (
-            f"--trainer.devices {devices!r}: the {s.accelerator} accelerator has no such "
-            f"devices{has}: give a count"
-        )
-
-
-def _needs_cuda(s: Resolved) -> Iterator[str]:
-    """Check flags that have an effect on CUDA only."""
-    if s.accelerator == "cuda":
-        return
-    is_rounded = s.given("model.matmul_precision") not in (None, "highest")
-    for flag, is_set in (
-        ("trainer.benchmark", s.trainer.benchmark),
-        ("model.compile reduce-overhead", s.reduces_overhead),
-        ("model.matmul_precision", is_rounded),
-    ):
-        if is_set:
-            yield f"--{flag} has no effect on the {s.accelerator} accelerator: leave it out"
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            yield f"--trainer.devices {devices!r}: {error}"
 
 
 def _compiler(s: Resolved) -> Iterator[str]:
@@ -280,7 +236,7 @@ def _strategy(s: Resolved) -> Iterator[str]:
 
 
 def _sync_batchnorm(s: Resolved) -> Iterator[str]:
-    if not s.sync_batchnorm:
+    if not s.trainer.sync_batchnorm:
         return
     if not s.traits.replicas_communicate:
         yield (

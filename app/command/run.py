@@ -14,10 +14,10 @@ from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from app.command.arguments import leaves
 from app.command.assembly import drop_callbacks, patch, trainer_arguments
 from app.command.checkpoints import check_checkpoint
 from app.command.configuration import Flags, shared_settings
-from app.command.flag_rules import leaves
 from app.command.outcome import can, close, end_early, exit_code, record_of, stopped_by
 from app.command.run_options import decide, is_recorded, release_folders
 from app.data import ImageData

@@ -8,12 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import Namespace, dict_to_namespace
+from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from app.command.arguments import load_yaml, read_yaml
+from app.command.arguments import leaves, load_yaml, read_yaml
 from app.command.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
 from app.launch.cluster_environment import may_resume
 from app.modules.networks import title
@@ -274,8 +274,7 @@ def release_folders() -> None:
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config's flags that define the training."""
     settings = {}
-    for name, value in vars(dict_to_namespace(config).as_flat()).items():
-        flag = name.replace(".init_args", "")
+    for flag, value in leaves(config):
         if flag.startswith(TRAINING) and not flag.endswith(EXECUTION):
             settings[flag] = value
     return settings
