@@ -235,14 +235,13 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
     return None
 
 
-def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
+def newest_checkpoint(runs: Path, of: tuple[str, list[str]] | None) -> str | None:
     """Return the newest checkpoint that training can resume from, or None if no checkpoint exists.
 
     Rename damaged checkpoints that are newer than the returned one to `*.damaged`.
 
     Args:
-        root: Directory of all runs.
-        run: Name of the runs: `--run.name` or its default. Several runs may share it.
+        runs: Folder with the runs of one name.
         of: Command line and launcher ids. Only runs with this command line and one of these
             launchers are searched; None searches all runs.
 
@@ -250,7 +249,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
         UserError: When checkpoints exist, but training can resume from none of them.
     """
     folders = []
-    for folder in Path(root, run).glob("version_*/checkpoints"):
+    for folder in runs.glob("version_*/checkpoints"):
         if of is not None:
             command, launchers = of
             record = read_earlier(folder.with_name("run.json"))
@@ -274,8 +273,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
             damaged.append(path)
     if paths:
         raise UserError(
-            f"training can resume from none of the {len(paths)} checkpoints under "
-            f"{Path(root, run)}: "
+            f"training can resume from none of the {len(paths)} checkpoints under {runs}: "
             "give another --run.name to begin anew, or --ckpt_path with another checkpoint"
         )
     return None

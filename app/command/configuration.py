@@ -19,11 +19,10 @@ from app.command.arguments import Arguments, Token, leaves, tokenise
 from app.command.checkpoint_file import FLAG, read
 from app.command.checkpoints import RunCheckpoint, find_checkpoint
 from app.command.flag_rules import MADE, flag_problems
-from app.command.help import PAGES, HelpPage
 from app.command.parser import Parser, find_class, import_trusted_only, parameters
 from app.command.resolved import Resolved
 from app.command.rules import check
-from app.command.run_options import LimitedTrainer, Run, requested_checkpoint
+from app.command.run_options import PLACES, LimitedTrainer, Run, requested_checkpoint
 from app.errors import ExitStatus, UserError, one_line
 from app.launch.process import trust_flags
 from app.launch.rendezvous import Cluster
@@ -110,6 +109,7 @@ class Flags(LightningCLI):
             if self.arguments.chosen(section) is None:
                 parser.set_defaults({section: {"class_path": path}})
         parser.chosen = self.classes  # type: ignore[attr-defined]
+        parser.is_short = "--help_all" not in self.argv  # type: ignore[attr-defined]
         if takes_classes_of_data(self.classes):
             parser.link_arguments(
                 "data", "model.init_args.num_classes", self.count_classes, apply_on="instantiate"
@@ -119,8 +119,7 @@ class Flags(LightningCLI):
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(RateMonitor, "lr_monitor")
-        for name in PAGES:
-            parser.add_argument(f"--{name}", action=HelpPage)
+        parser.add_argument("--help_all", action="help")
         parser.add_argument(FLAG, type=str | None)
         parser.set_defaults(
             {
@@ -284,19 +283,9 @@ def shared_settings(config: Namespace) -> dict[str, str]:
         "trainer.default_root_dir",
         "trainer.devices",
     )
-    suffixes = (
-        ".root",
-        ".csv",
-        ".path",
-        ".predict_dir",
-        ".cache",
-        ".dirpath",
-        ".num_workers",
-        ".placement",
-    )
     settings = {}
     for name, value in leaves(config):
-        if not name.startswith(prefixes) and not name.endswith(suffixes):
+        if not name.startswith(prefixes) and not name.endswith(PLACES):
             # without the memory address in a function's repr
             settings[name] = re.sub(" at 0x[0-9a-f]+", "", str(value))
     return settings

@@ -36,10 +36,13 @@ def rejection(
     Args:
         message: jsonargparse's message.
         flags: Known flags, with dashes.
-        classes: Names of the classes that a flag accepts, by the flag's last part.
+        classes: Names of the classes that a flag accepts, by the flag.
     """
     text = one_line(message)
-    match = re.match(r"unrecognized arguments: ([^\s=]+)", text)
+    match = re.match(r"Group '(.+)' does not accept option '(.+)'", text)
+    if match:
+        text = f"unrecognized arguments: --{match[1]}.{match[2]}"
+    match = re.match(r"(?:unrecognized arguments: |Option ')([^\s=']+)", text)
     if match and match[1].endswith((".yaml", ".yml")):
         return f"{match[1]}: a value without a flag: did you mean --config {match[1]}?"
     if match:
@@ -107,7 +110,7 @@ def _unexpected(text: str, flag: str, value: str, classes: Mapping[str, Collecti
     expected = [TYPES.get(name, name) for name in types]
     match = re.search(r"dot import path string: (\S+)", text)
     if match and "a number" not in expected:
-        near = nearest(match[1], classes.get(flag.rpartition(".")[2].lstrip("-"), ()))
+        near = nearest(match[1], classes.get(flag, ()))
         near = near or ": give its import path, package.module.Class"
         return f"{flag} {match[1]}: there is no such class{near}"
     choices = re.findall(r"'([^']*)'", " ".join(LITERAL.findall(text)))

@@ -15,14 +15,7 @@ from typing import Any, Union, get_args, get_origin
 
 import torch
 import yaml
-from jsonargparse import (
-    ArgumentParser,
-    Namespace,
-    _paths,
-    _typehints,
-    set_loader,
-    set_parsing_settings,
-)
+from jsonargparse import ArgumentParser, _paths, _typehints, set_loader, set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
@@ -31,7 +24,7 @@ from torchvision.transforms import v2
 from app.command.arguments import load_yaml, read_text, subclasses
 from app.command.help import page
 from app.command.messages import rejection
-from app.errors import ExitStatus, UserError, nearest
+from app.errors import ExitStatus, UserError
 from app.modules import ImageClassifier
 from app.modules.networks import names_of_torchvision
 from app.modules.recipe import Recipe
@@ -41,18 +34,18 @@ from app.training import DDP
 
 # classes of libraries for a parameter whose type names no class, such as `Any` or `Callable`
 OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-BASES: dict[str, type] = {  # base of the classes that a flag accepts, by the flag's last part
+BASES: dict[str, type] = {  # base of the classes that a flag accepts
     "model": LightningModule,
     "data": LightningDataModule,
-    "optimizer": torch.optim.Optimizer,
-    "scheduler": torch.optim.lr_scheduler.LRScheduler,
-    "augment": v2.Transform,
-    "callbacks": Callback,
+    "model.optimizer": torch.optim.Optimizer,
+    "trainer.strategy": DDP,
+    "model.scheduler": torch.optim.lr_scheduler.LRScheduler,
+    "data.augment": v2.Transform,
+    "trainer.callbacks": Callback,
 }
+SUGGESTED = ("model", "data", "model.optimizer", "trainer.strategy")  # whose settings are suggested
 # modules whose functions such a parameter takes, too
 HOOKS = ("app.training.comm_hooks", "torch.distributed.algorithms.ddp_comm_hooks")
-# keys of a value that stands for an object of a class
-SPEC = {"class_path", "init_args", "dict_kwargs", "__path__", "__subclasses_disabled__"}
 
 
 def bases_of(hint: Any) -> tuple[type, ...]:
@@ -60,14 +53,8 @@ def bases_of(hint: Any) -> tuple[type, ...]:
     origin = get_origin(hint) or hint
     arguments = get_args(hint)
     if origin in (Union, UnionType):
-        bases: tuple[type, ...] = ()
-        for member in arguments:
-            if member is not NoneType:
-                known = bases_of(member)
-                if not known:
-                    return ()
-                bases += known
-        return bases
+        members = [bases_of(member) for member in arguments if member is not NoneType]
+        return tuple(itertools.chain(*members)) if all(members) else ()
     if origin in (Callable, type):
         return bases_of(arguments[-1]) if arguments else ()
     is_protocol = getattr(origin, "_is_protocol", False)
@@ -105,16 +92,10 @@ def refuse_code(path: str, value: Any, hint: Any) -> None:
     raise ValueError(f"Refused '{path}'.")
 
 
-def is_spec(value: Any) -> bool:
-    """Return whether a value stands for an object: it names a class, and may give its arguments."""
-    if isinstance(value, Namespace):
-        value = vars(value)
-    return isinstance(value, dict) and "class_path" in value and SPEC.issuperset(value)
-
-
 @expects(
     "jsonargparse:_typehints.adapt_typehints",
     "jsonargparse:_typehints.get_parsing_setting",
+    "jsonargparse:_typehints.is_subclass_spec",
     "jsonargparse:_typehints.ActionTypeHint._check_type",
 )
 def guard_types() -> None:
@@ -138,7 +119,7 @@ def guard_types() -> None:
                 members = value
             for member in members:
                 check(member, hint)
-        if is_spec(value) and hint is not NoneType:
+        if _typehints.is_subclass_spec(value) and hint is not NoneType:
             refuse_code(value["class_path"], resolve_name(value["class_path"]), hint)
         elif isinstance(given, str) and callable(value) and given != str(defaults[-1]):
             refuse_code(given, value, hint)
@@ -235,7 +216,7 @@ class Parser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.chosen: dict[str, str] = {}
-        self.page = "help"
+        self.is_short = True
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Format the help page, with the settings of the chosen model and data."""
@@ -246,7 +227,7 @@ class Parser(LightningArgumentParser):
             cls = find_class(section, name)
             if cls is not None:
                 settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
-        return page(self.prog, settings._actions + self._actions, self.chosen, self.page)
+        return page(self.prog, settings._actions + self._actions, self.chosen, self.is_short)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise a UserError with jsonargparse's message in one line."""
@@ -254,21 +235,12 @@ class Parser(LightningArgumentParser):
         names = {}
         here = _classes_here()
         for flag, base in BASES.items():
-            classes = subclasses(base)
-            names[flag] = here + [cls.__name__ for cls in classes]
-            if flag in ("model", "data"):
+            classes = [base, *subclasses(base)]
+            names[f"--{flag}"] = here + [cls.__name__ for cls in classes]
+            if flag in SUGGESTED:
                 for cls in classes:
                     flags += [f"--{flag}.{name}" for name in parameters(cls)]
-        names["model"] += names_of_torchvision()
-        flags += [f"--model.optimizer.{name}" for name in parameters(torch.optim.SGD)]
-        for cls in (DDP, *subclasses(DDP)):
-            flags += [f"--trainer.strategy.{name}" for name in parameters(cls)]
-        unknown = re.match(r"(?:Group '(.+)' does not accept o|O)ption '([^']+)'", message)
-        if unknown and self.chosen:
-            name = ".".join(filter(None, unknown.groups()))
-            near = nearest(f"--{name}", flags)
-            command = self.prog.split()[-1]
-            raise UserError(f"{name} in the config: {command} has no such setting{near}") from ex
+        names["--model"] += names_of_torchvision()
         raise UserError(rejection(message, flags, names)) from ex
 
 

@@ -1,7 +1,6 @@
 """Commands `fit`, `validate`, `test` and `predict`, from the command line to the exit code."""
 
 import contextlib
-import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,9 @@ from app.command.arguments import leaves
 from app.command.assembly import drop_callbacks, patch, trainer_arguments
 from app.command.checkpoints import check_checkpoint
 from app.command.configuration import Flags, shared_settings
+from app.command.decision import decide, release_folders
 from app.command.outcome import can, close, end_early, exit_code, record_of, stopped_by
-from app.command.run_options import decide, is_recorded, release_folders
+from app.command.run_options import is_recorded
 from app.data import ImageData
 from app.data.global_order import put_in_order
 from app.errors import ExitStatus, UserError
@@ -153,15 +153,14 @@ def decide_together(cli: Flags) -> dict[str, Any]:
     """Let rank zero decide the run's checkpoint and folder, and every rank check them.
 
     Returns:
-        The decision, as `run_options.decide` returns it.
+        The decision, as `decide` returns it.
     """
     config = cli.config
     trainer = cli.trainer
     own: dict[str, Any] = {}  # rank zero's decision; empty on other ranks
 
     def decide_here(launchers: list[str]) -> dict[str, Any]:
-        dump = functools.partial(cli.parser.dump, config, skip_none=False)
-        own.update(decide(cli.command, config, dump, cli.checkpoint, cli.command_line, launchers))
+        own.update(decide(cli, launchers))
         return own
 
     def check_here(decided: dict[str, Any]) -> None:
