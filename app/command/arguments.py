@@ -16,6 +16,7 @@ import app
 from app.errors import UserError, nearest, one_line
 from app.modules.networks import names_of_torchvision, own_network
 from app.system.files import open_file
+from app.system.torch_files import check_exists
 
 STRATEGY = "--trainer.strategy"
 SECTIONS = (
@@ -232,19 +233,6 @@ def subclasses(cls: type) -> list[type]:
     return found
 
 
-class _UniqueKeys(yaml.BaseLoader):
-    """YAML loader that rejects repeated keys. YAML keeps only the last of them."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping, after a check of its keys."""
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                line = node.start_mark.line + 1
-                raise UserError(f"{key} is given twice, the second time after line {line}")
-        return super().construct_mapping(node, deep)
-
-
 def load_yaml(text: str) -> Any:
     """Load YAML as jsonargparse does, and update settings of earlier versions.
 
@@ -252,7 +240,7 @@ def load_yaml(text: str) -> Any:
         UserError: For a repeated key, or aliases that would fill memory.
         YAMLError: For text that is not YAML.
     """
-    if _count_values(yaml.load(text, _UniqueKeys), {}) > MOST_VALUES:
+    if _count_values(yaml.compose(text, yaml.BaseLoader), {}) > MOST_VALUES:
         raise UserError(f"its aliases (*) stand for more than {MOST_VALUES:,} values")
     content = PLAIN_LOADER(text)
     if isinstance(content, dict):
@@ -261,14 +249,25 @@ def load_yaml(text: str) -> Any:
     return content
 
 
-def _count_values(content: Any, known: dict[int, int]) -> int:
-    """Count the values of a YAML document in which each alias is written out."""
-    if not isinstance(content, dict | list):
+def _count_values(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """Count the values of a YAML document in which each alias is written out.
+
+    Raises:
+        UserError: For a repeated key, because YAML keeps only the last of them.
+    """
+    if not isinstance(node, yaml.CollectionNode):
         return 1
-    if id(content) not in known:
-        children = list(content.values()) if isinstance(content, dict) else content
-        known[id(content)] = sum(_count_values(child, known) for child in children)
-    return known[id(content)]
+    if id(node) not in known:
+        children = node.value
+        if isinstance(node, yaml.MappingNode):
+            children = [value for _, value in node.value]
+            keys = [key.value for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    line = node.start_mark.line + 1
+                    raise UserError(f"{key} is given twice, the second time after line {line}")
+        known[id(node)] = sum(_count_values(child, known) for child in children)
+    return known[id(node)]
 
 
 def _update(section: Any) -> None:
@@ -300,11 +299,10 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
         UserError: When the file is missing or unreadable, or is not a YAML mapping as `load_yaml`
             takes it.
     """
+    file = Path(shipped(name))
+    check_exists(file, flag)
     try:
-        content = load_yaml(read_text(shipped(name)))
-    except FileNotFoundError:
-        near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
-        raise UserError(f"{flag} {name}: there is no such file{near}") from None
+        content = load_yaml(read_text(file))
     except OSError as error:
         raise UserError(f"{flag} {name}: {error.strerror}") from error
     # ValueError: not UTF-8

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from app.monitor.loggers import claim_version
 from app.record import Record
 from app.system.files import remove_parts
 
-_HELD: list[int] = []  # descriptors of locked folders
+_HELD: dict[Path, int] = {}  # descriptors of locked folders
 TRAINING = (  # prefixes of flags that define a training
     "seed_everything",
     "model.",
@@ -129,14 +130,18 @@ def _held(folder: Path) -> Path:
         raise
     except OSError:  # a file system without locks
         pass
-    _HELD.append(descriptor)
+    _HELD[folder] = descriptor
     return folder
 
 
 def release_folders() -> None:
-    """Unlock the folders of this process's runs."""
-    while _HELD:
-        os.close(_HELD.pop())
+    """Unlock the folders of this process's runs, and remove those in which no run has begun."""
+    for folder, descriptor in _HELD.items():
+        os.close(descriptor)
+        with suppress(OSError):  # raised for a folder that is not empty
+            folder.rmdir()
+            folder.parent.rmdir()
+    _HELD.clear()
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

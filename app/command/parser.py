@@ -241,6 +241,10 @@ class Parser(LightningArgumentParser):
                 for cls in classes:
                     flags += [f"--{flag}.{name}" for name in parameters(cls)]
         names["--model"] += names_of_torchvision()
+        if self.chosen:  # a nested parser's message becomes a part of another one
+            message = re.sub(
+                "^Option '(.+)' is not accepted", r"unrecognized arguments: --\1", message
+            )
         raise UserError(rejection(message, flags, names)) from ex
 
 

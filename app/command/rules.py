@@ -209,10 +209,9 @@ def _strategy(s: Resolved) -> Iterator[str]:
             f"{flag} starts processes, which {s.launcher.by} has done already: use "
             "--trainer.strategy ddp"
         )
-    usable = []
-    for name, devices in dist.Backend.backend_capability.items():
-        if s.accelerator in devices and name != "fake" and dist.is_backend_available(name):
-            usable.append(name)
+    usable = ["gloo"]
+    if s.accelerator == "cuda":
+        usable = ["nccl", "gloo"]
     if backend is not None and backend not in usable:
         yield (
             f"--trainer.strategy.process_group_backend {backend}: on {s.accelerator} use "
