@@ -158,6 +158,7 @@ SYNONYMS = {  # flag names of other programs
     "amp": "--trainer.precision",
     "fp16": "--trainer.precision",
     "bf16": "--trainer.precision",
+    "epochs": "--trainer.max_epochs",
     "learning_rate": "--model.optimizer.lr",
     "output_dir": "--run.root",
     "resume": "--ckpt_path",

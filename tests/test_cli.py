@@ -113,7 +113,7 @@ WRONG = [
         "--model.netwrk x",
         "--model.netwrk: the chosen class has no such setting: did you mean --model.network?",
     ),
-    ("--epochs 3", "did you mean --trainer.max_epochs or --trainer.min_epochs?"),
+    ("--epochs 3", "did you mean --trainer.max_epochs?"),
     ("--lr 0.1", "--lr: there is no such flag: did you mean --model.optimizer.lr?"),
     (
         "--model.network lent",

@@ -217,10 +217,10 @@ def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
 
 def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
     classes = classes_of(arguments)
-    arguments.tokens = with_switches(arguments.tokens, classes)
     if arguments.chosen("model.num_classes") is not None and takes_classes_of_data(classes):
         raise UserError("--model.num_classes comes from the data: leave it out")
     try:
+        arguments.tokens = with_switches(arguments.tokens, classes)
         arguments.check()
         arguments.spell_out_strategy()
         _follow_weights(arguments, classes)

@@ -58,7 +58,7 @@ def _nulls(s: Resolved) -> Iterator[str]:
         parameter = parameters(classes.get(section)).get(name)
         if value is None and parameter is not None and parameter.default is not None:
             hint = parameter.annotation
-            is_open = hint in (Any, NoneType, parameter.empty)
+            is_open = hint in (Any, NoneType, inspect.Parameter.empty)
             if not is_open and NoneType not in get_args(hint):
                 yield f"--{flag} null: give a value, or leave it out"
 

@@ -2,11 +2,9 @@
 
 import argparse
 import functools
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,7 +13,14 @@ from typing import Any, Union, get_args, get_origin
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, _paths, _typehints, set_loader, set_parsing_settings
+from jsonargparse import (
+    ArgumentParser,
+    _parameter_resolvers,
+    _paths,
+    _typehints,
+    set_loader,
+    set_parsing_settings,
+)
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
@@ -25,9 +30,7 @@ from app.command.arguments import load_yaml, read_text, subclasses
 from app.command.help import page
 from app.command.messages import rejection
 from app.errors import ExitStatus, UserError
-from app.modules import ImageClassifier
 from app.modules.networks import names_of_torchvision
-from app.modules.recipe import Recipe
 from app.system.patches import expects
 from app.system.trust import is_within, may_run, module_of, trusted_modules
 from app.training import DDP
@@ -274,17 +277,9 @@ def find_class(section: str, name: str) -> type | None:
     return cls if isinstance(cls, type) else None
 
 
+@expects("jsonargparse:_parameter_resolvers.get_signature_parameters")
 @functools.cache
-def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class and its bases; `Recipe`'s, too, for an `ImageClassifier`."""
-    merged: dict[str, inspect.Parameter] = {}
-    bases = list(getattr(cls, "__mro__", ()))
-    if ImageClassifier in bases:
-        bases.append(Recipe)
-    for base in reversed(bases):
-        # a base may lack `__init__`; annotations may not resolve
-        with suppress(KeyError, NameError, TypeError):
-            merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
-    for name in ("self", "args", "kwargs", "params"):
-        merged.pop(name, None)
-    return merged
+def parameters(cls: type | None) -> dict[str, Any]:
+    """Return the parameters of a class that are flags; without a class, none."""
+    resolved = [] if cls is None else _parameter_resolvers.get_signature_parameters(cls)
+    return {parameter.name: parameter for parameter in resolved}
