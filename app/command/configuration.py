@@ -254,8 +254,11 @@ def resolve(argv: Sequence[str]) -> Namespace:
     """
     import_trusted_only()
     arguments = read_arguments(argv)
-    chosen = {section: arguments.chosen(section) for section in DEFAULTS}
-    classes = [f"--{section}={name}" for section, name in chosen.items() if name is not None]
+    classes = []
+    for section in DEFAULTS:
+        name = arguments.chosen(section)
+        if name is not None:
+            classes.append(f"--{section}={name}")
     config = _parse(_parser_for(argv[0], *classes), arguments)
     for problem in flag_problems(Resolved(config)):
         raise UserError(problem)

@@ -156,13 +156,6 @@ def guard_types() -> None:
         _typehints.ActionTypeHint._check_type = check_with_default  # type: ignore[method-assign, assignment]
 
 
-def create_in_any(value: bool) -> None:
-    """Set whether a class in a value of type `Any` is created; in an experiment, it is not."""
-    set_parsing_settings(
-        validate_subclass_spec_in_any=value, instantiate_subclass_spec_in_any=value
-    )
-
-
 def _read_text(path: Any) -> str:
     """Read a file that a flag names in place of its value."""
     try:
@@ -172,16 +165,25 @@ def _read_text(path: Any) -> str:
 
 
 @expects("jsonargparse:_paths.Path.read_text")
-def import_trusted_only() -> None:
-    """Make jsonargparse read files and YAML as this application does, and reject untrusted code."""
+def import_trusted_only(creates_in_any: bool = True) -> None:
+    """Make jsonargparse read files and YAML as this application does, and reject untrusted code.
+
+    Args:
+        creates_in_any: Whether a class in a value of type `Any` is created; in an experiment, it is
+            not.
+    """
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
     _paths.Path.read_text = _read_text  # type: ignore[method-assign, assignment]
     # Lightning's Timer has an enum as the default value of a string
     yaml.SafeDumper.add_multi_representer(
         Enum, lambda dumper, member: dumper.represent_data(member.value)
     )
-    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
-    create_in_any(True)
+    set_parsing_settings(
+        import_path_denylist=["*"],
+        import_path_allowlist=trusted_modules(),
+        validate_subclass_spec_in_any=creates_in_any,
+        instantiate_subclass_spec_in_any=creates_in_any,
+    )
     guard_types()
 
 
@@ -193,8 +195,7 @@ class PlainParser(ArgumentParser):
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the arguments. A boolean flag needs no value: `--flag` means `--flag true`."""
-        import_trusted_only()
-        create_in_any(False)
+        import_trusted_only(creates_in_any=False)
         for action in self._actions:
             if isinstance(action.default, bool):
                 action.nargs = "?"

@@ -196,8 +196,8 @@ def add_record(cli: Flags, decided: dict[str, Any]) -> RunRecord:
     recorder.record.resumed_from = decided["checkpoint"]
     recorder.record.launchers = decided["launchers"]
     if trainer.is_global_zero:
-        warning = busy() if cli.command == "fit" else None
-        if warning:
+        warning = busy()
+        if warning and cli.command == "fit":
             rank_zero_info(f"warning: {warning}")
         note(RUN_DIR, str(loggers[0].log_dir))
         if earlier:
