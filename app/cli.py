@@ -121,11 +121,14 @@ def _report(error: BaseException) -> int:
     status = ExitStatus.of(error)
     # our agent reports its ranks' errors
     if is_known and status.status == "failed" and AGENT not in os.environ:
+        rank = "0"
+        if is_task_of_srun():
+            rank = os.environ["SLURM_PROCID"]
+        elif is_worker():
+            rank = os.environ["RANK"]
         place = ""
-        if is_task_of_srun() and os.environ["SLURM_PROCID"] != "0":
-            place = f"rank {os.environ['SLURM_PROCID']}: "
-        elif is_worker() and os.environ["RANK"] != "0":
-            place = f"rank {os.environ['RANK']}: "
+        if rank != "0":
+            place = f"rank {rank}: "
         print(f"{place}error: {printable(str(status.reason))}", file=sys.stderr)
     return status.code
 

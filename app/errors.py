@@ -158,6 +158,7 @@ SYNONYMS = {  # flag names of other programs
     "amp": "--trainer.precision",
     "fp16": "--trainer.precision",
     "bf16": "--trainer.precision",
+    "epochs": "--trainer.max_epochs",
     "learning_rate": "--model.optimizer.lr",
     "output_dir": "--run.root",
     "resume": "--ckpt_path",
@@ -167,34 +168,21 @@ SYNONYMS = {  # flag names of other programs
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `: did you mean …?` with the nearest known names, or an empty string.
 
-    Flags are compared by their last part, ignoring case: `--lr` is near `--model.optimizer.lr`.
-    Flags of the same section rank higher.
+    Names are compared by their last part, ignoring case: `--lr` is near `--model.optimizer.lr`.
     """
-    is_flag = name.startswith("--")
-    if is_flag:
-        name = SYNONYMS.get(name.rpartition(".")[2].lstrip("-"), name)
-    section, _, last = name.rpartition(".")
 
-    def likeness(candidate: str) -> float:
-        if not is_flag:
-            return 1.0 if candidate.endswith(f".{name}") else _likeness(name, candidate)
-        other_section, _, word = candidate.rpartition(".")
-        score = _likeness(last.lstrip("-"), word.lstrip("-"))
-        if section and section != other_section:
-            score -= 0.15
-        return score
+    def last_part(name: str) -> str:
+        return name.rpartition(".")[2].lstrip("-").lower()
 
-    scores = {candidate: likeness(candidate) for candidate in known}
-    best = max(scores.values(), default=0.0)
-    if best < 0.6:
-        return ""
-    matches = sorted(candidate for candidate in scores if scores[candidate] == best)
-    return f": did you mean {' or '.join(matches[:3])}?"
-
-
-def _likeness(name: str, other: str) -> float:
-    """Return the similarity of two names, 0 to 1, ignoring case."""
-    return difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio()
+    matches: dict[str, set[str]] = {}
+    for candidate in known:
+        matches.setdefault(last_part(candidate), set()).add(candidate)
+    word = last_part(name)
+    if name.startswith("--"):
+        word = last_part(SYNONYMS.get(word, word))
+    for match in difflib.get_close_matches(word, matches, 1):
+        return f": did you mean {' or '.join(sorted(matches[match])[:3])}?"
+    return ""
 
 
 def printable(text: str) -> str:

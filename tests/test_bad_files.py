@@ -19,7 +19,6 @@ from urllib.error import URLError
 
 import numpy as np
 import pytest
-import torch
 import torchvision
 from harness import (
     QUIET,
@@ -64,10 +63,8 @@ def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.Mo
     assert message.startswith(f"error: --data.root {missing}: {tmp_path} has no folder xyz: give")
     assert "--data Synthetic" in message
     (tmp_path / "mine" / "train" / "cat").mkdir(parents=True)
-    message = error_of(*app("fit", *folder(tmp_path / "mime" / "train")))
-    assert message.endswith("has no folder mime: did you mean mine?")
-    message = error_of(*app("fit", *folder(tmp_path / "mine" / "train")))
-    assert f"so give {tmp_path / 'mine'}" in message
+    for name, hint in (("mime", "did you mean mine?"), ("mine", f"so give {tmp_path / 'mine'}")):
+        assert hint in error_of(*app("fit", *folder(tmp_path / name / "train")))
 
 
 @pytest.mark.slow
@@ -86,11 +83,7 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
 
     image = image_root / "train" / "dog" / "02.jpg"
     image.write_bytes(image.read_bytes()[:200])
-    for flags in (
-        options(num_workers=2),
-        options(cache="off", num_workers=0),
-        options(cache="off", placement="disk"),
-    ):
+    for flags in (options(num_workers=2), options(cache="off", placement="disk")):
         message = error_of(*app("fit", *folder(image_root), *flags))
         assert message == f"error: {image} cannot be read (Truncated File Read): {REPLACE}"
     shutil.rmtree(image_root / "train" / "dog")
@@ -105,16 +98,6 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
         assert "of another model than CIFARCNN: network.conv1.weight" in error_of(
             *app(command, *SMALL, *other)
         )
-    bad = tmp_path / "bad.ckpt"
-    for content in (good.read_bytes()[:2000], b"", b"text"):
-        bad.write_bytes(content)
-        message = error_of(*app("test", *SMALL, "--ckpt_path", bad))
-        assert re.match(
-            rf"error: --ckpt_path {bad}: (damaged or truncated|not a checkpoint, or damaged)",
-            message,
-        )
-    torch.save({"foo": torch.zeros(2)}, bad)
-    assert "not a checkpoint" in error_of(*app("test", *SMALL, "--ckpt_path", bad))
 
 
 def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
@@ -127,10 +110,9 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
     path = tmp_path / "runs" / "x" / "version_0" / "run.json"
     good = json.loads(path.read_text())
     odd = {
-        "steps": ["four", 4.5, 10**400, []], "train_s": ["x", float("inf"), float("nan"), {}],
-        "global_batch_size": [0], "launchers": [[3]], "epochs": [3, [None], [{}]],
-        "ranks": [[{"rank": 0, "node": 0}]],
-        "throughput": [{"median": 0}, {"max": 10**400}], "course": [{"samples_per_s": [["x", 1]]}],
+        "steps": ["four", 10**400, []], "train_s": [float("nan"), {}], "global_batch_size": [0],
+        "launchers": [[3]], "epochs": [[None], [{}]], "ranks": [[{"rank": 0, "node": 0}]],
+        "throughput": [{"max": 10**400}], "course": [{"samples_per_s": [["x", 1]]}],
     }  # fmt: skip
     for name, values in odd.items():
         for value in values:
@@ -291,9 +273,6 @@ def test_label_beyond_the_classes_is_refused(app: App, fashion_root: Path) -> No
     labels.write_bytes(whole)
     message = error_of(*app("fit", *flags))
     assert f"{labels.parent} has a label 255, of 10 classes" in message
-    labels.unlink()
-    labels.mkdir()
-    assert f"{labels.parent} cannot be read" in error_of(*app("fit", *flags))
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

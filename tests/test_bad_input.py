@@ -103,7 +103,7 @@ FLAGS = [
     ),
     (
         ["--data", "no/images"],
-        "--data no/images: a path that is missing: give --data ImageFolder --data.root no/imag",
+        "--data no/images: a path: give --data ImageFolder --data.root no/images, or for",
     ),
     (["--run.root", "x" * 5000], "cannot be used (File name too long)"),
 ]

@@ -71,14 +71,6 @@ def test_processes_and_replicas(strategy: str, nodes: int, processes: int) -> No
     assert (config.processes, config.replicas) == (processes, 3 * nodes)
 
 
-@pytest.mark.parametrize("section", ["run", "data"])
-def test_null_section(section: str, app: App, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(f"{section}: null\n")
-    message = error_of(*app("fit", "--config", tmp_path / "c.yaml"))
-    problem = f"{section}: null in --config {tmp_path}/c.yaml"
-    assert message == f"error: {problem}: give its settings, or leave it out"
-
-
 def test_limits_are_of_our_own_classes(app: App) -> None:
     """Limits of our flags do not apply to the user's classes; a default may be null."""
     classes = ["--model", "user_code.OddModel", "--data", "user_code.OddData"]

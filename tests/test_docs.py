@@ -58,16 +58,8 @@ PLACES = {
 }
 PLACES |= {"HOST:PORT": "127.0.0.1:29400", "tcp://HOST:PORT": "tcp://127.0.0.1:29400"}
 # SLURM's own flags, which tests/test_slurm.py checks with SLURM's parser
-SLURM = {
-    "--nodes",
-    "--time",
-    "--ntasks-per-node",
-    "--gres",
-    "--nodelist",
-    "--signal",
-    "--requeue",
-    "--ntasks",
-}
+SLURM = {"--nodes", "--time", "--ntasks-per-node", "--gres", "--nodelist", "--signal", "--requeue"}
+SLURM |= {"--ntasks"}
 # flags of programs that are not installed, or of our scripts without a parser
 OTHERS = {"--env", "--verbose", "--trust", "--help", "--shm-size", "--ipc", "--kill-on-bad-exit"}
 OTHERS |= {"--gpus", "--nr", "--num_processes"}  # flags in the table "Coming from"
@@ -140,22 +132,6 @@ def check(command: str) -> None:
             speed.read(arguments)
         case ["bash", "tests/benchmarks/gpu_day.sh", *calls]:
             assert set(calls) <= gpu_day.CALLS.keys()
-        case ["python" | "bash", file] | ["kubectl", "apply" | "delete", "-f", file]:
-            assert (ROOT / file).is_file()  # tests/test_cluster_files.py checks its content
-        case ["srun", *started] | ["apptainer", "exec", "--nv", "lab.sif", *started]:
-            check(shlex.join(started))
-        case ["apptainer", "build", "lab.sif", file] | [
-            "docker",
-            "build",
-            "-t",
-            _,
-            "-f",
-            file,
-            ".",
-        ]:
-            assert (ROOT / file).is_file()  # tests/test_cluster_files.py checks its content, too
-        case ["docker", "run", *rest]:
-            check(shlex.join(rest[rest.index("python") :])) if "python" in rest else None
         case ["torchrun", *arguments]:
             from torch.distributed.run import parse_args
 
@@ -194,12 +170,15 @@ def check(command: str) -> None:
                 mark.partition(":")[0] for mark in known
             }
             assert all((ROOT / word).is_file() for word in arguments if word.startswith("tests"))
-        case ["ruff" | "mypy" as program, *_]:  # .ci/run runs these
-            assert shutil.which(program)
-        case ["kubectl", "logs", "-f", *_]:
+        case ["ruff" | "mypy" | "export", *_]:
             pass
-        case ["export", assignment]:
-            assert re.fullmatch(r"\w+=\S+", assignment)
+        case ["srun" | "apptainer" | "docker" | "kubectl" | "python" | "bash", *words]:
+            started = [word for word in words if word in ("python", "torchrun")]
+            if started:
+                check(shlex.join(words[words.index(started[0]) :]))
+            # tests/test_cluster_files.py checks the files' content
+            files = [word for word in words if word.startswith(("configs/", "tests/"))]
+            assert started or all((ROOT / word).is_file() for word in files)
         case words:
             raise AssertionError(f"no way to check {words}")
 
@@ -210,22 +189,20 @@ def check_app(arguments: list[str]) -> None:
         assert arguments in ([], ["--help"])
         return
     command, *rest = arguments
-    flags = [word for pair in split_flags(rest)[1] for word in pair]
+    remaining, pairs = split_flags(rest)
+    flags = [word for pair in pairs for word in pair]
+    readers = {"export": read_export, "verify": read_verify, "replay": read_replay}
     if command == "compare":
         _, experiment, typed = read_compare(rest)
         resolve(["fit", *(word for name, value in typed.items() for word in (f"--{name}", value))])
         assert all((ROOT / config).is_file() for config in experiment.configs)
     elif command == "plan":
-        read_plan(split_flags(rest)[0])
+        read_plan(remaining)
         resolve(["fit", *flags])
-    elif command == "verify":
-        read_verify(rest)
-        resolve(["fit", *flags])
-    elif command == "replay":
-        read_replay(rest)
-        resolve(["fit", *flags])
-    elif command == "export":
-        read_export(rest)
+    elif command in readers:
+        readers[command](rest)
+        if command != "export":
+            resolve(["fit", *flags])
     elif command == "doctor":
         assert set(rest) <= set(own_flags("doctor"))
     elif "--print_config" in rest or any("help" in word for word in rest):

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from jsonargparse import get_loader
+from jsonargparse import Namespace, get_loader
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
@@ -16,6 +16,7 @@ import app
 from app.errors import UserError, nearest, one_line
 from app.modules.networks import names_of_torchvision, own_network
 from app.system.files import open_file
+from app.system.torch_files import check_exists
 
 STRATEGY = "--trainer.strategy"
 SECTIONS = (
@@ -30,69 +31,74 @@ SECTIONS = (
 )
 # jsonargparse's own loader, which `app.command.parser` replaces by `load_yaml`
 PLAIN_LOADER = get_loader("yaml")
+YAML = (".yaml", ".yml")
 MOST_VALUES = 100_000  # values of a config
 
 
 class Token(NamedTuple):
-    """Flag with its value.
+    """Flag with its value, or a word that belongs to no flag.
 
     Attributes:
-        flag: Flag with its dashes; empty for words before the first flag.
+        flag: Flag with its dashes, or the word.
         value: Value of the flag, or None.
-        words: Words of the command line that make up the token.
     """
 
     flag: str
-    value: str | None
-    words: tuple[str, ...]
-
-    @classmethod
-    def of(cls, flag: str, value: str) -> "Token":
-        """Return a token for a flag and its value."""
-        return cls(flag, value, (f"{flag}={value}",))
+    value: str | None = None
 
     @property
     def name(self) -> str:
         """The flag without `.class_path` and `.init_args`."""
         return self.flag.removesuffix(".class_path").replace(".init_args", "")
 
+    @property
+    def word(self) -> str:
+        """The token as one word of a command line."""
+        return self.flag if self.value is None else f"{self.flag}={self.value}"
+
 
 def tokenise(words: Sequence[str]) -> list[Token]:
-    """Group words into flags and values; a negative number is a value."""
+    """Group words into flags and values; a negative number is a value.
+
+    `--model NAME` becomes `--model ImageClassifier --model.network NAME` for a network's name.
+    """
     tokens: list[Token] = []
     for word in words:
+        last = tokens[-1] if tokens else Token("")
         if word.startswith("-") and not re.match(r"-[\d.]", word):
-            flag, equals, text = word.partition("=")
-            value = text if equals else None
-            tokens.append(Token(flag, value, (word,)))
-        elif tokens:
-            flag, value, before = tokens.pop()
-            if value is None:
-                value = word
-            tokens.append(Token(flag, value, (*before, word)))
+            flag, equals, value = word.partition("=")
+            tokens.append(Token(flag, value if equals else None))
+        elif last.flag.startswith("-") and last.value is None:
+            tokens[-1] = Token(last.flag, word)
         else:
-            tokens.append(Token("", None, (word,)))
-    expanded: list[Token] = []
-    for token in tokens:
-        expanded += _expand_network(token)
-    return expanded
+            tokens.append(Token(word))
+        flag, name = tokens[-1]
+        if flag in ("--model", "--model.class_path") and name and _is_network(name):
+            tokens[-1:] = [Token("--model", "ImageClassifier"), Token("--model.network", name)]
+    return tokens
 
 
-def _expand_network(token: Token) -> list[Token]:
-    """Expand `--model NAME` to `--model ImageClassifier --model.network NAME` for a network."""
-    name = token.value or ""
-    is_network = own_network(name) or name in names_of_torchvision() or name.startswith("timm/")
-    if token.name != "--model" or not is_network:
-        return [token]
-    return [Token.of("--model", "ImageClassifier"), Token.of("--model.network", name)]
+def _is_network(name: str) -> bool:
+    known = own_network(name) or name in names_of_torchvision()
+    return bool(known) or name.startswith("timm/")
 
 
-def _is_path(data: str) -> bool:
-    """Return whether the value of `--data` is a path of images in place of a class."""
-    names = [cls.__name__ for cls in subclasses(LightningDataModule)]
-    if data in names or data.endswith((".yaml", ".yml")):
-        return False
-    return os.path.isdir(data) or data.endswith(".csv") or (os.sep in data and "{" not in data)
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each flag of a configuration with its value, such as `trainer.devices` and 2.
+
+    For a list, yield its items before the list.
+    """
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            inner_path = path if key == "init_args" else f"{path}.{key}".lstrip(".")
+            yield from leaves(inner, inner_path)
+        return
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from leaves(inner, path)
+    yield path, value
 
 
 class Arguments:
@@ -138,17 +144,12 @@ class Arguments:
             return token
         file = shipped(token.value)
         self.configs[file] = read_yaml(file)
-        return Token.of("--config", file)
+        return Token("--config", file)
 
     @property
     def words(self) -> list[str]:
         """The flags as words of a command line."""
-        return [word for token in self.tokens for word in token.words]
-
-    def value(self, flag: str) -> str | None:
-        """Return a flag's last value on the command line, or None."""
-        values = [token.value for token in self.tokens if token.flag == flag]
-        return values[-1] if values else None
+        return [token.word for token in self.tokens]
 
     def chosen(self, setting: str) -> str | None:
         """Return the last value of a setting, such as `model`, in flags and configs."""
@@ -156,7 +157,8 @@ class Arguments:
         for token in self.tokens:
             value: Any = None
             if token.flag == "--config":
-                value = _value_in(self.configs.get(str(token.value)), setting)
+                settings = dict(leaves(self.configs.get(str(token.value))))
+                value = settings.get(setting, settings.get(f"{setting}.class_path"))
             elif token.name == f"--{setting}":
                 value = token.value
             if value is not None:
@@ -169,14 +171,16 @@ class Arguments:
         Raises:
             UserError: For a flag without a value, or a config section that is not a mapping.
         """
-        for token in self.tokens:
-            if token.value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", token.flag):
-                raise UserError(f"{token.flag} needs a value")
-            data = token.value or ""
-            if token.flag == "--data" and _is_path(data):
-                problem = "a path" if os.path.exists(data) else "a path that is missing"
+        classes = [cls.__name__ for cls in subclasses(LightningDataModule)]
+        for flag, value in self.tokens:
+            if value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", flag):
+                raise UserError(f"{flag} needs a value")
+            if flag != "--data" or value is None or value in classes or value.endswith(YAML):
+                continue
+            is_file = value.endswith(".csv") or ("/" in value and "{" not in value)
+            if is_file or os.path.isdir(value):
                 raise UserError(
-                    f"--data {data}: {problem}: give --data ImageFolder --data.root {data}, or for "
+                    f"--data {value}: a path: give --data ImageFolder --data.root {value}, or for "
                     "a CSV file --data ImageTable --data.csv"
                 )
         for file, config in self.configs.items():
@@ -196,46 +200,29 @@ class Arguments:
         Raises:
             UserError: When an option is set without a strategy, or with an unknown strategy.
         """
-        name = self.chosen("trainer.strategy") or "auto"
         classes = [cls.__name__ for cls in subclasses(Strategy)]
+        name = self.chosen("trainer.strategy") or "auto"
+        is_class = "." in name or name in classes
         spelt: list[Token] = []
-        is_spelt = False
         for token in self.tokens:
-            is_option = token.flag.startswith(f"{STRATEGY}.") and token.name != STRATEGY
-            if is_option and token.flag != f"{STRATEGY}.help" and not is_spelt:
-                spelt += _spelt(name, token.flag, classes)
-                is_spelt = True
-            value = token.value or ""
-            if token.name == STRATEGY and ("." in value or value in classes):
-                token = Token.of(f"{STRATEGY}.class_path", value)
+            flag, value = token
+            is_option = flag.startswith(f"{STRATEGY}.") and token.name != STRATEGY
+            if is_option and flag != f"{STRATEGY}.help" and not is_class:
+                if name not in StrategyRegistry:
+                    near = nearest(name, StrategyRegistry)
+                    raise UserError(
+                        f"{flag}: give --trainer.strategy ddp, or another one, before it{near}"
+                    )
+                registered = StrategyRegistry[name]
+                cls = registered["strategy"]
+                spelt.append(Token(STRATEGY, f"{cls.__module__}.{cls.__qualname__}"))
+                for option, implied in registered["init_params"].items():
+                    spelt.append(Token(f"{STRATEGY}.{option}", str(implied)))
+                is_class = True
+            if token.name == STRATEGY and value and ("." in value or value in classes):
+                token = Token(f"{STRATEGY}.class_path", value)
             spelt.append(token)
         self.tokens = spelt
-
-
-def _value_in(config: Any, setting: str) -> Any:
-    """Return the value of a setting in a config, or None; for a class, its path."""
-    for key in setting.split("."):
-        if not isinstance(config, dict):
-            return None
-        settings = config.get("init_args", config)
-        config = settings.get(key) if isinstance(settings, dict) else None
-    return config.get("class_path") if isinstance(config, dict) else config
-
-
-def _spelt(name: str, option: str, classes: list[str]) -> list[Token]:
-    """Return the class of a registered strategy, and the options that its name implies."""
-    if name in StrategyRegistry:
-        strategy = StrategyRegistry[name]
-        cls = strategy["strategy"]
-        implied = strategy["init_params"].items()
-        options = [Token.of(f"{STRATEGY}.{key}", str(value)) for key, value in implied]
-        return [Token.of(STRATEGY, f"{cls.__module__}.{cls.__qualname__}"), *options]
-    if name == "auto":
-        raise UserError(f"{option}: give --trainer.strategy ddp, or another one, before it")
-    if "." not in name and name not in classes:
-        near = nearest(name, StrategyRegistry)
-        raise UserError(f"{option}: there is no {STRATEGY} {name}{near}")
-    return []
 
 
 def subclasses(cls: type) -> list[type]:
@@ -246,19 +233,6 @@ def subclasses(cls: type) -> list[type]:
     return found
 
 
-class _UniqueKeys(yaml.BaseLoader):
-    """YAML loader that rejects repeated keys. YAML keeps only the last of them."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping, after a check of its keys."""
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                line = node.start_mark.line + 1
-                raise UserError(f"{key} is given twice, the second time after line {line}")
-        return super().construct_mapping(node, deep)
-
-
 def load_yaml(text: str) -> Any:
     """Load YAML as jsonargparse does, and update settings of earlier versions.
 
@@ -266,7 +240,7 @@ def load_yaml(text: str) -> Any:
         UserError: For a repeated key, or aliases that would fill memory.
         YAMLError: For text that is not YAML.
     """
-    if _count_values(yaml.load(text, _UniqueKeys), {}) > MOST_VALUES:
+    if _count_values(yaml.compose(text, yaml.BaseLoader), {}) > MOST_VALUES:
         raise UserError(f"its aliases (*) stand for more than {MOST_VALUES:,} values")
     content = PLAIN_LOADER(text)
     if isinstance(content, dict):
@@ -275,14 +249,25 @@ def load_yaml(text: str) -> Any:
     return content
 
 
-def _count_values(content: Any, known: dict[int, int]) -> int:
-    """Count the values of a YAML document in which each alias is written out."""
-    if not isinstance(content, dict | list):
+def _count_values(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """Count the values of a YAML document in which each alias is written out.
+
+    Raises:
+        UserError: For a repeated key, because YAML keeps only the last of them.
+    """
+    if not isinstance(node, yaml.CollectionNode):
         return 1
-    if id(content) not in known:
-        children = list(content.values()) if isinstance(content, dict) else content
-        known[id(content)] = sum(_count_values(child, known) for child in children)
-    return known[id(content)]
+    if id(node) not in known:
+        children = node.value
+        if isinstance(node, yaml.MappingNode):
+            children = [value for _, value in node.value]
+            keys = [key.value for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    line = node.start_mark.line + 1
+                    raise UserError(f"{key} is given twice, the second time after line {line}")
+        known[id(node)] = sum(_count_values(child, known) for child in children)
+    return known[id(node)]
 
 
 def _update(section: Any) -> None:
@@ -314,11 +299,10 @@ def read_yaml(name: str, flag: str = "--config") -> dict[str, Any]:
         UserError: When the file is missing or unreadable, or is not a YAML mapping as `load_yaml`
             takes it.
     """
+    file = Path(shipped(name))
+    check_exists(file, flag)
     try:
-        content = load_yaml(read_text(shipped(name)))
-    except FileNotFoundError:
-        near = nearest(name, map(str, Path(name).parent.glob("*.yaml")))
-        raise UserError(f"{flag} {name}: there is no such file{near}") from None
+        content = load_yaml(read_text(file))
     except OSError as error:
         raise UserError(f"{flag} {name}: {error.strerror}") from error
     # ValueError: not UTF-8

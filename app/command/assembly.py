@@ -46,8 +46,8 @@ def trainer_arguments(config: Namespace, resolved: Resolved, command: str) -> di
         command: The command line.
     """
     devices = resolved.trainer.devices
-    if devices == "auto" and resolved.devices == resolved.nodes == 1:
-        devices = 1
+    if devices == "auto":
+        devices = resolved.devices
     arguments = {
         "devices": devices,
         "num_nodes": resolved.nodes,

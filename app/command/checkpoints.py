@@ -166,15 +166,26 @@ def find_checkpoint(
     Raises:
         UserError: When the checkpoint is missing or damaged.
     """
+    path = checkpoint_of(Path(name), resumes)
     if name in ("last", "best"):
-        record = None
+        kept = Path()
+        folders = Path(root, run).glob("version_*/checkpoints")
         for config in configs:
             file = Path(config).with_name("run.json")
             if file.is_file():
-                record = file
-        path = _named(name, record, Path(root, run))
-    else:
-        path = checkpoint_of(Path(name), resumes)
+                kept = Path(getattr(read_earlier(file).checkpoint, name) or "")
+                folders = file.parent.glob("checkpoints")
+        matches = [kept]
+        # the run may have been moved since its record was written, or killed in its first epoch
+        if not kept.is_file():
+            files = _newest_first(folders)
+            matches = [p for p in files if p.name == kept.name or p.stem.startswith(name)]
+        if not matches:
+            raise UserError(
+                f"--ckpt_path {name}: no {name}.ckpt under {Path(root, run)}: give --run.name, or "
+                "a file's path"
+            )
+        path = matches[0]
     check_exists(path, FLAG)
     reason = _wrong_with(path)
     if reason:
@@ -184,36 +195,6 @@ def find_checkpoint(
                 remedy = f"use {other}"
         raise UserError(f"{reason}: {remedy}")
     return str(path)
-
-
-def _named(name: str, record: Path | None, folder: Path) -> Path:
-    """Return the checkpoint `last` or `best` of one run.
-
-    Without `record`, return the newest checkpoint of that name among all runs in `folder`.
-
-    Args:
-        name: `last` or `best`.
-        record: Path of the run's `run.json`, or None to search the folder.
-        folder: Folder with the runs of one name.
-
-    Raises:
-        UserError: When no checkpoint has this name.
-    """
-    kept = Path()
-    pattern = "version_*/checkpoints"
-    if record:
-        kept = Path(getattr(read_earlier(record).checkpoint, name) or "")
-        folder = record.parent
-        pattern = "checkpoints"
-    if kept.is_file():
-        return kept
-    # the run may have been moved since its record was written, or killed in its first epoch
-    for path in _newest_first(folder.glob(pattern)):
-        if path.name == kept.name or path.stem.startswith(name):
-            return path
-    raise UserError(
-        f"--ckpt_path {name}: no {name}.ckpt under {folder}: give --run.name, or a file's path"
-    )
 
 
 def _newest_first(folders: Iterable[Path]) -> list[Path]:
@@ -235,14 +216,13 @@ def _wrong_with(path: Path, whole: bool = False) -> str | None:
     return None
 
 
-def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> str | None:
+def newest_checkpoint(runs: Path, of: tuple[str, list[str]] | None) -> str | None:
     """Return the newest checkpoint that training can resume from, or None if no checkpoint exists.
 
     Rename damaged checkpoints that are newer than the returned one to `*.damaged`.
 
     Args:
-        root: Directory of all runs.
-        run: Name of the runs: `--run.name` or its default. Several runs may share it.
+        runs: Folder with the runs of one name.
         of: Command line and launcher ids. Only runs with this command line and one of these
             launchers are searched; None searches all runs.
 
@@ -250,7 +230,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
         UserError: When checkpoints exist, but training can resume from none of them.
     """
     folders = []
-    for folder in Path(root, run).glob("version_*/checkpoints"):
+    for folder in runs.glob("version_*/checkpoints"):
         if of is not None:
             command, launchers = of
             record = read_earlier(folder.with_name("run.json"))
@@ -274,8 +254,7 @@ def newest_checkpoint(root: str, run: str, of: tuple[str, list[str]] | None) -> 
             damaged.append(path)
     if paths:
         raise UserError(
-            f"training can resume from none of the {len(paths)} checkpoints under "
-            f"{Path(root, run)}: "
+            f"training can resume from none of the {len(paths)} checkpoints under {runs}: "
             "give another --run.name to begin anew, or --ckpt_path with another checkpoint"
         )
     return None
@@ -344,8 +323,8 @@ def check_checkpoint(
     else:
         keys = [key for key in known if key in saved]
     for key in keys:
-        here = _shape(weights, key)
-        there = _shape(saved, key)
+        here = getattr(weights.get(key), "shape", "missing")
+        there = getattr(saved.get(key), "shape", "missing")
         if here != there:
             raise UserError(
                 f"--ckpt_path {path} is of another model than {type(model).__name__}: "
@@ -354,13 +333,6 @@ def check_checkpoint(
             )
     if resumed_by is not None:
         _check_resumable(path, checkpoint, model, resumed_by, may_be_finished)
-
-
-def _shape(tensors: dict[str, Any], key: str) -> tuple[int, ...] | str:
-    """Return the shape of a tensor; `missing` if there is none."""
-    if key not in tensors:
-        return "missing"
-    return tuple(getattr(tensors[key], "shape", ()))
 
 
 def _check_resumable(

@@ -16,14 +16,14 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import app.data
 import app.modules
-from app.command.arguments import Arguments, Token, tokenise
+from app.command.arguments import Arguments, Token, leaves, tokenise
 from app.command.checkpoint_file import FLAG, read
 from app.command.checkpoints import RunCheckpoint, find_checkpoint
-from app.command.flag_rules import MADE
-from app.command.help import PAGES, HelpPage
+from app.command.flag_rules import MADE, flag_problems
 from app.command.parser import Parser, find_class, import_trusted_only, parameters
-from app.command.rules import check, check_flags
-from app.command.run_options import LimitedTrainer, Run, requested_checkpoint
+from app.command.resolved import Resolved
+from app.command.rules import check
+from app.command.run_options import PLACES, LimitedTrainer, Run, requested_checkpoint
 from app.errors import ExitStatus, UserError, one_line
 from app.launch.rendezvous import Cluster
 from app.modules.weights import checkpoint_of, image_settings
@@ -110,6 +110,7 @@ class Flags(LightningCLI):
             if self.arguments.chosen(section) is None:
                 parser.set_defaults({section: {"class_path": path}})
         parser.chosen = self.classes  # type: ignore[attr-defined]
+        parser.is_short = "--help_all" not in self.argv  # type: ignore[attr-defined]
         if takes_classes_of_data(self.classes):
             parser.link_arguments(
                 "data", "model.init_args.num_classes", self.count_classes, apply_on="instantiate"
@@ -119,8 +120,7 @@ class Flags(LightningCLI):
         parser.add_lightning_class_args(RunCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(RunCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(LearningRateMonitor, "lr_monitor")
-        for name in PAGES:
-            parser.add_argument(f"--{name}", action=HelpPage)
+        parser.add_argument("--help_all", action="help")
         parser.add_argument(FLAG, type=str | None)
         parser.set_defaults(
             {
@@ -168,14 +168,13 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     """
     register_strategies()
     arguments = Arguments(argv)
-    checkpoint = arguments.value("--ckpt_path")
-    name = arguments.value("--run.name")
+    checkpoint = arguments.chosen("ckpt_path")
     if checkpoint is None or argv[0] not in ("validate", "test", "predict") or arguments.configs:
         return arguments
-    if checkpoint in ("best", "last") and name is not None:
-        checkpoint = find_checkpoint(
-            checkpoint, [], arguments.value("--run.root") or Run.root, name
-        )
+    name = arguments.chosen("run.name")
+    if name is not None:
+        root = arguments.chosen("run.root") or Run.root
+        checkpoint = find_checkpoint(checkpoint, [], root, name)
     config = os.path.normpath(checkpoint_of(Path(checkpoint)) / "../../config.yaml")
     return Arguments([*argv, "--config", config]) if Path(config).is_file() else arguments
 
@@ -195,17 +194,13 @@ def takes_classes_of_data(classes: dict[str, str]) -> bool:
 def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[Token]:
     """Set boolean flags without a value to true: `--data.flip` becomes `--data.flip=true`."""
     sections = MADE | {section: find_class(section, path) for section, path in classes.items()}
-
-    def is_switch(flag: str) -> bool:
-        section, _, name = flag.removeprefix("--").partition(".")
-        parameter = parameters(sections.get(section)).get(name)
-        hint = getattr(parameter, "annotation", None)
-        return bool in (hint, *get_args(hint)) and str not in get_args(hint)
-
     completed = []
     for token in tokens:
-        if token.value is None and is_switch(token.flag):
-            token = Token.of(token.flag, "true")
+        section, _, name = token.flag.removeprefix("--").partition(".")
+        hint = getattr(parameters(sections.get(section)).get(name), "annotation", None)
+        kinds = (hint, *get_args(hint))
+        if token.value is None and bool in kinds and str not in kinds:
+            token = Token(token.flag, "true")
         completed.append(token)
     return completed
 
@@ -218,15 +213,15 @@ def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
     known = parameters(find_class("data", classes["data"]))
     for name, value in image_settings(source, arguments.chosen("model.network")).items():
         if name in known and arguments.chosen(f"data.{name}") is None:
-            arguments.tokens.append(Token.of(f"--data.{name}", str(value)))
+            arguments.tokens.append(Token(f"--data.{name}", str(value)))
 
 
 def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
     classes = classes_of(arguments)
-    arguments.tokens = with_switches(arguments.tokens, classes)
-    if arguments.value("--model.num_classes") is not None and takes_classes_of_data(classes):
+    if arguments.chosen("model.num_classes") is not None and takes_classes_of_data(classes):
         raise UserError("--model.num_classes comes from the data: leave it out")
     try:
+        arguments.tokens = with_switches(arguments.tokens, classes)
         arguments.check()
         arguments.spell_out_strategy()
         _follow_weights(arguments, classes)
@@ -258,15 +253,16 @@ def resolve(argv: Sequence[str]) -> Namespace:
     Raises:
         UserError: When the command line cannot be read.
     """
-    arguments = read_arguments(argv)
     import_trusted_only()
+    arguments = read_arguments(argv)
     classes = []
     for section in DEFAULTS:
         name = arguments.chosen(section)
         if name is not None:
             classes.append(f"--{section}={name}")
     config = _parse(_parser_for(argv[0], *classes), arguments)
-    check_flags(config)
+    for problem in flag_problems(Resolved(config)):
+        raise UserError(problem)
     return config
 
 
@@ -291,20 +287,9 @@ def shared_settings(config: Namespace) -> dict[str, str]:
         "trainer.default_root_dir",
         "trainer.devices",
     )
-    suffixes = (
-        ".root",
-        ".csv",
-        ".path",
-        ".predict_dir",
-        ".cache",
-        ".dirpath",
-        ".num_workers",
-        ".placement",
-    )
     settings = {}
-    for path, value in vars(config.as_flat()).items():
-        name = path.replace(".init_args.", ".")
-        if not name.startswith(prefixes) and not name.endswith(suffixes):
+    for name, value in leaves(config):
+        if not name.startswith(prefixes) and not name.endswith(PLACES):
             # without the memory address in a function's repr
             settings[name] = re.sub(" at 0x[0-9a-f]+", "", str(value))
     return settings
@@ -329,23 +314,20 @@ def split_flags(
     remaining: list[str] = []
     flags: list[tuple[str, str]] = []
     tokens = tokenise(argv)
-    classes = dict(DEFAULTS)
+    classes = DEFAULTS.copy()
     for token in tokens:
         section = token.name.removeprefix("--")
         if section in classes and token.value:
             classes[section] = token.value
-    for token in with_switches(tokens, classes):
-        flag = token.flag
+    for flag, value in with_switches(tokens, classes):
         if not flag.startswith("--") or ("." not in flag and flag not in (*FIT_FLAGS, *others)):
-            remaining += token.words
-        elif token.value is None:
+            remaining.append(flag)
+            if value is not None:
+                remaining.append(value)
+        elif value is None:
             raise UserError(f"{flag} needs a value")
         else:
-            flags.append((flag, token.value))
-            _, *following = token.words
-            if token.words[0] == flag:  # the value is a word of its own
-                following = following[1:]
-            remaining += following
+            flags.append((flag, value))
     return remaining, flags
 
 

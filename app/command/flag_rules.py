@@ -8,10 +8,10 @@ from pathlib import PurePath
 from types import NoneType
 from typing import Any, get_args
 
-from jsonargparse import Namespace
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
+from app.command.arguments import leaves
 from app.command.parser import parameters
 from app.command.resolved import Resolved, class_of
 from app.command.run_options import LimitedTrainer, Run
@@ -48,37 +48,19 @@ def flag_problems(s: Resolved) -> Iterator[str]:
         yield from rule(s)
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each flag of a configuration with its value, such as `trainer.devices` and 2."""
-    if isinstance(value, Namespace):
-        value = vars(value)
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            inner_path = path if key == "init_args" else f"{path}.{key}".lstrip(".")
-            yield from leaves(inner, inner_path)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from leaves(inner, path)
-    else:
-        yield path, value
-
-
 def _nulls(s: Resolved) -> Iterator[str]:
     """Reject null for a flag whose type does not allow it, because jsonargparse accepts it."""
-    sections: dict[str, Any] = {section: s.config.get(section) for section in MADE}
     classes: dict[str, Any] = dict(MADE)
     for section in ("model", "data"):
-        if s.config.get(section):
-            sections[section] = s.config[section].get("init_args")
-            classes[section] = class_of(s.config[section])
-    for section, values in sections.items():
-        for name, parameter in parameters(classes[section]).items():
+        classes[section] = class_of(s.config.get(section))
+    for flag, value in leaves(s.config):
+        section, _, name = flag.partition(".")
+        parameter = parameters(classes.get(section)).get(name)
+        if value is None and parameter is not None and parameter.default is not None:
             hint = parameter.annotation
-            allows = parameter.default is None or hint in (Any, NoneType, parameter.empty)
-            if allows or NoneType in get_args(hint) or not values or name not in values:
-                continue
-            if values[name] is None:
-                yield f"--{section}.{name} null: give a value, or leave it out"
+            is_open = hint in (Any, NoneType, inspect.Parameter.empty)
+            if not is_open and NoneType not in get_args(hint):
+                yield f"--{flag} null: give a value, or leave it out"
 
 
 def _values(s: Resolved) -> Iterator[str]:
@@ -108,7 +90,7 @@ def _strategy_options(s: Resolved) -> Iterator[str]:
             f"--trainer.strategy.ddp_comm_hook {hook}: not a hook: give a function of state and "
             "bucket"
         )
-    if s.options.get("static_graph") and s.accumulates:
+    if s.options.get("static_graph") and s.trainer.accumulate_grad_batches > 1:
         yield (
             "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: "
             "leave it out"
@@ -123,7 +105,7 @@ def _execution(s: Resolved) -> Iterator[str]:
             f"--model.compile does not work with --trainer.strategy {s.name}, which copies or "
             "splits models: use ddp, or leave it out"
         )
-    if s.reduces_overhead and s.accumulates:
+    if s.reduces_overhead and s.trainer.accumulate_grad_batches > 1:
         yield (
             "--model.compile reduce-overhead: the next batch overwrites accumulated gradients: use "
             "default"
@@ -143,7 +125,7 @@ def _order(s: Resolved) -> Iterator[str]:
         straight = "only the straight loop has shards: leave it out"
         for flag, is_set, remedy in (
             (f"trainer.strategy {s.name}", cannot_shard, ddp),
-            ("trainer.sync_batchnorm", s.sync_batchnorm, norm),
+            ("trainer.sync_batchnorm", s.trainer.sync_batchnorm, norm),
             ("model.compile reduce-overhead", s.reduces_overhead, "use default"),
             ("trainer.benchmark", s.trainer.benchmark, cudnn),
             ("trainer.deterministic false", exact is False, "give true, or leave it out"),

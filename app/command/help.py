@@ -2,8 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 DESCRIPTIONS = {  # replaces Lightning's descriptions
     "config": "Config file; later files and flags override it",
@@ -52,18 +51,12 @@ COMMON = (
     "ckpt_path",
     "print_config",
 )
-PAGES = {  # flags that print other help pages
-    "help_all": "all flags, also of the chosen --model and --data",
-    "trainer.help": "all settings of the Trainer",
-    "best_checkpoint.help": "choice of the best checkpoint",
-    "last_checkpoint.help": "times to save the last checkpoint",
-    "lr_monitor.help": "logging of the learning rate",
-}
-CLASS_PAGES = (  # help pages of classes, which jsonargparse prints
-    "model.optimizer.help AdamW",
-    "model.scheduler.help StepLR",
-    "data.augment.help RandAugment",
-    "trainer.strategy.help app.training.DDP",
+MORE = (  # other help pages; jsonargparse prints those of classes
+    "--help_all: all flags, also of the chosen --model and --data",
+    "--model.optimizer.help AdamW",
+    "--model.scheduler.help StepLR",
+    "--data.augment.help RandAugment",
+    "--trainer.strategy.help app.training.DDP",
 )
 END = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # end of a sentence
 
@@ -92,7 +85,7 @@ def _entry(action: argparse.Action, is_short: bool) -> argparse.Action:
 
 
 def page(
-    prog: str, actions: Iterable[argparse.Action], classes: Mapping[str, str], name: str = "help"
+    prog: str, actions: Iterable[argparse.Action], classes: Mapping[str, str], is_short: bool
 ) -> str:
     """Return a help page of a command.
 
@@ -100,7 +93,7 @@ def page(
         prog: The command, such as `python -m app fit`.
         actions: Flags of the command, and of the chosen model and data.
         classes: Names of the chosen model and data classes, by section.
-        name: `help`, or a key of `PAGES`.
+        is_short: Whether to print only the flags of `COMMON`.
     """
     flags: dict[str, argparse.Action] = {}
     sections: dict[str, list[argparse.Action]] = {"general": []}
@@ -110,32 +103,23 @@ def page(
         section, dot, _ = action.dest.partition(".")
         sections.setdefault(section if dot else "general", []).append(action)
         flags[action.dest] = action
-    formatter = argparse.HelpFormatter(prog, max_help_position=28)
-    if name in ("help", "help_all"):
-        command = prog.split()[-1]
-        formatter.add_usage(f"python -m app {command} [--config FILE] [--FLAG VALUE ...]", [], [])
-    else:
-        section = name.removesuffix(".help")
-        sections = {section: sections[section]}
     if "model.optimizer" in flags:
         flags["model.optimizer.lr"] = _learning_rate(flags["model.optimizer"])
-    if name == "help":
+    if is_short:
         sections = {"most used": [flags[flag] for flag in COMMON if flag in flags]}
+    formatter = argparse.HelpFormatter(prog, max_help_position=28)
+    formatter.add_usage(f"{prog} [--config FILE] [--FLAG VALUE ...]", [], [])
     for section, members in sections.items():
         title = section
         if section in classes:
             title = f"--{section} {classes[section].rpartition('.')[2]}"
         formatter.start_section(title)
         for action in members:
-            formatter.add_argument(_entry(action, is_short=name == "help"))
+            formatter.add_argument(_entry(action, is_short))
         formatter.end_section()
     text = formatter.format_help()
-    if name == "help":
-        text += "\nmore:\n"
-        for flag, content in PAGES.items():
-            text += f"  --{flag:<23} {content}\n"
-        for flag in CLASS_PAGES:
-            text += f"  --{flag}\n"
+    if is_short:
+        text += "\n  ".join(["\nmore:", *MORE]) + "\n"
     return text
 
 
@@ -146,18 +130,3 @@ def _learning_rate(optimizer: argparse.Action) -> argparse.Action:
     if isinstance(optimizer.default, Mapping):
         rate = optimizer.default["init_args"].get("lr")
     return argparse.Action([f"--{flag}"], flag, default=rate, help="Learning rate")
-
-
-class HelpPage(argparse.Action):
-    """Action that prints a help page and exits."""
-
-    def __init__(self, option_strings: Sequence[str], **_: Any) -> None:
-        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0)
-
-    def __call__(
-        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
-    ) -> None:
-        """Print the page that the option names, and exit."""
-        parser.page = str(option_string).removeprefix("--")
-        parser.print_help()
-        parser.exit()

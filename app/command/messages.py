@@ -6,7 +6,13 @@ from collections.abc import Collection, Mapping
 
 from app.errors import nearest, one_line
 
-TYPES = {"float": "a number", "tuple": "list", "Sequence": "list", "Iterable": "list"}
+TYPES = {
+    "int": "a number",
+    "float": "a number",
+    "tuple": "list",
+    "Sequence": "list",
+    "Iterable": "list",
+}
 REASONS = {  # patterns of jsonargparse's messages, and what follows the flag in ours
     r"Not of type \w+: [^']*'([^']*)'": r" \1: expected a number",
     r"following arguments are required: (\w+)": r": its \1 is required",
@@ -23,9 +29,12 @@ NESTED = re.compile(
     r"- --([\w.]+)(.*?)"
     r"(?: - (?:Expected a <class 'NoneType'>|Option|Not a valid)| Given value type|$)"
 )
-RESTRICTION = re.compile(
-    r"Not of type \w+: (?:(\S+) )?does not conform to restriction v>(=?)(\S+)(?: and v<(=?)(\S+))?"
-)
+LIMITS = {  # parts of jsonargparse's restrictions, in our words
+    r"v>=(\S+)": r"\1 or more",
+    r"v>(\S+)": r"more than \1",
+    r" and v<=(\S+)": r", \1 at most",
+    r" and v<(\S+)": r", less than \1",
+}
 
 
 def rejection(
@@ -36,9 +45,12 @@ def rejection(
     Args:
         message: jsonargparse's message.
         flags: Known flags, with dashes.
-        classes: Names of the classes that a flag accepts, by the flag's last part.
+        classes: Names of the classes that a flag accepts, by the flag.
     """
     text = one_line(message)
+    match = re.match(r"Group '(.+)' does not accept option '(.+)'", text)
+    if match:
+        text = f"unrecognized arguments: --{match[1]}.{match[2]}"
     match = re.match(r"unrecognized arguments: ([^\s=]+)", text)
     if match and match[1].endswith((".yaml", ".yml")):
         return f"{match[1]}: a value without a flag: did you mean --config {match[1]}?"
@@ -58,14 +70,18 @@ def rejection(
         value = nested[2] or nested[3]
     inner = NESTED.search(text)
     if inner:  # message of a nested parser
-        if nested is None or not f".{nested[1]}".endswith(f".{inner[1]}"):
+        end = f".{inner[1]}"
+        if not flag.endswith(end):
             within = [known for known in flags if known.startswith(f"{flag}.")]
-            within = [known for known in within if known.endswith(f".{inner[1]}")]
-            flag = min(within, key=len, default=f"{flag}.{inner[1]}")
+            within = [known for known in within if known.endswith(end)]
+            flag = min(within, key=len, default=flag + end)
         return flag + inner[2]
-    match = RESTRICTION.search(text)
+    match = re.search(r": (?:(\S+) )?does not conform to restriction (v\S+(?: and v\S+)?)", text)
     if match:
-        return f"{flag} {match[1] or value}: give {_range(match)}"
+        limits = match[2]
+        for pattern, words in LIMITS.items():
+            limits = re.sub(pattern, words, limits)
+        return f"{flag} {match[1] or value}: give {limits}"
     match = re.search(r"Option '([^']+)' is not accepted", text)
     if match:
         if not nested:
@@ -90,24 +106,12 @@ def rejection(
     return _unexpected(text, flag, value, classes or {})
 
 
-def _range(match: re.Match[str]) -> str:
-    """Return the limits that a match of `RESTRICTION` names."""
-    _, includes_least, least, includes_most, most = match.groups()
-    limits = f"{least} or more" if includes_least else f"more than {least}"
-    if most:
-        limits += f", {most} at most" if includes_most else f", less than {most}"
-    return limits
-
-
 def _unexpected(text: str, flag: str, value: str, classes: Mapping[str, Collection[str]]) -> str:
     """Return the line for a value that has not the flag's type."""
-    types = [name for name in TYPE.findall(text) if name != "NoneType"]
-    if set(types) != {"int"}:
-        types = [name for name in types if name != "int"]
-    expected = [TYPES.get(name, name) for name in types]
+    expected = [TYPES.get(name, name) for name in TYPE.findall(text) if name != "NoneType"]
     match = re.search(r"dot import path string: (\S+)", text)
     if match and "a number" not in expected:
-        near = nearest(match[1], classes.get(flag.rpartition(".")[2].lstrip("-"), ()))
+        near = nearest(match[1], classes.get(flag, ()))
         near = near or ": give its import path, package.module.Class"
         return f"{flag} {match[1]}: there is no such class{near}"
     choices = re.findall(r"'([^']*)'", " ".join(LITERAL.findall(text)))

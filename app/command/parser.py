@@ -2,11 +2,9 @@
 
 import argparse
 import functools
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,7 +15,7 @@ import torch
 import yaml
 from jsonargparse import (
     ArgumentParser,
-    Namespace,
+    _parameter_resolvers,
     _paths,
     _typehints,
     set_loader,
@@ -31,28 +29,26 @@ from torchvision.transforms import v2
 from app.command.arguments import load_yaml, read_text, subclasses
 from app.command.help import page
 from app.command.messages import rejection
-from app.errors import ExitStatus, UserError, nearest
-from app.modules import ImageClassifier
+from app.errors import ExitStatus, UserError
 from app.modules.networks import names_of_torchvision
-from app.modules.recipe import Recipe
 from app.system.patches import expects
 from app.system.trust import is_within, may_run, module_of, trusted_modules
 from app.training import DDP
 
 # classes of libraries for a parameter whose type names no class, such as `Any` or `Callable`
 OPEN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-BASES: dict[str, type] = {  # base of the classes that a flag accepts, by the flag's last part
+BASES: dict[str, type] = {  # base of the classes that a flag accepts
     "model": LightningModule,
     "data": LightningDataModule,
-    "optimizer": torch.optim.Optimizer,
-    "scheduler": torch.optim.lr_scheduler.LRScheduler,
-    "augment": v2.Transform,
-    "callbacks": Callback,
+    "model.optimizer": torch.optim.Optimizer,
+    "trainer.strategy": DDP,
+    "model.scheduler": torch.optim.lr_scheduler.LRScheduler,
+    "data.augment": v2.Transform,
+    "trainer.callbacks": Callback,
 }
+SUGGESTED = ("model", "data", "model.optimizer", "trainer.strategy")  # whose settings are suggested
 # modules whose functions such a parameter takes, too
 HOOKS = ("app.training.comm_hooks", "torch.distributed.algorithms.ddp_comm_hooks")
-# keys of a value that stands for an object of a class
-SPEC = {"class_path", "init_args", "dict_kwargs", "__path__", "__subclasses_disabled__"}
 
 
 def bases_of(hint: Any) -> tuple[type, ...]:
@@ -60,14 +56,8 @@ def bases_of(hint: Any) -> tuple[type, ...]:
     origin = get_origin(hint) or hint
     arguments = get_args(hint)
     if origin in (Union, UnionType):
-        bases: tuple[type, ...] = ()
-        for member in arguments:
-            if member is not NoneType:
-                known = bases_of(member)
-                if not known:
-                    return ()
-                bases += known
-        return bases
+        members = [bases_of(member) for member in arguments if member is not NoneType]
+        return tuple(itertools.chain(*members)) if all(members) else ()
     if origin in (Callable, type):
         return bases_of(arguments[-1]) if arguments else ()
     is_protocol = getattr(origin, "_is_protocol", False)
@@ -105,18 +95,11 @@ def refuse_code(path: str, value: Any, hint: Any) -> None:
     raise ValueError(f"Refused '{path}'.")
 
 
-def is_spec(value: Any) -> bool:
-    """Return whether a value stands for an object: it names a class, and may give its arguments."""
-    if isinstance(value, Namespace):
-        value = vars(value)
-    return isinstance(value, dict) and "class_path" in value and SPEC.issuperset(value)
-
-
-_in_any = True  # whether a class in a value of type `Any` is created
-
-
 @expects(
-    "jsonargparse:_typehints.adapt_typehints", "jsonargparse:_typehints.ActionTypeHint._check_type"
+    "jsonargparse:_typehints.adapt_typehints",
+    "jsonargparse:_typehints.get_parsing_setting",
+    "jsonargparse:_typehints.is_subclass_spec",
+    "jsonargparse:_typehints.ActionTypeHint._check_type",
 )
 def guard_types() -> None:
     """Make jsonargparse check each class and function that a value names before calling it.
@@ -139,12 +122,10 @@ def guard_types() -> None:
                 members = value
             for member in members:
                 check(member, hint)
-        if is_spec(value) and hint is not NoneType:
+        if _typehints.is_subclass_spec(value) and hint is not NoneType:
             refuse_code(value["class_path"], resolve_name(value["class_path"]), hint)
-        elif isinstance(given, str) and callable(value):
-            is_default = isinstance(defaults[-1], str) and given == defaults[-1]
-            if not is_default:
-                refuse_code(given, value, hint)
+        elif isinstance(given, str) and callable(value) and given != str(defaults[-1]):
+            refuse_code(given, value, hint)
 
     def guarded(
         value: Any,
@@ -153,7 +134,8 @@ def guard_types() -> None:
         instantiate_classes: bool = False,
         **more: Any,
     ) -> Any:
-        creates = _in_any or hint not in (Any, object)
+        in_any = _typehints.get_parsing_setting("instantiate_subclass_spec_in_any")
+        creates = in_any or hint not in (Any, object)
         if creates and instantiate_classes:
             check(value, hint)
         converted = adapt(value, hint, serialize, instantiate_classes, **more)
@@ -174,15 +156,6 @@ def guard_types() -> None:
         _typehints.ActionTypeHint._check_type = check_with_default  # type: ignore[method-assign, assignment]
 
 
-def create_in_any(value: bool) -> None:
-    """Set whether a class in a value of type `Any` is created; in an experiment, it is not."""
-    global _in_any
-    _in_any = value
-    set_parsing_settings(
-        validate_subclass_spec_in_any=value, instantiate_subclass_spec_in_any=value
-    )
-
-
 def _read_text(path: Any) -> str:
     """Read a file that a flag names in place of its value."""
     try:
@@ -192,16 +165,25 @@ def _read_text(path: Any) -> str:
 
 
 @expects("jsonargparse:_paths.Path.read_text")
-def import_trusted_only() -> None:
-    """Make jsonargparse read files and YAML as this application does, and reject untrusted code."""
+def import_trusted_only(creates_in_any: bool = True) -> None:
+    """Make jsonargparse read files and YAML as this application does, and reject untrusted code.
+
+    Args:
+        creates_in_any: Whether a class in a value of type `Any` is created; in an experiment, it is
+            not.
+    """
     set_loader("yaml", load_yaml, (yaml.YAMLError,))
     _paths.Path.read_text = _read_text  # type: ignore[method-assign, assignment]
     # Lightning's Timer has an enum as the default value of a string
     yaml.SafeDumper.add_multi_representer(
         Enum, lambda dumper, member: dumper.represent_data(member.value)
     )
-    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=trusted_modules())
-    create_in_any(True)
+    set_parsing_settings(
+        import_path_denylist=["*"],
+        import_path_allowlist=trusted_modules(),
+        validate_subclass_spec_in_any=creates_in_any,
+        instantiate_subclass_spec_in_any=creates_in_any,
+    )
     guard_types()
 
 
@@ -213,8 +195,7 @@ class PlainParser(ArgumentParser):
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the arguments. A boolean flag needs no value: `--flag` means `--flag true`."""
-        import_trusted_only()
-        create_in_any(False)
+        import_trusted_only(creates_in_any=False)
         for action in self._actions:
             if isinstance(action.default, bool):
                 action.nargs = "?"
@@ -239,7 +220,7 @@ class Parser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.chosen: dict[str, str] = {}
-        self.page = "help"
+        self.is_short = True
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Format the help page, with the settings of the chosen model and data."""
@@ -250,7 +231,7 @@ class Parser(LightningArgumentParser):
             cls = find_class(section, name)
             if cls is not None:
                 settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
-        return page(self.prog, settings._actions + self._actions, self.chosen, self.page)
+        return page(self.prog, settings._actions + self._actions, self.chosen, self.is_short)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise a UserError with jsonargparse's message in one line."""
@@ -258,21 +239,16 @@ class Parser(LightningArgumentParser):
         names = {}
         here = _classes_here()
         for flag, base in BASES.items():
-            classes = subclasses(base)
-            names[flag] = here + [cls.__name__ for cls in classes]
-            if flag in ("model", "data"):
+            classes = [base, *subclasses(base)]
+            names[f"--{flag}"] = here + [cls.__name__ for cls in classes]
+            if flag in SUGGESTED:
                 for cls in classes:
                     flags += [f"--{flag}.{name}" for name in parameters(cls)]
-        names["model"] += names_of_torchvision()
-        flags += [f"--model.optimizer.{name}" for name in parameters(torch.optim.SGD)]
-        for cls in (DDP, *subclasses(DDP)):
-            flags += [f"--trainer.strategy.{name}" for name in parameters(cls)]
-        unknown = re.match(r"(?:Group '(.+)' does not accept o|O)ption '([^']+)'", message)
-        if unknown and self.chosen:
-            name = ".".join(filter(None, unknown.groups()))
-            near = nearest(f"--{name}", flags)
-            command = self.prog.split()[-1]
-            raise UserError(f"{name} in the config: {command} has no such setting{near}") from ex
+        names["--model"] += names_of_torchvision()
+        if self.chosen:  # a nested parser's message becomes a part of another one
+            message = re.sub(
+                "^Option '(.+)' is not accepted", r"unrecognized arguments: --\1", message
+            )
         raise UserError(rejection(message, flags, names)) from ex
 
 
@@ -302,17 +278,9 @@ def find_class(section: str, name: str) -> type | None:
     return cls if isinstance(cls, type) else None
 
 
+@expects("jsonargparse:_parameter_resolvers.get_signature_parameters")
 @functools.cache
-def parameters(cls: type | None) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a class and its bases; `Recipe`'s, too, for an `ImageClassifier`."""
-    merged: dict[str, inspect.Parameter] = {}
-    bases = list(getattr(cls, "__mro__", ()))
-    if ImageClassifier in bases:
-        bases.append(Recipe)
-    for base in reversed(bases):
-        # a base may lack `__init__`; annotations may not resolve
-        with suppress(KeyError, NameError, TypeError):
-            merged |= inspect.signature(vars(base)["__init__"], eval_str=True).parameters
-    for name in ("self", "args", "kwargs", "params"):
-        merged.pop(name, None)
-    return merged
+def parameters(cls: type | None) -> dict[str, Any]:
+    """Return the parameters of a class that are flags; without a class, none."""
+    resolved = [] if cls is None else _parameter_resolvers.get_signature_parameters(cls)
+    return {parameter.name: parameter for parameter in resolved}

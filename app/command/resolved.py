@@ -201,16 +201,11 @@ class Resolved:
 
     # -- launcher
 
-    @cached_property
-    def plugins(self) -> list[type]:
-        """Classes of the plugins."""
-        return classes_of(self.trainer.plugins)
-
     @property
     def stands_alone(self) -> bool:
         """Whether the process runs without a launcher and without a cluster plugin."""
         return self.launcher is None and not any(
-            issubclass(plugin, ClusterEnvironment) for plugin in self.plugins
+            issubclass(plugin, ClusterEnvironment) for plugin in classes_of(self.trainer.plugins)
         )
 
     # -- model and data
@@ -236,16 +231,11 @@ class Resolved:
         return self.checked[section].get(f"init_args.{name}")
 
     @property
-    def accumulates(self) -> bool:
-        """Whether gradients of several backward passes accumulate before an update."""
-        return self.trainer.accumulate_grad_batches > 1
-
-    @property
     def virtual_devices(self) -> int | None:
         """Value of `--run.virtual_devices`, or None."""
         count = self.config.run.virtual_devices
         # a plain int, because checkpoints hold only plain values
-        return count if count is None else int(count)
+        return count and int(count)
 
     @property
     def compiled(self) -> bool:
@@ -256,8 +246,3 @@ class Resolved:
     def reduces_overhead(self) -> bool:
         """Whether the network is compiled to CUDA graphs."""
         return self.given("model.compile") == "reduce-overhead"
-
-    @property
-    def sync_batchnorm(self) -> bool:
-        """Whether `--trainer.sync_batchnorm` is set."""
-        return self.trainer.sync_batchnorm

@@ -26,19 +26,6 @@ SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # variables of mpirun
 
 
-def check_flags(config: Namespace) -> None:
-    """Check the rules that hold on every machine.
-
-    Args:
-        config: Resolved configuration.
-
-    Raises:
-        UserError: When the flags break a rule.
-    """
-    for problem in flag_problems(Resolved(config)):
-        raise UserError(problem)
-
-
 def check(command: str, config: Namespace) -> Resolved:
     """Check all rules before anything is built, and return the resolved configuration.
 
@@ -102,27 +89,19 @@ def _devices(s: Resolved) -> Iterator[str]:
     cls = s.accelerator_class
     name = s.trainer.accelerator
     devices = s.trainer.devices
-    if cls is None:
+    if cls is None or not cls.is_available():
+        near = ""
+        if cls is None:
+            near = nearest(name, AcceleratorRegistry)
         yield (
-            f"--trainer.accelerator {name}: unknown{nearest(name, AcceleratorRegistry)}: leave it "
-            "out, or use cpu"
+            f"--trainer.accelerator {name}: there is none on this machine{near}: leave it out, or "
+            "use cpu"
         )
-        return
-    if not cls.is_available():
-        yield (
-            f"--trainer.accelerator {name}: there is none on this machine: leave it out, or use cpu"
-        )
-    try:
-        if devices != "auto":
+    elif devices != "auto":
+        try:
             cls.parse_devices(devices)
-    except (MisconfigurationException, TypeError, ValueError):
-        has = ""
-        if s.accelerator != "cpu":
-            has = f"; this machine has {cls.auto_device_count()}"
-        yield (
-            f"--trainer.devices {devices!r}: the {s.accelerator} accelerator has no such "
-            f"devices{has}: give a count"
-        )
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            yield f"--trainer.devices {devices!r}: {error}"
 
 
 def _needs_cuda(s: Resolved) -> Iterator[str]:
@@ -250,10 +229,9 @@ def _strategy(s: Resolved) -> Iterator[str]:
             f"{flag} starts processes, which {s.launcher.by} has done already: use "
             "--trainer.strategy ddp"
         )
-    usable = []
-    for name, devices in dist.Backend.backend_capability.items():
-        if s.accelerator in devices and name != "fake" and dist.is_backend_available(name):
-            usable.append(name)
+    usable = ["gloo"]
+    if s.accelerator == "cuda":
+        usable = ["nccl", "gloo"]
     if backend is not None and backend not in usable:
         yield (
             f"--trainer.strategy.process_group_backend {backend}: on {s.accelerator} use "
@@ -275,7 +253,7 @@ def _strategy(s: Resolved) -> Iterator[str]:
 
 
 def _sync_batchnorm(s: Resolved) -> Iterator[str]:
-    if not s.sync_batchnorm:
+    if not s.trainer.sync_batchnorm:
         return
     if s.traits.single_process:
         yield (

@@ -1,6 +1,5 @@
 """Commands `fit`, `validate`, `test` and `predict`, from the command line to the exit code."""
 
-import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -13,12 +12,13 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
+from app.command.arguments import leaves
 from app.command.assembly import drop_callbacks, patch, trainer_arguments
 from app.command.checkpoints import check_checkpoint
 from app.command.configuration import Flags, shared_settings
-from app.command.flag_rules import leaves
+from app.command.decision import decide, release_folders
 from app.command.outcome import can, close, end_early, exit_code, record_of, stopped_by
-from app.command.run_options import decide, is_recorded, release_folders
+from app.command.run_options import is_recorded
 from app.data import ImageData
 from app.data.global_order import put_in_order
 from app.errors import ExitStatus, UserError
@@ -151,16 +151,9 @@ def decide_together(cli: Flags) -> dict[str, Any]:
     """Let rank zero decide the run's checkpoint and folder, and every rank check them.
 
     Returns:
-        The decision, as `run_options.decide` returns it.
+        The decision, as `decide` returns it.
     """
-    config = cli.config
     trainer = cli.trainer
-    own: dict[str, Any] = {}  # rank zero's decision; empty on other ranks
-
-    def decide_here(launchers: list[str]) -> dict[str, Any]:
-        dump = functools.partial(cli.parser.dump, config, skip_none=False)
-        own.update(decide(cli.command, config, dump, cli.checkpoint, cli.command_line, launchers))
-        return own
 
     def check_here(decided: dict[str, Any]) -> None:
         """Prepare the data on each node, and check the checkpoint."""
@@ -175,15 +168,8 @@ def decide_together(cli: Flags) -> dict[str, Any]:
         elif cli.command != "fit" and isinstance(cli.model, ImageClassifier):
             raise UserError(f"{cli.command} needs weights: give --ckpt_path last, best or a file")
 
-    try:
-        decided = agree(decide_here, check_here, trainer.node_rank, shared_settings(config))
-    except BaseException:
-        if own.get("folder"):
-            folder = Path(config.run.root, own["folder"])
-            with contextlib.suppress(OSError):  # raised for a folder that is not empty
-                folder.rmdir()
-                folder.parent.rmdir()
-        raise
+    decide_here = functools.partial(decide, cli)
+    decided = agree(decide_here, check_here, trainer.node_rank, shared_settings(cli.config))
     if decided["checkpoint"] is not None and isinstance(trainer.precision_plugin, DoublePrecision):
         # to float64, before Lightning loads float64 weights
         trainer.precision_plugin.convert_module(cli.model)
@@ -209,8 +195,8 @@ def add_record(cli: Flags, decided: dict[str, Any]) -> RunRecord:
     recorder.record.resumed_from = decided["checkpoint"]
     recorder.record.launchers = decided["launchers"]
     if trainer.is_global_zero:
-        warning = busy() if cli.command == "fit" else None
-        if warning:
+        warning = busy()
+        if warning and cli.command == "fit":
             rank_zero_info(f"warning: {warning}")
         note(RUN_DIR, str(loggers[0].log_dir))
         if earlier:
@@ -222,6 +208,8 @@ def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> i
     """Run the Trainer's method under the watchdog, close the run, and return the exit code."""
     trainer = cli.trainer
     launcher = trainer.strategy.launcher
+    # an ImageClassifier's results are in the closing lines
+    verbose = not isinstance(cli.model, ImageClassifier)
     stacks = None
     timeout = None
     if recorder is not None:
@@ -243,12 +231,12 @@ def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> i
             if cli.command == "fit":
                 trainer.fit(cli.model, **arguments)
                 if recorder is not None and cli.config.run.test:
-                    test_best(cli, recorder)
+                    test_best(cli, recorder, verbose)
             elif cli.command == "predict":
                 trainer.predict(cli.model, return_predictions=False, **arguments)
             else:
                 evaluate = trainer.test if cli.command == "test" else trainer.validate
-                evaluate(cli.model, verbose=prints_tables(cli), **arguments)
+                evaluate(cli.model, verbose=verbose, **arguments)
         finally:
             rank_zero_only(close)(
                 trainer, recorder, cli.command == "fit", cli.model, cli.datamodule
@@ -256,12 +244,7 @@ def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> i
     return exit_code(trainer, record_of(trainer, recorder), cli.resolved.launcher)
 
 
-def prints_tables(cli: Flags) -> bool:
-    """Return whether Lightning prints results; an `ImageClassifier`'s are in the closing lines."""
-    return not isinstance(cli.model, ImageClassifier)
-
-
-def test_best(cli: Flags, recorder: RunRecord) -> None:
+def test_best(cli: Flags, recorder: RunRecord, verbose: bool) -> None:
     """Test the best checkpoint, if there is a test and no signal has ended training."""
     outcome = record_of(cli.trainer, recorder)
     if not can("test", cli.model, cli.datamodule) or stopped_by(cli.trainer, outcome) is not None:
@@ -270,6 +253,4 @@ def test_best(cli: Flags, recorder: RunRecord) -> None:
     if best is not None and not all(gather_objects(Path(best).is_file())):
         rank_zero_warn(f"{best} is not on every node: testing the last weights instead of the best")
         best = None
-    cli.trainer.test(
-        cli.model, datamodule=cli.datamodule, ckpt_path=best, verbose=prints_tables(cli)
-    )
+    cli.trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=best, verbose=verbose)

@@ -1,25 +1,19 @@
-"""Options of a run, and rank zero's decisions before the start: checkpoint and directory."""
+"""Options of a run and of its Trainer."""
 
-import fcntl
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import Namespace, dict_to_namespace
+from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from app.command.arguments import load_yaml, read_yaml
-from app.command.checkpoints import find_checkpoint, is_newest, newest_checkpoint, read_earlier
-from app.launch.cluster_environment import may_resume
+from app.command.checkpoints import find_checkpoint
 from app.modules.networks import title
-from app.monitor.loggers import claim_version
-from app.record import Record
-from app.system.files import remove_parts
+
+# suffixes of paths and settings of execution, in which the nodes of a run and a resumed run may
+# differ
+PLACES = (".root", ".csv", ".path", ".predict_dir", ".cache", ".num_workers", ".placement")
 
 
 @dataclass
@@ -111,92 +105,6 @@ def is_recorded(trainer: Namespace) -> bool:
     return not (trainer.fast_dev_run or trainer.barebones)
 
 
-_HELD: list[int] = []  # descriptors of locked folders
-TRAINING = (  # prefixes of flags that define a training
-    "seed_everything",
-    "model.",
-    "data.",
-    "trainer.precision",
-    "trainer.accumulate_grad_batches",
-    "trainer.gradient_clip",
-    "trainer.limit_train_batches",
-    "trainer.overfit_batches",
-    "trainer.sync_batchnorm",
-    "run.virtual_devices",
-    "run.global_order",
-)
-# exceptions to TRAINING, by suffix: paths and settings of execution, which a resumed run may change
-EXECUTION = (
-    ".root",
-    ".csv",
-    ".path",
-    ".predict_dir",
-    ".cache",
-    ".num_workers",
-    ".placement",
-    "model.channels_last",
-    "model.compile",
-    "model.matmul_precision",
-)
-
-
-def decide(
-    stage: str,
-    config: Namespace,
-    dump: Callable[[], str],
-    checkpoint: str | None,
-    command: str,
-    launchers: list[str],
-) -> dict[str, Any]:
-    """Decide the run's checkpoint and folder, on rank zero.
-
-    Args:
-        stage: `fit`, `validate`, `test` or `predict`.
-        config: Resolved configuration.
-        dump: Function that returns the configuration as YAML.
-        checkpoint: Value of `--ckpt_path`, or None.
-        command: The command line.
-        launchers: Ids of the launchers of the run's processes.
-
-    Returns:
-        `checkpoint` and `folder`: paths, or None. `may_be_finished`: see `check_checkpoint`.
-        `earlier`: record of the run that this one continues, or None. `launchers`: as above.
-
-    Raises:
-        UserError: When the checkpoint is missing, or the run's folder cannot be created.
-    """
-    root = config.run.root
-    name = config.run.name or default_name(config)
-    for pattern in ("version_*", "version_*/checkpoints"):
-        for path in Path(root, name).glob(pattern):
-            remove_parts(path)
-    restarts = stage == "fit" and may_resume()  # a launcher may have restarted this run
-    newest = None
-    if restarts:
-        newest = newest_checkpoint(root, name, (command, launchers))
-    if newest is None and checkpoint == "auto":
-        newest = newest_checkpoint(root, name, None)
-    # a run killed after training must still run its test
-    may_be_finished = checkpoint == "auto" or newest is not None
-    may_be_finished = may_be_finished or (restarts and checkpoint is None)
-    if newest is not None:
-        rank_zero_info(f"resuming from {newest}")
-    elif checkpoint not in (None, "auto"):
-        newest = requested_checkpoint(config, checkpoint, resumes=stage == "fit")
-    folder = earlier = None
-    if is_recorded(config.trainer):
-        folder, earlier = _folder(stage, config.run, Path(root, name), newest, dump)
-        if folder.is_relative_to(root):  # the root may differ between nodes
-            folder = folder.relative_to(root)
-    return {
-        "checkpoint": newest,
-        "may_be_finished": may_be_finished,
-        "folder": folder,
-        "earlier": earlier,
-        "launchers": launchers,
-    }
-
-
 def requested_checkpoint(config: Namespace, checkpoint: str, resumes: bool = False) -> str:
     """Return the path of the checkpoint that `--ckpt_path` names.
 
@@ -206,75 +114,3 @@ def requested_checkpoint(config: Namespace, checkpoint: str, resumes: bool = Fal
     configs = [str(file) for file in config.config or []]
     name = config.run.name or default_name(config)
     return find_checkpoint(checkpoint, configs, config.run.root, name, resumes)
-
-
-def _folder(
-    stage: str, run: Namespace, new: Path, checkpoint: str | None, dump: Callable[[], str]
-) -> tuple[Path, Record | None]:
-    """Return this run's folder, and the earlier training's record, or None in a new folder.
-
-    `fit` continues in an ended run's folder if it resumes from that run's newest checkpoint with
-    the same settings. Otherwise, `fit` creates a new folder. Other commands create a folder inside
-    the folder of the checkpoint's run.
-
-    Every command creates a new folder if the checkpoint belongs to no run. It also does so if
-    `--run.name` or `--run.root` is given, and the checkpoint's run lies elsewhere.
-    """
-    used = Path(checkpoint or "").parent.parent
-    is_chosen = run.name is not None or run.root != Run.root
-    is_elsewhere = is_chosen and used.parent.resolve() != new.resolve()
-    if checkpoint is None or is_elsewhere or not (used / "run.json").exists():
-        return _held(claim_version(new)), None
-    if stage != "fit":
-        return _held(claim_version(used, stage)), None
-    record = read_earlier(used / "run.json")
-    before = {}
-    if (used / "config.yaml").is_file():
-        before = _settings(read_yaml(str(used / "config.yaml")))
-    reason = None
-    if not is_newest(Path(checkpoint)):
-        reason = "it has newer checkpoints"
-    for name, value in _settings(load_yaml(dump())).items():
-        if before.get(name, value) != value:
-            reason = f"--{name} differs"
-    if reason is None:
-        try:
-            return _held(used), record
-        except BlockingIOError:
-            reason = "it is still running"
-    rank_zero_info(f"not continuing {used}: {reason}")
-    return _held(claim_version(new)), None
-
-
-def _held(folder: Path) -> Path:
-    """Lock a folder, so that no other process continues in it.
-
-    Raises:
-        BlockingIOError: When another process has locked it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    except OSError:  # a file system without locks
-        pass
-    _HELD.append(descriptor)
-    return folder
-
-
-def release_folders() -> None:
-    """Unlock the folders of this process's runs."""
-    while _HELD:
-        os.close(_HELD.pop())
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a config's flags that define the training."""
-    settings = {}
-    for name, value in vars(dict_to_namespace(config).as_flat()).items():
-        flag = name.replace(".init_args", "")
-        if flag.startswith(TRAINING) and not flag.endswith(EXECUTION):
-            settings[flag] = value
-    return settings

@@ -5,6 +5,7 @@ import gzip
 import math
 import os
 import signal
+import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
