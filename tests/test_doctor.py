@@ -96,14 +96,12 @@ def test_busy(
 def test_smallest_quota_of_the_control_groups_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path)
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path / "job")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     assert usable_cores() == 64
-    inner = tmp_path / "job"
-    inner.mkdir()
+    (tmp_path / "job").mkdir()
     (tmp_path / "cpu.max").write_text("400000 100000\n")
-    (inner / "cpu.max").write_text("max 100000\n")
-    monkeypatch.setattr(machine, "_control_groups", lambda: [inner, tmp_path])
+    (tmp_path / "job" / "cpu.max").write_text("max 100000\n")
     assert usable_cores() == 4
 
 

@@ -1,20 +1,20 @@
 """Network between devices: measured all-reduces, a fitted link, and the choice of interfaces."""
 
 import os
-import queue
 import socket
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from torch import distributed
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from app.system.machine import time_when_done
 
@@ -86,28 +86,18 @@ def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
         TimeoutError: When the processes do not finish in time.
         RuntimeError: When a process fails.
     """
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
     cuda = torch.cuda.device_count() >= 2 and distributed.is_nccl_available()
-    deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory() as folder:
-        processes = spawn(
-            _rank, (f"file://{folder}/rendezvous", cuda, answers), nprocs=2, join=False
-        )
-        assert processes is not None
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(2) as pool:
+        ranks = pool.imap_unordered(partial(_rank, f"file://{folder}/rendezvous", cuda), range(2))
         try:
-            while not processes.join(timeout=1.0):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the processes have not answered within {timeout:g} s")
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
-        finally:
-            for process in processes.processes:
-                process.kill()
-    return answers.get()
+            return ranks.next(timeout)  # the first to finish, or to fail
+        except context.TimeoutError as error:
+            raise TimeoutError(f"the processes have not answered within {timeout:g} s") from error
 
 
-def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
+def _rank(url: str, cuda: bool, rank: int) -> list[tuple[int, float]]:
+    """Measure all-reduces as one of two ranks."""
     device = torch.device("cpu")
     backend = "gloo"
     torch.set_num_threads(1)
@@ -128,20 +118,17 @@ def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
             times.append(time_when_done(device) - began)
         measured.append((size, float(np.median(times[3:]))))
     distributed.destroy_process_group()
-    if rank == 0:
-        answers.put(measured)
+    return measured
 
 
 def own_addresses() -> list[str]:
     """Return this machine's IP addresses, loopback addresses last."""
-    addresses = set()
-    for entries in psutil.net_if_addrs().values():
-        for entry in entries:
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                addresses.add(entry.address)
+    addresses = []
+    for entry in chain.from_iterable(psutil.net_if_addrs().values()):
+        if entry.family in (socket.AF_INET, socket.AF_INET6):
+            addresses.append(entry.address)
     return sorted(
-        addresses,
-        key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address),
+        addresses, key=lambda address: (address.startswith(("127.", "::1")), ":" in address)
     )
 
 
