@@ -85,8 +85,8 @@ class Step:
         update: Optimizer step.
         rest: Remaining time.
         buckets: Buckets of gradients, in the order in which they become ready.
-        launch_known: Whether data, forward and backward were fitted to several batch sizes. With
-            one size, their launch time is assumed to be 0.
+        images: Sizes of the measured batches.
+        taken: Cores that other programs took meanwhile, as text of `taken_cores`.
         spread: Smallest and largest ratio of a measured step time to the fitted one. The range
             always includes 1.
     """
@@ -97,8 +97,14 @@ class Step:
     update: float
     rest: float
     buckets: tuple[Bucket, ...]
-    launch_known: bool = True
+    images: tuple[float, ...] = ()
+    taken: str = ""
     spread: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def launch_known(self) -> bool:
+        """Whether several batch sizes were measured; with one, launch times count as 0."""
+        return len(set(self.images)) > 1
 
     def ddp(self, batch: float, devices: int, link: Link) -> float:
         """Predict the seconds of a step.
@@ -148,13 +154,12 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
     """
     images = [timed.images for timed in measured]
     seconds = pd.DataFrame([timed.phases for timed in measured])[PHASES] / 1000
-    launch_known = len(set(images)) > 1
+    times = seconds.clip(lower=1e-9)
 
     def line(phase: str, share: float = 1.0) -> Line:
-        times = seconds[phase].clip(lower=1e-9)
-        if not launch_known:
-            return Line(0.0, share * times.mean() / images[0])
-        launch, per_image = fit_line(images, times.tolist())
+        if len(set(images)) == 1:
+            return Line(0.0, share * times[phase].mean() / images[0])
+        launch, per_image = fit_line(images, times[phase].tolist())
         return Line(share * launch, share * per_image)
 
     step = Step(
@@ -164,29 +169,20 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
         update=float(seconds["optimizer"].mean()),
         rest=float(seconds["rest"].mean()),
         buckets=tuple(buckets),
-        launch_known=launch_known,
+        images=tuple(images),
+        taken=max(timed.taken for timed in measured),
     )
-    low = 1.0
-    high = 1.0
+    ratios = []
     for timed, time in zip(measured, seconds.sum(axis=1), strict=True):
-        ratio = time / step.ddp(timed.images, 1, ALONE)
-        low = min(low, ratio * timed.windows[0])
-        high = max(high, ratio * timed.windows[1])
-    return replace(step, spread=(low, high))
+        for window in timed.windows:
+            ratios.append(window * time / step.ddp(timed.images, 1, ALONE))
+    return replace(step, spread=spread_of(ratios))
 
 
-def spread_of_link(
-    measured: Sequence[tuple[int, float]], link: Link, ranks: int
-) -> tuple[float, float]:
-    """Return the smallest and largest ratio of a measured time to the prediction, including 1.
-
-    Args:
-        measured: Bytes and seconds of each all-reduce.
-        link: The fitted link.
-        ranks: Number of ranks of the measurement.
-    """
-    off = [seconds / link.all_reduce(size, ranks) for size, seconds in measured]
-    return min(1.0, *off), max(1.0, *off)
+def spread_of(ratios: Iterable[float]) -> tuple[float, float]:
+    """Return the smallest and largest ratio of a measured time to the predicted one, with 1."""
+    ratios = [1.0, *ratios]
+    return min(ratios), max(ratios)
 
 
 def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
