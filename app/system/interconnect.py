@@ -20,6 +20,7 @@ from app.system.machine import time_when_done
 
 # an address for documentation, which no machine has: https://www.rfc-editor.org/rfc/rfc5737
 NOBODY = ("192.0.2.1", 9)
+TIMEOUT = 300.0  # of a measurement, in seconds
 SIZES = [4**exponent for exponent in range(5, 13)]  # 1 KiB to 16 MiB
 
 
@@ -54,11 +55,11 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     weights = 1 / np.asarray(y)
     slope, offset = np.polyfit(x, y, 1, w=weights)
     if slope < 0:  # fit a constant
-        return float(weights.sum() / (weights @ weights)), 0.0
+        return weights.sum() / (weights @ weights), 0.0
     if offset < 0:  # fit a line through zero
         scaled = np.asarray(x) * weights
-        return 0.0, float(scaled.sum() / (scaled @ scaled))
-    return float(offset), float(slope)
+        return 0.0, scaled.sum() / (scaled @ scaled)
+    return offset, slope
 
 
 def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
@@ -73,11 +74,8 @@ def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
     return Link(bandwidth=steps / ranks / max(slope, 1e-15), latency=offset / steps)
 
 
-def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
+def measure_all_reduce() -> list[tuple[int, float]]:
     """Measure all-reduces between two processes of this machine: by NCCL on two GPUs, else by gloo.
-
-    Args:
-        timeout: Seconds after which the processes are killed.
 
     Returns:
         A pair for each buffer size: its bytes, and the median seconds.
@@ -91,9 +89,9 @@ def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
     with tempfile.TemporaryDirectory() as folder, context.Pool(2) as pool:
         ranks = pool.imap_unordered(partial(_rank, f"file://{folder}/rendezvous", cuda), range(2))
         try:
-            return ranks.next(timeout)  # the first to finish, or to fail
+            return ranks.next(TIMEOUT)  # the first to finish, or to fail
         except context.TimeoutError as error:
-            raise TimeoutError(f"the processes have not answered within {timeout:g} s") from error
+            raise TimeoutError(f"the processes have not answered within {TIMEOUT:g} s") from error
 
 
 def _rank(url: str, cuda: bool, rank: int) -> list[tuple[int, float]]:

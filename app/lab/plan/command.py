@@ -215,6 +215,7 @@ def _devices(resolved: Resolved, records: list[Record]) -> tuple[int, bool]:
         threads = torch.get_num_threads()
     if records:
         first = records[0]
+        assert first.hardware
         cuda = first.accelerator == "cuda"
         gpus = len(first.hardware.gpus)
         threads = first.threads
@@ -253,7 +254,7 @@ def _machines(options: Namespace, devices: int, cuda: bool, say: Callable[[str],
     if len(within) < 2 and 1 < per_node <= devices and (gpus > 1 or not cuda):
         say("measuring an all-reduce of two processes")
         try:
-            measured = measure_all_reduce(timeout=300)
+            measured = measure_all_reduce()
         except (RuntimeError, TimeoutError) as error:
             raise UserError(
                 f"the network could not be measured ({error}): give --bandwidth and --latency"

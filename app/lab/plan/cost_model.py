@@ -166,8 +166,8 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
         data=line("data"),
         forward=line("forward_backward", 1 - backward),
         backward=line("forward_backward", backward),
-        update=float(seconds["optimizer"].mean()),
-        rest=float(seconds["rest"].mean()),
+        update=seconds["optimizer"].mean(),
+        rest=seconds["rest"].mean(),
         buckets=tuple(buckets),
         images=tuple(images),
         taken=max(timed.taken for timed in measured),
@@ -252,8 +252,12 @@ def predict(
     """
     rows: list[dict[str, Any]] = []
     alone = batch / step.ddp(batch, 1, ALONE)
-    compute_low, compute_high = step.spread
-    sending_low, sending_high = machines.link_spread
+    # factors by which devices and link are slower, by suffix of the columns
+    factors = {
+        "": (1.0, 1.0),
+        "_low": (step.spread[1], machines.link_spread[1]),
+        "_high": (step.spread[0], machines.link_spread[0]),
+    }
     for count in counts:
         images = batch * count if scale_batch else batch
         link = machines.slowest(count)
@@ -267,16 +271,14 @@ def predict(
             "step_ms": 1000 * time,
             "waiting_ms": 1000 * (time - step.ddp(images, count, ALONE)),
         }
-        times = {
-            "": time,
-            "_low": _slower(step, images, count, link, compute_high, sending_high),
-            "_high": _slower(step, images, count, link, compute_low, sending_low),
-        }
-        for end, seconds in times.items():
+        for end, (compute, sending) in factors.items():
+            # the whole step is slower by `compute`, so that the link is slower by `sending`
+            slower = Link(link.bandwidth * compute / sending, link.latency * sending / compute)
+            speed = images / (compute * step.ddp(images, count, slower))
             speed_up = 1.0
             if count > 1:
-                speed_up = images / seconds / alone
-            row[f"samples_per_s{end}"] = images / seconds
+                speed_up = speed / alone
+            row[f"samples_per_s{end}"] = speed
             row[f"speed_up{end}"] = speed_up
             row[f"efficiency{end}"] = speed_up / count
         if machines.price_per_hour is not None:
@@ -284,24 +286,3 @@ def predict(
             row["cost_per_million_samples"] = 1e6 * time / images * price
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-def _slower(
-    step: Step, images: int, count: int, link: Link, compute: float, sending: float
-) -> float:
-    """Predict the seconds of a step with slower devices and a slower link.
-
-    First predict the step with a link that is slower by `sending / compute`, then multiply the
-    whole step by `compute`. Computation thus becomes slower by `compute`, and communication by
-    `sending`.
-
-    Args:
-        step: Step on one device.
-        images: Global batch size.
-        count: Number of devices.
-        link: Slowest link of the ring.
-        compute: Factor by which devices are slower.
-        sending: Factor by which the link is slower.
-    """
-    link = Link(link.bandwidth * compute / sending, link.latency * sending / compute)
-    return compute * step.ddp(images, count, link)
