@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from app.command.configuration import build, resolve
 from app.command.resolved import Resolved
@@ -148,7 +149,7 @@ def profile_gradients(
     wanted = [parameter for parameter in model.network.parameters() if parameter.requires_grad]
     ready = dict.fromkeys(wanted, 0.0)  # seconds since the start of the backward pass, summed up
 
-    def note(parameter: Tensor) -> None:
+    def note(parameter: Parameter) -> None:
         ready[parameter] += time_when_done(device) - turned
 
     forward = backward = 0.0
