@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import psutil
@@ -12,9 +11,9 @@ import torch
 from harness import App, output_of, running
 
 import app.lab.doctor
-from app.lab.doctor import environment
+from app.lab.doctor import ONE_STEP, environment
 from app.lab.runs import run_fit
-from app.record import Record
+from app.record import Record, TrainLoss
 from app.system import machine
 from app.system.machine import busy, usable_cores
 
@@ -22,10 +21,10 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "RANK": "0", "WORLD_S
 ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "1"}
 LEFT = [
     ({}, "green", "none"),
-    ({"RANK": "3", "MASTER_ADDR": "node7"}, "red", "RANK=3 left over"),
-    (ADDRESS, "yellow", "MASTER_ADDR=node7, MASTER_PORT=1 set"),
+    ({"RANK": "3", "MASTER_ADDR": "node7"}, "red", "left over: RANK MASTER_ADDR"),
+    (ADDRESS, "yellow", "set: MASTER_ADDR MASTER_PORT"),
     (TORCHRUN, "green", "torchrun"),
-    ({"TORCHELASTIC_RUN_ID": "x"}, "red", "TORCHELASTIC_RUN_ID=x left over"),
+    ({"TORCHELASTIC_RUN_ID": "x"}, "red", "left over: TORCHELASTIC_RUN_ID"),
     ({"SLURM_JOB_ID": "12"}, "green", "SLURM job 12"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, "yellow", "MPI"),
     ({"PMI_SIZE": "1"}, "green", "none"),
@@ -44,18 +43,14 @@ def test_leftover_variables_of_launchers(
 
 @pytest.mark.slow
 def test_self_test_ignores_misleading_variables() -> None:
-    left: dict[str, str | None] = {
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "10.255.255.1",
-        "MASTER_PORT": "9",
-    }
+    left = {"LOCAL_RANK": "1", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "9"}
     with running("doctor", "--json", env=left) as run:
         out = run.on_loopback()
     assert run.process.returncode == 1
     report = json.loads(out)
     assert report["level"] == "red"
     by_name = {check["name"]: check for check in report["checks"]}
-    assert by_name.keys() >= {"load", "accelerators", "processor", "room", "tracker"}
+    assert by_name.keys() >= {"accelerators", "processor", "room", "tracker"}
     assert by_name.keys() >= {"auto x1", "dp x2", "ddp x2", "ddp_spawn x2"}
     assert re.match(r"python 3\S+, torch \S+, .*glibc", by_name["versions"]["found"])
     red = [name for name, check in by_name.items() if check["level"] == "red"]
@@ -96,36 +91,30 @@ def test_busy(
 def test_smallest_quota_of_the_control_groups_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path)
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path / "job")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     assert usable_cores() == 64
-    inner = tmp_path / "job"
-    inner.mkdir()
+    (tmp_path / "job").mkdir()
     (tmp_path / "cpu.max").write_text("400000 100000\n")
-    (inner / "cpu.max").write_text("max 100000\n")
-    monkeypatch.setattr(machine, "_control_groups", lambda: [inner, tmp_path])
+    (tmp_path / "job" / "cpu.max").write_text("max 100000\n")
     assert usable_cores() == 4
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Records:
-    """Replace the self-test's runs by the returned records by strategy, which a test fills.
+    """Replace the self-test's runs by these records by strategy; by default, by that of `auto`."""
+    outcomes = {"auto": completed(2.0)}
 
-    If a strategy has no record there, `auto` really runs. Any other strategy counts as completed,
-    and gets a copy of `auto`'s folder.
-    """
-    outcomes: Records = {}
-
-    def run(flags: list[str], limit: float, folder: Path) -> Record:
-        if folder.name in outcomes:
-            return outcomes[folder.name]
-        if folder.name == "auto":
-            return run_fit(flags, 120, folder)
-        shutil.copytree(folder.with_name("auto"), folder)
-        return Record(status="completed")
+    def run(flags: list[str], limit: float) -> Record:
+        strategy = flags[-2].removeprefix("--trainer.strategy=")
+        return outcomes.get(strategy, outcomes["auto"])
 
     monkeypatch.setattr(app.lab.doctor, "run_fit", run)
     return outcomes
+
+
+def completed(loss: float) -> Record:
+    return Record(status="completed", train_loss=TrainLoss(loss))
 
 
 LATE = Record(status="failed", time_limit=300.0)
@@ -133,6 +122,7 @@ OUTCOMES = [
     ({"ddp": LATE}, QUIET, {"ddp x2": "red"}),
     ({"ddp": LATE}, BUSY, {"ddp x2": "yellow"}),
     ({"dp": Record(status="failed", error="no")}, QUIET, {"dp x2": "red"}),
+    ({"dp": completed(2.1)}, QUIET, {"dp x2": "red"}),
     ({"auto": LATE}, QUIET, {"auto x1": "red"}),
 ]
 
@@ -155,14 +145,15 @@ def test_timeout_is_red_only_on_a_quiet_machine(
     assert {name: level for name, level in tested.items() if level != "green"} == levels
     assert len(tested) == (1 if "auto" in outcomes else 5)
     assert code == int("red" in levels.values())
-    assert checks["load"] == ("yellow" if load == BUSY else "green")
+    assert checks["processor"] == ("yellow" if load == BUSY else "green")
 
 
-@pytest.mark.usefixtures("quick")
-def test_report_on_a_terminal(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_on_a_terminal(quick: Records, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_device = ["--trainer.strategy=auto", "--trainer.devices=1"]
+    quick["auto"] = run_fit([*ONE_STEP, *one_device], 120)
     set_load(monkeypatch, BUSY)
     monkeypatch.setenv("RANK", "3")
     lines = output_of(*app("doctor"), 1).splitlines()
-    assert re.match(r"yellow +load +.* load of 10000\.0 on \d+ cores", lines[0])
+    assert re.match(r"yellow +processor +.* a load of 10000\.0 on \d+ of \d+ cores", lines[0])
     assert re.match(r" +→ ", lines[1]), "the remedy stands below"
     assert re.match(r"1 of \d+ do not work, after \d+ s", lines[-1])

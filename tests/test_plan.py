@@ -17,8 +17,9 @@ from cluster.hosts import Network
 from harness import QUIET, App, error_of, fork_app, options, output_of, record_of, tiny
 from jsonargparse import Namespace
 
+from app.command.configuration import resolve
+from app.command.resolved import Resolved
 from app.errors import UserError
-from app.lab.plan import cost_model
 from app.lab.plan.command import _machines
 from app.lab.plan.cost_model import (
     AGREEMENT,
@@ -30,9 +31,10 @@ from app.lab.plan.cost_model import (
     fit_step,
     make_buckets,
     predict,
+    spread_of,
 )
-from app.lab.plan.measure import measure_steps, profile_gradients
-from app.lab.plan.report import advice, heading
+from app.lab.plan.measure import measure_step
+from app.lab.plan.report import advice, recommendation
 from app.system.interconnect import Link, fit_line, fit_link, measure_all_reduce
 from app.system.machine import usable_cores
 
@@ -149,7 +151,7 @@ def test_range_combines_deviations_of_steps_windows_and_all_reduces() -> None:
     one = fit_step(timed, 0.5, [Bucket(100, 1.0)])
     assert one.spread == pytest.approx((0.8, 1.2))
     measured = [(100, 0.5 * SLOW.all_reduce(100, 2)), (400, 2 * SLOW.all_reduce(400, 2))]
-    spread = cost_model.spread_of_link(measured, SLOW, 2)
+    spread = spread_of(seconds / SLOW.all_reduce(size, 2) for size, seconds in measured)
     assert spread == (0.5, 2.0)
     row = predict(one, 100, [2], Machines(2, SLOW, SLOW, link_spread=spread)).iloc[0]
     # two devices with 50 images each take 5 s; the bucket takes 2 s, the agreement 1.08 s
@@ -182,8 +184,8 @@ def test_plan_from_a_run(app: App, run_dir: Path, tmp_path: Path) -> None:
     out = output_of(*app("plan", "--root", tmp_path, *words))
     folder = tmp_path / "plan" / "version_0"
     html = (folder / "report.html").read_text()
-    assert html.count("<svg") == 2
-    assert re.findall(r"<h1>lenet, batch 64: take .*</h1>", html)
+    assert html.count("<svg") == 1
+    assert re.findall(r"<h1>LeNet-Synthetic, batch 64: take .*</h1>", html)
     assert not re.findall(r'(?:src|href)="(?!data:|#)', html), "it needs no other file"
     table = pd.read_csv(folder / "plan.csv")
     assert list(table["devices"]) == [2**exponent for exponent in range(15)]
@@ -226,7 +228,6 @@ WRONG = [
     (["--bandwidth", "25GB"], "--bandwidth 25GB: give bytes or bits per second, such as 25GB/s"),
     (["--latency", "20"], "--latency 20: give a time, such as 20us"),
     (["--max_devices", "0"], "--max_devices 0: give more than 0"),
-    (["--per_node", "0"], "--per_node 0: give more than 0"),
     (["--per_node", "600", *CPU, *TINY_DATA], "--per_node 600: this machine has cores for"),
     (
         [*CPU, *TINY_DATA, "--run.threads", "600"],
@@ -263,7 +264,7 @@ def test_plan_from_steps_measured_here(
     app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "app.lab.plan.command.measure_all_reduce", lambda timeout: [(1024, 1e-4), (2**20, 2e-3)]
+        "app.lab.plan.command.measure_all_reduce", lambda: [(1024, 1e-4), (2**20, 2e-3)]
     )
     words = [*CPU, *TINY_DATA, "--per_node", "2", "--model.warmup", "1ep"]
     words += ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
@@ -273,24 +274,22 @@ def test_plan_from_steps_measured_here(
     assert list(table["devices"]) == [1, 2]
 
 
-CONFIG = {"model": {"class_path": "app.modules.CIFARCNN", "init_args": {"network": "lenet"}}}
-
-
 def planned(spread: tuple[float, float] = (1.0, 1.0)) -> tuple[str, str]:
     """Return title and advice for a training that scales perfectly to four devices."""
-    one = step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.01), spread=spread)
+    passes = {"forward": Line(0.0, 0.01), "backward": Line(0.0, 0.01)}
+    one = step(**passes, images=(64, 16), spread=spread)
     table = predict(one, 64, [1, 2, 4], Machines(2, FREE, FREE))
-    return heading(table, CONFIG, 64, ""), " ".join(advice(table, scaled=False))
+    return recommendation(table, one), advice(table, scaled=False)
 
 
 def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
     """The efficiency must exceed one half even at the low end of the range."""
     title, _ = planned()
-    best = "lenet, batch 64: take ddp on 4 devices of 2 nodes: 4.00 × one device"
+    best = "take ddp on 4 devices of 2 nodes: 4.00 × one device"
     assert title == f"{best} (4.00–4.00), predicted"
     assert planned((0.5, 1.6))[0] == f"{best} (2.50–8.00), predicted"
     title, why = planned((0.5, 2.1))
-    assert title == "lenet, batch 64: take one device"
+    assert title == "take one device"
     assert why.startswith(
         "No other variant certainly reaches half of the ideal. Try a larger `--data.batch_size`, or"
     )
@@ -311,12 +310,11 @@ def test_step_on_two_hosts_takes_about_as_long_as_predicted(
     """A warning shows the difference."""
     fit = ["fit", *MLP]
     both = [hosts.hosts["h1"], hosts.hosts["h2"]]
-    backward, gradients = profile_gradients(fit, 128)
-    step = fit_step(measure_steps(fit), backward, make_buckets(gradients))
+    step, _ = measure_step(fit, [], Resolved(resolve(fit)), print)
     shape = f"tc qdisc replace dev eth0 root tbf rate {name} burst 64kb latency 500ms"
     for host in both:
         host.run(*shape.split())
-    fitted = fit_link(measure_all_reduce(timeout=300), 2)
+    fitted = fit_link(measure_all_reduce(), 2)
     link = Link(min(fitted.bandwidth, rate / 8), fitted.latency)
     flags = options(strategy="ddp", num_nodes=2, devices=1, max_epochs=-1, max_steps=steps)
     flags += options(root=tmp_path, name="x", test=False, limit_val_batches=0)

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from app.lab.replay import worst
 from app.modules import CIFARCNN
 from app.monitor.report import read_metrics
+from app.record import Epoch, Record
 
 RUN = tiny(
     90, 20, "CIFARCNN", virtual_devices=4, max_epochs=3, threads=1, flip=True, log_every_n_steps=1
@@ -87,17 +89,25 @@ def test_worst_step_has_the_bad_image(value: str, app: App, tmp_path: Path) -> N
     assert bool(record_of(config.parent)["not_finite_step"]) == is_nan
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_run_too_short_for_two_windows_is_searched_as_a_whole(
-    epochs: int, app: App, tmp_path: Path
+RISES = [
+    ("train_loss_step", [2.0], (1, 40)),
+    ("train_loss_step", [2.0, 5.0, 6.0], (11, 20)),
+    ("train_loss", [2.0, 5.0], (1, 40)),  # the means of two epochs
+    ("train_loss", [2.0, 3.0, 5.0], (21, 30)),
+]
+
+
+@pytest.mark.parametrize(("name", "losses", "steps"), RISES)
+def test_the_sharpest_rise_of_the_loss_is_searched(
+    name: str, losses: list[float], steps: tuple[int, int], tmp_path: Path
 ) -> None:
-    """In 20 or 40 steps, no window of 50 steps ends."""
-    flags = [*THEIRS, *options(log_every_n_steps=50, max_epochs=epochs, bad=7, value=1e4)]
-    output_of(*app("fit", *flags, "--model.normalized", "false"))
-    config = tmp_path / "runs" / "poisoned" / "version_0" / "config.yaml"
-    out = output_of(*app("replay", "--config", config, "--step", "worst"))
-    assert f"replay  step 1 to {20 * epochs}, from the beginning" in out
-    assert largest(out)[1] in ("7", "8", "9")
+    """A run too short for two windows is searched as a whole."""
+    file = tmp_path / "metrics.csv"
+    lines = [f"step,{name},lr-SGD"]
+    for window, loss in enumerate(losses):
+        lines += [f"{10 * window + 9},{loss},", f"{10 * window + 9},,0.1"]
+    file.write_text("\n".join(lines))
+    assert worst(Record(steps=40, epochs=[Epoch(0), Epoch(1)]), file) == steps
 
 
 def test_run_with_a_plain_loader_is_repeated_from_its_beginning(app: App, tmp_path: Path) -> None:
@@ -126,7 +136,7 @@ def test_samples_are_ranked_by_the_loss_of_the_user_s_training_step(
 
 REFUSED = [
     (["--step", "3"], "--config: name the config.yaml of a run"),
-    (["--config", "none.yaml"], "--config none.yaml: there is no run.json beside it"),
+    (["--config", "none.yaml"], "--config none.yaml: run.json cannot be read"),
     (["--config", "CONFIG", "--step", "0"], "--step"),
     (["--config", "CONFIG", "--step", "99"], "--step 99: the run took 4 steps"),
     (["--config", "CONFIG"], "--step worst: the run took no step"),

@@ -11,14 +11,11 @@ import json
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from time import monotonic
 from typing import Literal, get_args
 
-import pandas as pd
 import psutil
 import torch
 from rich.markup import escape
@@ -28,6 +25,7 @@ from app.command.rules import MPI_SIZES
 from app.lab.runs import run_fit
 from app.launch.process import ADDRESSES, RANKS
 from app.monitor.loggers import tracking_mode
+from app.record import Record
 from app.system.machine import GIB, busy, driver, hardware, usable_cores, versions
 from app.system.terminal import make_console
 
@@ -40,7 +38,6 @@ ONE_STEP = (
     "--data.batch_size=8",
     "--trainer.max_steps=1",
     "--trainer.limit_val_batches=0",
-    "--trainer.log_every_n_steps=1",
     "--run.wandb=false",
 )
 
@@ -86,14 +83,14 @@ def run(arguments: list[str]) -> int:
     worst = max(levels, key=LEVELS.index)
     if options.json:
         print(json.dumps({"level": worst, "checks": list(map(asdict, checks))}, indent=2))
-        return int(worst == "red")
-    count = levels.count(worst)
-    summaries = {
-        "green": "everything works",
-        "yellow": f"it works; look at the {count} in yellow",
-        "red": f"{count} of {len(checks)} do not work",
-    }
-    console.print(f"[{worst}]{summaries[worst]}[/{worst}], after {monotonic() - began:.0f} s")
+    else:
+        count = levels.count(worst)
+        summaries = {
+            "green": "everything works",
+            "yellow": f"it works; look at the {count} in yellow",
+            "red": f"{count} of {len(checks)} do not work",
+        }
+        console.print(f"[{worst}]{summaries[worst]}[/], after {monotonic() - began:.0f} s")
     return int(worst == "red")
 
 
@@ -112,20 +109,20 @@ def examine(show: Callable[[str], None] = print) -> Iterator[Check]:
         show: Function called with the name of each slow check before it runs.
     """
     cores = usable_cores()
+    memory = psutil.virtual_memory()
     load = busy()
-    if load is None:
-        yield Check("load", "green", f"{psutil.getloadavg()[0]:.1f} on {cores} cores")
-    else:
-        yield Check("load", "yellow", *load.split("; "))
-    packages = {name: importlib.metadata.version(name) for name in ("torchvision", "wandb")}
-    installed = {**versions(), **packages}
+    level: Level = "green"
+    if load:
+        level = "yellow"
+    found = f"{hardware()['cpu']}, a load of {psutil.getloadavg()[0]:.1f} on {cores} of "
+    found += f"{os.cpu_count()} cores, {memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB"
+    yield Check("processor", level, f"{found} free", load or "")
+    installed = versions()
+    for name in ("torchvision", "wandb"):
+        installed[name] = importlib.metadata.version(name)
     names = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
     yield Check("versions", "green", f"{names}; {platform.platform()}")
     yield _accelerators()
-    memory = psutil.virtual_memory()
-    processor = f"{hardware()['cpu']}, {cores} of {os.cpu_count()} cores"
-    free = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
-    yield Check("processor", "green", f"{processor}, {free}")
     yield from _room()
     yield environment(os.environ)
     yield Check("tracker", "green", f"Weights & Biases {tracking_mode(None)}")
@@ -139,15 +136,16 @@ def _accelerators() -> Check:
         names.append(f"{device.name} with {device.total_memory / GIB:.0f} GiB")
     if names:
         return Check("accelerators", "green", f"{', '.join(names)}; driver {driver()}")
-    build = f"torch is built for CUDA {torch.version.cuda}"
-    if torch.version.cuda is None:
-        build = "torch is built for CPUs"
-    remedy = "training runs on the CPU; nvidia-smi shows whether there is a GPU"
-    return Check("accelerators", "yellow", f"no GPU ({build})", remedy)
+    return Check(
+        "accelerators",
+        "yellow",
+        f"no GPU (torch is built for CUDA: {torch.version.cuda or 'no'})",
+        "training runs on the CPU; nvidia-smi shows whether there is a GPU",
+    )
 
 
 def _room() -> Iterator[Check]:
-    """Check the free space of /dev/shm and the disk, and whether this folder is writable."""
+    """Check the free space of /dev/shm and the disk."""
     shared = "loader workers need it: docker run --shm-size=8g, or --data.num_workers 0"
     places = (("/dev/shm", 0.06, 1, shared), (os.getcwd(), 0.5, 5, "runs and data sets need room"))
     for folder, least, enough, remedy in places:
@@ -159,15 +157,13 @@ def _room() -> Iterator[Check]:
             elif free < enough:
                 level = "yellow"
             yield Check("room", level, f"{free:.1f} GiB free in {folder}", remedy)
-    if not os.access(".", os.W_OK):
-        remedy = "change to another folder, or give --run.root"
-        yield Check("room", "red", f"{os.getcwd()} is not writable", remedy)
 
 
 def environment(variables: Mapping[str, str]) -> Check:
     """Check whether launchers' variables come from a running launcher, or are left over."""
-    left = {name: variables[name] for name in RANKS if name in variables}
-    addresses = {name: variables[name] for name in ADDRESSES if name in variables}
+    left = [name for name in RANKS if name in variables]
+    addresses = [name for name in ADDRESSES if name in variables]
+    names = " ".join(left + addresses)
     if any(variables.get(name, "1") != "1" for name in MPI_SIZES):
         return Check("launcher", "yellow", "MPI", "mpirun cannot start runs: use torchrun or srun")
     if "SLURM_JOB_ID" in variables:
@@ -175,17 +171,12 @@ def environment(variables: Mapping[str, str]) -> Check:
     if variables.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}:
         return Check("launcher", "green", "torchrun")
     if left:
-        remedy = f"a run would wait for other ranks: unset {' '.join(left | addresses)}"
-        return Check("launcher", "red", f"none, but {_values(left)} left over", remedy)
+        remedy = f"a run would wait for other ranks: unset {names}"
+        return Check("launcher", "red", f"none, but left over: {names}", remedy)
     if addresses:
-        right = "ddp would connect to this address: right on several nodes, else unset"
-        remedy = f"{right} {' '.join(addresses)}"
-        return Check("launcher", "yellow", f"none, but {_values(addresses)} set", remedy)
+        remedy = f"ddp would connect to this address: right on several nodes, else unset {names}"
+        return Check("launcher", "yellow", f"none, but set: {names}", remedy)
     return Check("launcher", "green", "none: runs start their own processes")
-
-
-def _values(variables: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def _self_test(show: Callable[[str], None]) -> Iterator[Check]:
@@ -194,40 +185,36 @@ def _self_test(show: Callable[[str], None]) -> Iterator[Check]:
     strategies = ["auto", "dp", "ddp", "ddp_spawn"]
     if not gpus:  # CUDA does not work in a forked process
         strategies.append("ddp_fork")
-    losses: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for strategy in strategies:
-            devices = 2
-            if strategy == "auto" or gpus == 1:
-                devices = 1
-            name = f"{strategy} x{devices}"
-            show(f"one step: {name}")
-            check = Check(name, *_one_step(strategy, devices, Path(folder, strategy), losses))
-            yield check
-            if check.level != "green" and strategy == "auto":
-                return  # the other strategies would fail, too
+    losses: list[float] = []  # one device's is the first
+    for strategy in strategies:
+        devices = 2
+        if strategy == "auto" or gpus == 1:
+            devices = 1
+        name = f"{strategy} x{devices}"
+        show(f"one step: {name}")
+        flags = [f"--trainer.strategy={strategy}", f"--trainer.devices={devices}"]
+        check = _trained(name, run_fit([*ONE_STEP, *flags], LONGEST), losses)
+        yield check
+        if not losses:
+            return  # the other strategies would fail, too
 
 
-def _one_step(
-    strategy: str, devices: int, folder: Path, losses: dict[str, float]
-) -> tuple[Level, str, str]:
-    """Train one step under a strategy, and compare its loss with the loss on one device.
-
-    Returns:
-        Level, result and remedy.
-    """
-    flags = [*ONE_STEP, f"--trainer.strategy={strategy}", f"--trainer.devices={devices}"]
-    record = run_fit(flags, LONGEST, folder)
+def _trained(name: str, record: Record, losses: list[float]) -> Check:
+    """Check a run of one step; append its loss, and compare it with the first one."""
     if record.time_limit is not None:
-        text = f"not done after {LONGEST:.0f} s"
+        found = f"not done after {LONGEST:.0f} s"
         if busy():
-            return "yellow", f"{text}, on a busy machine", "run doctor again when it is quiet"
-        return "red", text, "is a firewall or a wrong network interface in the way?"
+            remedy = "run doctor again when it is quiet"
+            return Check(name, "yellow", f"{found}, on a busy machine", remedy)
+        remedy = "is a firewall or a wrong network interface in the way?"
+        return Check(name, "red", found, remedy)
     if record.status != "completed":
-        return "red", str(record.error), "APP_DEBUG=1 python -m app fit … shows more"
-    written = pd.read_csv(folder / "version_0" / "metrics.csv")["train_loss_step"].dropna()
-    loss = float(written.iloc[0])
-    losses[strategy] = loss
-    if abs(loss - losses["auto"]) > 1e-4:
-        return "red", f"its loss is {loss:.6f}, not {losses['auto']:.6f} as on one device", ""
-    return "green", f"trains; loss {loss:.6f}", ""
+        remedy = "APP_DEBUG=1 python -m app fit … shows more"
+        return Check(name, "red", str(record.error), remedy)
+    assert record.train_loss
+    assert record.train_loss.last
+    loss = record.train_loss.last
+    losses.append(loss)
+    if abs(loss - losses[0]) > 1e-4:
+        return Check(name, "red", f"its loss is {loss:.6f}, not {losses[0]:.6f} as on one device")
+    return Check(name, "green", f"trains; loss {loss:.6f}")

@@ -11,14 +11,15 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
 import torch
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -27,7 +28,7 @@ from app.command.checkpoint_file import read
 from app.command.configuration import split_flags
 from app.command.parser import PlainParser
 from app.data.batches import GlobalBatches, tensors
-from app.data.global_order import GlobalSampler, order_of
+from app.data.global_order import GlobalLoader
 from app.data.shares import Shards
 from app.errors import UserError
 from app.lab.runs import CommandLine, run_fit
@@ -45,6 +46,7 @@ from app.training.buffers import Buffers
 
 USAGE = "python -m app replay --config runs/NAME/version_N/config.yaml --step N [--FLAG VALUE ...]"
 FILE = "replay.pt"
+UNKNOWN = "—"  # label or prediction of a sample without one
 MOST_IMAGES = 25  # largest number of images in the report
 TIMEOUT = 7 * 86400.0  # of the run, in seconds
 
@@ -83,19 +85,18 @@ class Replay(Callback):
         if not self.first <= step <= self.last:
             return
         if step != self._step["step"]:
-            names = getattr(trainer.datamodule, "class_names", [])  # type: ignore[attr-defined]
-            self._step = {
-                "step": step,
-                "epoch": trainer.current_epoch + 1,
-                "loss": 0.0,
-                "samples": [],
-                "names": list(names),
-            }
+            epoch = trainer.current_epoch + 1
+            self._step = {"step": step, "epoch": epoch, "loss": 0.0, "samples": []}
         samples = self._step["samples"]
+        classes = getattr(trainer.datamodule, "class_names", [])  # type: ignore[attr-defined]
         names = names_of(trainer, batch_idx) or itertools.count(len(samples))
         with untouched(pl_module, trainer.strategy.root_device):
             for name, one in zip(names, ones(batch), strict=False):
-                samples.append({"sample": name, **score(pl_module, one, batch_idx)})
+                row = score(pl_module, one, batch_idx)
+                for column in ("label", "predicted"):
+                    if classes and row[column] != UNKNOWN:
+                        row[column] = classes[int(row[column])]
+                samples.append({"sample": str(name), **row})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -123,12 +124,14 @@ def key(loss: float) -> float:
 def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
     """Return the file or index of each sample of a batch; [] without a global order."""
     loader = trainer.train_dataloader
-    if isinstance(loader, GlobalBatches):
-        rows = loader.order.samples(batch_idx).tolist()
-        files = loader.split.names
-        return [files[row] for row in rows] if files else rows
-    order = order_of(loader)
-    return order.samples(batch_idx) if isinstance(order, GlobalSampler) else []
+    if isinstance(loader, GlobalLoader):
+        return loader.batch_sampler.samples(batch_idx)
+    if not isinstance(loader, GlobalBatches):
+        return []
+    rows = loader.order.samples(batch_idx).tolist()
+    if loader.split.names:
+        return [loader.split.names[row] for row in rows]
+    return rows
 
 
 def ones(batch: Any) -> list[Any]:
@@ -161,8 +164,9 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[None]:
 
 def mean_loss(module: LightningModule, batch: Any, index: int) -> Any:
     """Return a batch's mean loss."""
-    step = type(module).training_step
-    if isinstance(module, ImageClassifier) and step is ImageClassifier.training_step:
+    if isinstance(module, ImageClassifier) and not is_overridden(
+        "training_step", module, ImageClassifier
+    ):
         return module.recipe.criterion(module(batch[0]), batch[1]).mean()
     arguments = [batch]
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
@@ -183,11 +187,11 @@ def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
     labels = [leaf for leaf in leaves if leaf.numel() == 1 and not leaf.is_floating_point()]
     images = [leaf for leaf in leaves if leaf.ndim == 4]
     logits = [output for output in outputs if output.ndim == 2]
-    row: dict[str, Any] = {"loss": loss, "label": None, "predicted": None, "image": None}
+    row: dict[str, Any] = {"loss": loss, "label": UNKNOWN, "predicted": UNKNOWN, "image": None}
     if labels:
-        row["label"] = int(labels[0])
+        row["label"] = str(int(labels[0]))
     if labels and logits:
-        row["predicted"] = int(logits[-1].argmax())
+        row["predicted"] = str(int(logits[-1].argmax()))
     if images:
         row["image"] = images[0][0].float().cpu()
     return row
@@ -205,19 +209,13 @@ def run(arguments: list[str]) -> int:
     options, flags = _parse(arguments)
     # the first config is the run's
     name = dict(reversed(flags)).get("--config")
-    if name is None or not Path(name).with_name("run.json").exists():
-        problem = ""
-        if name is not None:
-            problem = f" {name}: there is no run.json beside it"
-        raise UserError(
-            f"--config{problem}: name the config.yaml of a run, such as "
-            "runs/NAME/version_0/config.yaml"
-        )
+    if name is None:
+        raise UserError("--config: name the config.yaml of a run: runs/NAME/version_0/config.yaml")
     config = Path(name)
     try:
         record = Record.load(config.with_name("run.json"))
     except ValueError as error:
-        raise UserError(f"--config {config}: {error}: give another run's") from error
+        raise UserError(f"--config {config}: {error}: name the config.yaml of a run") from error
     first = last = options.step
     if options.step == "worst":
         first, last = worst(record, config.with_name("metrics.csv"))
@@ -245,13 +243,14 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"the run cannot be repeated: {result.error or 'it ended before the step'}")
     step = load(file)
     samples = sorted(step["samples"], key=lambda sample: key(sample["loss"]), reverse=True)
-    rows = [described(sample, step["names"]) for sample in samples]
     title = f"Step {step['step']:,}, epoch {step['epoch']}: loss {step['loss']:.4g}"
-    command = str(CommandLine(["replay", *arguments]))
-    sample, label, predicted, loss = rows[0]
     report = folder / "report.html"
-    write_report(title, samples, rows, command, report)
-    print(f"{title}\nlargest loss {loss}: sample {sample}, label {label}, predicted {predicted}")
+    write_text(report, report_of(title, samples, str(CommandLine(["replay", *arguments]))))
+    print(title)
+    print(
+        f"largest loss {samples[0]['loss']:.4g}: sample {samples[0]['sample']}, "
+        f"label {samples[0]['label']}, predicted {samples[0]['predicted']}"
+    )
     print(f"report  {report}")
     return 0
 
@@ -280,21 +279,17 @@ def worst(record: Record, metrics: Path) -> tuple[int, int]:
         return record.not_finite_step, record.not_finite_step
     if not record.steps:
         raise UserError("--step worst: the run took no step: give another run")
-    rows = read_metrics(metrics)
-    names = []
-    for name in set().union(*rows):
-        if name.endswith("loss_step") or name in ("loss", "train_loss"):
-            names.append(name)
-    # prefer any other name to "train_loss", which may be an epoch's mean
-    name = min(names, key=lambda name: (name == "train_loss", name), default="")
-    losses = [(int(row["step"]) + 1, row[name]) for row in rows if name in row]
-    if len(losses) in (0, 1, len(record.epochs)):  # no windows, or epochs' means
+    rows = pd.DataFrame(read_metrics(metrics))
+    # `train_loss` comes last, because it may be an epoch's mean
+    names = [*rows.filter(regex="loss_step$|^loss$"), *rows.filter(regex="^train_loss$")]
+    if not names:
         return 1, record.steps
-    rises = []
-    for (step, loss), (step_after, loss_after) in itertools.pairwise(losses):
-        rises.append((key(loss_after) - loss, step + 1, step_after))
-    _, first, last = max(rises, key=itemgetter(0))
-    return first, last
+    rows = rows.dropna(subset=names[0])
+    if len(rows) in (1, len(record.epochs)):  # no windows, or epochs' means
+        return 1, record.steps
+    steps = rows["step"].astype(int) + 1
+    rise = rows[names[0]].diff().argmax()
+    return int(steps.iloc[rise - 1]) + 1, int(steps.iloc[rise])
 
 
 def before(folder: Path, step: int) -> Path | None:
@@ -313,36 +308,23 @@ def before(folder: Path, step: int) -> Path | None:
     return checkpoint
 
 
-def described(sample: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """Return a sample's cells for the table: file or index, label, prediction, loss."""
-    cells = [str(sample["sample"])]
-    for number in (sample["label"], sample["predicted"]):
-        if number is None:
-            cells.append("—")
-        elif names:
-            cells.append(names[number])
-        else:
-            cells.append(str(number))
-    return [*cells, f"{sample['loss']:.4g}"]
-
-
-def write_report(
-    title: str, samples: Sequence[Any], rows: Sequence[Sequence[str]], command: str, file: Path
-) -> None:
-    """Write the report.
+def report_of(title: str, samples: Sequence[dict[str, Any]], command: str) -> str:
+    """Return the report as HTML.
 
     Args:
         title: Step and loss.
         samples: Samples, the largest loss first.
-        rows: Cells of each sample.
         command: Command line of `replay`.
-        file: Path of the report.
     """
-    images = []
-    for sample, (_, label, predicted, loss) in zip(samples[:MOST_IMAGES], rows, strict=False):
-        if sample["image"] is not None:
-            text = f"{short(label, 9)}, predicted {short(predicted, 9)}\nloss {loss}"
-            images.append((sample["image"], text))
+    rows = []
+    images: list[tuple[Tensor, str]] = []
+    for sample in samples:
+        loss = f"{sample['loss']:.4g}"
+        rows.append((sample["sample"], sample["label"], sample["predicted"], loss))
+        if sample["image"] is not None and len(images) < MOST_IMAGES:
+            label = short(sample["label"], 9)
+            predicted = short(sample["predicted"], 9)
+            images.append((sample["image"], f"{label}, predicted {predicted}\nloss {loss}"))
     sections = [
         Section("Samples", table(("sample", "label", "predicted", "loss"), rows, words=range(3))),
         Section("The command", code(command)),
@@ -357,4 +339,4 @@ def write_report(
         f"{len(samples)} samples, each scored alone with the weights before the step, without "
         "dropout."
     )
-    write_text(file, page(title, lead, sections, figures))
+    return page(title, lead, sections, figures)

@@ -142,5 +142,7 @@ def metrics_of(trainer: Trainer, split: str) -> Metrics:
 
 def memory_of(trainer: Trainer) -> list[DeviceMemory]:
     """Return this process's peak memory on each of its devices."""
-    rows = peak_memory(trainer.global_rank, devices_of(trainer))
-    return [DeviceMemory(**row) for row in rows]
+    rank = trainer.global_rank
+    return [
+        DeviceMemory(rank, str(device), **peak_memory(device)) for device in devices_of(trainer)
+    ]

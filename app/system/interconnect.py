@@ -1,25 +1,26 @@
 """Network between devices: measured all-reduces, a fitted link, and the choice of interfaces."""
 
 import os
-import queue
 import socket
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from torch import distributed
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from app.system.machine import time_when_done
 
 # an address for documentation, which no machine has: https://www.rfc-editor.org/rfc/rfc5737
 NOBODY = ("192.0.2.1", 9)
+TIMEOUT = 300.0  # of a measurement, in seconds
 SIZES = [4**exponent for exponent in range(5, 13)]  # 1 KiB to 16 MiB
 
 
@@ -54,11 +55,11 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     weights = 1 / np.asarray(y)
     slope, offset = np.polyfit(x, y, 1, w=weights)
     if slope < 0:  # fit a constant
-        return float(weights.sum() / (weights @ weights)), 0.0
+        return weights.sum() / (weights @ weights), 0.0
     if offset < 0:  # fit a line through zero
         scaled = np.asarray(x) * weights
-        return 0.0, float(scaled.sum() / (scaled @ scaled))
-    return float(offset), float(slope)
+        return 0.0, scaled.sum() / (scaled @ scaled)
+    return offset, slope
 
 
 def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
@@ -73,11 +74,8 @@ def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
     return Link(bandwidth=steps / ranks / max(slope, 1e-15), latency=offset / steps)
 
 
-def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
+def measure_all_reduce() -> list[tuple[int, float]]:
     """Measure all-reduces between two processes of this machine: by NCCL on two GPUs, else by gloo.
-
-    Args:
-        timeout: Seconds after which the processes are killed.
 
     Returns:
         A pair for each buffer size: its bytes, and the median seconds.
@@ -86,28 +84,18 @@ def measure_all_reduce(timeout: float = 60.0) -> list[tuple[int, float]]:
         TimeoutError: When the processes do not finish in time.
         RuntimeError: When a process fails.
     """
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
     cuda = torch.cuda.device_count() >= 2 and distributed.is_nccl_available()
-    deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory() as folder:
-        processes = spawn(
-            _rank, (f"file://{folder}/rendezvous", cuda, answers), nprocs=2, join=False
-        )
-        assert processes is not None
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(2) as pool:
+        ranks = pool.imap_unordered(partial(_rank, f"file://{folder}/rendezvous", cuda), range(2))
         try:
-            while not processes.join(timeout=1.0):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the processes have not answered within {timeout:g} s")
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
-        finally:
-            for process in processes.processes:
-                process.kill()
-    return answers.get()
+            return ranks.next(TIMEOUT)  # the first to finish, or to fail
+        except context.TimeoutError as error:
+            raise TimeoutError(f"the processes have not answered within {TIMEOUT:g} s") from error
 
 
-def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
+def _rank(url: str, cuda: bool, rank: int) -> list[tuple[int, float]]:
+    """Measure all-reduces as one of two ranks."""
     device = torch.device("cpu")
     backend = "gloo"
     torch.set_num_threads(1)
@@ -128,20 +116,17 @@ def _rank(rank: int, url: str, cuda: bool, answers: queue.SimpleQueue) -> None:
             times.append(time_when_done(device) - began)
         measured.append((size, float(np.median(times[3:]))))
     distributed.destroy_process_group()
-    if rank == 0:
-        answers.put(measured)
+    return measured
 
 
 def own_addresses() -> list[str]:
     """Return this machine's IP addresses, loopback addresses last."""
-    addresses = set()
-    for entries in psutil.net_if_addrs().values():
-        for entry in entries:
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                addresses.add(entry.address)
+    addresses = []
+    for entry in chain.from_iterable(psutil.net_if_addrs().values()):
+        if entry.family in (socket.AF_INET, socket.AF_INET6):
+            addresses.append(entry.address)
     return sorted(
-        addresses,
-        key=lambda address: (address.startswith(("127.", "::1")), ":" in address, address),
+        addresses, key=lambda address: (address.startswith(("127.", "::1")), ":" in address)
     )
 
 

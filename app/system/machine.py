@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,24 +29,20 @@ def versions() -> dict[str, str | None]:
     """
     commit = _output("git", "-C", *app.__path__, "describe", "--always", "--dirty", "--abbrev=12")
     cuda = None
+    nccl = None
     if torch.cuda.is_available():
         cuda = torch.version.cuda
+        if torch.distributed.is_nccl_available():
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "cuda": cuda,
-        "nccl": nccl(),
+        "nccl": nccl,
         "app": app.__version__,
         "commit": commit or None,
     }
-
-
-def nccl() -> str | None:
-    """Return NCCL's version; None without CUDA."""
-    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    return None
 
 
 def _output(*command: str) -> str:
@@ -60,7 +56,7 @@ def _output(*command: str) -> str:
 
 def hardware() -> dict[str, Any]:
     """Return the names of processor and GPUs, and the number of cores."""
-    cpu = platform.processor() or platform.machine()
+    cpu = platform.machine()
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text()
         cpu = text.partition("model name")[2].split("\n")[0].lstrip("\t: ") or cpu
@@ -74,13 +70,17 @@ def hardware() -> dict[str, Any]:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use, by affinity and control-group quota."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    for group in _control_groups():
-        quota, period = (group / "cpu.max").read_text().split()  # microseconds, or `max`
-        if quota != "max":
-            cores = min(cores, max(int(quota) // int(period), 1))
+    if sys.platform == "darwin":
+        return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError):
+        group = Path("/proc/self/cgroup").read_text().partition("0::/")[2].partition("\n")[0]
+        for folder in (CONTROL_GROUPS / group / "cpu.max").parents:
+            file = folder / "cpu.max"
+            if file.exists():  # not in the root
+                quota, period = file.read_text().split()  # microseconds, or `max`
+                if quota != "max":
+                    cores = min(cores, max(int(quota) // int(period), 1))
     return cores
 
 
@@ -108,13 +108,13 @@ def busy_seconds(cores: Collection[int] = ()) -> float:
     if 0 < len(cores) < (os.cpu_count() or 1):
         every = psutil.cpu_times(percpu=True)
         times = [every[core] for core in cores]
-    busy = 0.0
+    total = 0.0
     for figures in times:
-        row = figures._asdict()
-        # guests are excluded, because user time includes them
-        idle = ("idle", "iowait", "guest", "guest_nice")
-        busy += sum(row.values()) - sum(row.get(name, 0.0) for name in idle)
-    return busy
+        for name, seconds in figures._asdict().items():
+            # guests are excluded, because user time includes them
+            if name not in ("idle", "iowait", "guest", "guest_nice"):
+                total += seconds
+    return total
 
 
 def time_when_done(device: torch.device | None = None) -> float:
@@ -145,17 +145,6 @@ def core_wait_seconds() -> float:
     return 0.0
 
 
-def _control_groups() -> list[Path]:
-    """Return the folders of this process's control groups that have a `cpu.max` file."""
-    groups = []
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::/"):
-                folder = CONTROL_GROUPS / line.removeprefix("0::/")
-                groups = [folder, *folder.parents]
-    return [group for group in groups if (group / "cpu.max").exists()]
-
-
 def driver() -> str | None:
     """Return the version of NVIDIA's driver, or None.
 
@@ -170,36 +159,25 @@ def _nvidia_smi(field: str) -> list[str]:
     return _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").splitlines()
 
 
-def peak_memory(rank: int, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
-    """Return this process's peak memory in GiB, on each of its devices and on the host.
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Return this process's peak memory in GiB, on a device and on the host.
 
     On CUDA, `allocated_gib` and `reserved_gib` are the peaks of torch's allocator. `in_use_gib` is
     the driver's count of memory in use now: it includes CUDA's context, libraries, NCCL's buffers
     and other processes.
     """
-    rows = []
-    for device in devices:
-        sizes: dict[str, int] = {}
-        total = psutil.virtual_memory().total
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            sizes["in_use_gib"] = total - free
-            sizes["allocated_gib"] = torch.cuda.max_memory_allocated(device)
-            sizes["reserved_gib"] = torch.cuda.max_memory_reserved(device)
-        sizes["host_rss_gib"] = _peak_rss()
+    sizes = {"host_rss_gib": _peak_rss(), "total_gib": psutil.virtual_memory().total}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
         sizes["total_gib"] = total
-        row = dict.fromkeys(("allocated_gib", "reserved_gib", "in_use_gib"))
-        row |= {name: round(size / GIB, 4) for name, size in sizes.items()}
-        rows.append({"rank": rank, "device": str(device), **row})
-    return rows
+        sizes["in_use_gib"] = total - free
+        sizes["allocated_gib"] = torch.cuda.max_memory_allocated(device)
+        sizes["reserved_gib"] = torch.cuda.max_memory_reserved(device)
+    return {name: round(size / GIB, 4) for name, size in sizes.items()}
 
 
 def _peak_rss() -> int:
     """Return this process's peak memory in bytes; Linux's getrusage would include the parent's."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
-        return peak
-    return peak * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024

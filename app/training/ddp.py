@@ -78,7 +78,7 @@ class DDP(Traits, DDPStrategy):
         self.hook = ddp_comm_hook
         self.hook_state = ddp_comm_state
         self.hook_wrapper = ddp_comm_wrapper
-        self.ddp_options = {
+        self.ddp_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,

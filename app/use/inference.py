@@ -97,16 +97,14 @@ class Classifier(nn.Module):
         predictions = []
         for start in range(0, len(items), batch_size):
             chunk = items[start : start + batch_size]
-            batch = torch.stack([self._pixels(item).to(self.module.device) for item in chunk])
-            best = self(batch).topk(k)  # (B, k)
-            for item, probabilities, labels in zip(
-                chunk, best.values.tolist(), best.indices.tolist(), strict=True
-            ):
+            batch = torch.stack([self._pixels(item) for item in chunk])
+            best = self(batch.to(self.module.device)).topk(k)  # (B, k)
+            for item, row, labels in zip(chunk, best.values, best.indices, strict=True):
                 file = None
                 if isinstance(item, str):
                     file = item
                 names = tuple(self.class_names[label] for label in labels)
-                predictions.append(Prediction(names, tuple(probabilities), file))
+                predictions.append(Prediction(names, tuple(row.tolist()), file))
         if is_single:
             return predictions[0]
         return predictions
@@ -163,12 +161,9 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
         sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
         geometry = Geometry(tuple(images["image_shape"][1:]), **sizes)
         return Classifier(module.to(device), images, geometry, folder)
+    except UserError:
+        raise
     except Exception as error:  # a damaged config or checkpoint raises anything
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, UserError):  # jsonargparse wraps it
-            cause = cause.__cause__ or cause.__context__
-        if cause is not None:
-            raise cause from error
         reason = f"{type(error).__name__}: {one_line(str(error))}"[:300]
         raise UserError(
             f"{folder}/config.yaml and {file} make no classifier ({reason}): give another run"

@@ -81,7 +81,7 @@ def verdict(table: pd.DataFrame, baseline: str, cores: int, usable: int) -> Verd
         other = rows.iloc[1]
         reason = f"it is {plain(_times(best, other))}, more than the spread of its runs"
         if baseline in rows.index[1:]:
-            other = rows.loc[baseline]
+            other = rows.loc[[baseline]].iloc[0]
         conclusion = f"{best.name} is the fastest: {rate}, {_times(best, other)}"
     else:
         tied = tied.assign(is_other=tied.index != baseline).sort_values(["replicas", "is_other"])

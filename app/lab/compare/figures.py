@@ -56,7 +56,7 @@ def pictures(
         if verdict.recommended is None:
             title = verdict.conclusion
         rates = {outcome.variant.name: outcome.rate for outcome in outcomes}
-        rows = rows.assign(label=labels, rate=rates)
+        rows = rows.assign(label=labels, rate=pd.Series(rates))
         paint = partial(_throughput, rows=rows, baseline=baseline, best=verdict.recommended)
         drawn["throughput"] = Picture(title, draw(paint, 6.4, 1.2 + 0.36 * len(rows)))
     losses = _losses(outcomes)
@@ -70,7 +70,7 @@ def pictures(
     timed = rows.dropna(subset=["rest_ms"]).rename(columns=lambda name: name.removesuffix("_ms"))
     if len(timed):
         bars = list(timed.itertuples())
-        paint = partial(stacked_bars, labels=timed["label"], phases=PHASES, rows=bars)
+        paint = partial(stacked_bars, labels=list(timed["label"]), phases=PHASES, rows=bars)
         title = "Where the time of a step goes, on rank zero"
         drawn["step"] = Picture(title, draw(paint, height=1.3 + 0.3 * len(timed)))
     return drawn
@@ -161,7 +161,7 @@ def _loss(axes: Axes, losses: pd.DataFrame, alike: list[str]) -> None:
         label = short(str(name), LONGEST)
         if name == alike[0] and len(alike) > 1:
             label = f"{len(alike)} variants"
-        ends.append((line.iloc[-1], label, drawn.get_color()))
+        ends.append((line.iloc[-1], label, str(drawn.get_color())))
     axes.set(xlabel="epoch", ylabel="training loss")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(axis="y")

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -20,12 +19,22 @@ from rich.markdown import Markdown
 from app.command.configuration import resolve, split_flags
 from app.command.parser import PlainParser
 from app.command.resolved import Resolved
+from app.command.run_options import default_name
 from app.errors import UserError
-from app.lab.plan.cost_model import Machines, Step, fit_step, make_buckets, predict, spread_of_link
-from app.lab.plan.measure import measure_steps, profile_gradients, read_record, timed
-from app.lab.plan.report import PICTURES, advice, draw_pictures, heading, notes, origin, predictions
+from app.lab.plan.cost_model import Machines, predict, spread_of
+from app.lab.plan.measure import measure_step, read_records
+from app.lab.plan.report import (
+    CAPTION,
+    advice,
+    draw_picture,
+    notes,
+    origin,
+    predictions,
+    recommendation,
+)
 from app.lab.runs import CommandLine
 from app.monitor.loggers import claim_version
+from app.record import Record
 from app.system.files import write_json, write_text
 from app.system.interconnect import Link, fit_link, measure_all_reduce
 from app.system.machine import hardware, usable_cores, versions
@@ -33,19 +42,17 @@ from app.system.page import Section, code, page, plain
 from app.system.terminal import make_console
 
 USAGE = "python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ...]"
-BANDWIDTHS = {  # in bytes per second
-    "B/s": 1.0,
-    "kB/s": 1e3,
-    "MB/s": 1e6,
-    "GB/s": 1e9,
-    "TB/s": 1e12,
-    "bit/s": 0.125,
-    "kbit/s": 125.0,
-    "Mbit/s": 125e3,
-    "Gbit/s": 125e6,
-    "Tbit/s": 125e9,
+PREFIXES = {
+    "": 1.0,
+    "n": 1e-9,
+    "u": 1e-6,
+    "µ": 1e-6,
+    "m": 1e-3,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
 }
-LATENCIES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}  # in seconds
 
 
 def quantity(name: str, text: str) -> float:
@@ -54,15 +61,19 @@ def quantity(name: str, text: str) -> float:
     Raises:
         UserError: When number or unit is missing, or the bandwidth is zero.
     """
-    units = BANDWIDTHS
+    is_latency = name.endswith("latency")
+    unit = "([kMGT]?)(?:B|bit)/s"
     example = "bytes or bits per second, such as 25GB/s or 100Mbit/s"
-    if name.endswith("latency"):
-        units = LATENCIES
+    if is_latency:
+        unit = "([nuµm]?)s"
         example = "a time, such as 20us or 1ms"
-    match = re.fullmatch(r"(\d*\.?\d+)\s*(\D+)", text.strip())
-    if match is None or match[2] not in units or (units is BANDWIDTHS and not float(match[1])):
+    match = re.fullmatch(r"(\d*\.?\d+)\s*" + unit, text.strip())
+    if match is None or not (is_latency or float(match[1])):
         raise UserError(f"--{name} {text}: give {example}")
-    return float(match[1]) * units[match[2]]
+    value = float(match[1]) * PREFIXES[match[2]]
+    if "bit" in text:
+        value /= 8
+    return value
 
 
 @dataclass
@@ -92,31 +103,6 @@ class Settings:
     root: str = "runs"
 
 
-@dataclass
-class Basis:
-    """Inputs of a plan: the measured step, and the settings that it was measured with.
-
-    Attributes:
-        step: Step on one device.
-        batch: Global batch size.
-        config: Resolved configuration of the measurement.
-        source: Origin of the step's times, as text for the report.
-        machines: Machines to predict.
-        network: Origin of the speed of their links, as text for the report.
-        cautions: Sentences about effects that the predictions ignore.
-        doubts: Words that the title adds to `predicted`.
-    """
-
-    step: Step
-    batch: int
-    config: dict[str, Any]
-    source: str
-    machines: Machines
-    network: str
-    cautions: list[str]
-    doubts: str = ""
-
-
 def run(arguments: list[str]) -> int:
     """Measure, predict, and write the report.
 
@@ -131,48 +117,58 @@ def run(arguments: list[str]) -> int:
     """
     remaining, flags = split_flags(arguments)
     options = _parse(remaining)
-    console = make_console(highlight=False)
     for flag, value in flags:
         if options.run and not flag.startswith("--data."):
             raise UserError(f"{flag} {value}: --run already defines the steps: leave it out")
+    fit = ["fit", *itertools.chain.from_iterable(flags)]
+    records = read_records(options.run or [])
+    if records:
+        fit[1:1] = ["--config", str(Path(options.run[0].removesuffix("run.json"), "config.yaml"))]
+    resolved = Resolved(resolve(fit))
+    console = make_console(highlight=False)
     with console.status("") as status:
-        basis = _basis(options, flags, status.update)
-    machines = basis.machines
+        devices, cuda = _devices(resolved, records)
+        machines = _machines(options, devices, cuda, status.update)
+        step, batch = measure_step(fit, records, resolved, status.update)
     most = options.max_devices
-    if basis.batch < most and not options.scale_batch:
-        most = basis.batch
-        basis.cautions.append(
+    limits = []
+    if batch < most and not options.scale_batch:
+        most = batch
+        limits.append(
             f"A batch of {most} has no images for more than {most} devices: see "
             "`--scale_batch true`."
         )
-    if machines.node_link is None:
-        most = min(most, machines.per_node)
+    if machines.per_node < most and machines.node_link is None:
+        most = machines.per_node
+        limits.append(
+            f"More than {most} devices are not predicted: give `--node_bandwidth` and "
+            "`--node_latency` between machines like this one, or `--per_node`, `--bandwidth` and "
+            "`--latency` of another."
+        )
     counts = _counts(most, machines.per_node)
-    table = predict(basis.step, basis.batch, counts, machines, options.scale_batch)
+    table = predict(step, batch, counts, machines, options.scale_batch)
 
     folder = claim_version(Path(options.root, "plan"))
     command = str(CommandLine(["plan", *arguments]))
-    title = heading(table, basis.config, basis.batch, basis.doubts)
-    text = "\n\n".join(advice(table, options.scale_batch))
-    reading = "\n\n".join([*notes(table, machines), *basis.cautions])
-    figures = ""
-    for name, caption in PICTURES.items():
-        figures += f'![{caption}]({name} "{caption}")\n'
+    title = f"{default_name(resolved.config)}, batch {batch}: {recommendation(table, step)}"
+    text = advice(table, options.scale_batch)
     rows = predictions(table)
-    origins = "\n\n".join(origin(basis.step, machines, basis.source, basis.network))
+    reading = "\n\n".join([*notes(table, step), *limits])
+    figures = {"speed_up": draw_picture(table, machines.per_node)}
+    picture = f'![{CAPTION}](speed_up "{CAPTION}")'
     machine = f"With torch {versions()['torch']}, on {plain(hardware()['cpu'])}."
     sections = [
-        Section("Predicted", f"{figures}\n{rows}\n\n{reading}"),
-        Section("How it was predicted", origins, folded=True),
+        Section("Predicted", f"{picture}\n\n{rows}\n\n{reading}"),
+        Section("How it was predicted", origin(step, machines), folded=True),
         Section("The command", f"{code(command)}\n\n{machine}"),
     ]
-    write_text(folder / "report.html", page(title, text, sections, draw_pictures(table, machines)))
+    write_text(folder / "report.html", page(title, text, sections, figures))
     table.to_csv(folder / "plan.csv", index=False)
     plan = {
         "command": command,
         "versions": versions(),
         "hardware": hardware(),
-        "step": asdict(basis.step),
+        "step": asdict(step),
         "machines": asdict(machines),
         "predicted": table.to_dict("records"),
     }
@@ -210,70 +206,26 @@ def _counts(most: int, per_node: int) -> list[int]:
     return sorted(counts)
 
 
-def _basis(options: Namespace, flags: list[tuple[str, str]], say: Callable[[str], None]) -> Basis:
-    """Return the basis of the plan: measure the step, or read it from runs."""
-    fit = ["fit", *itertools.chain.from_iterable(flags)]
-    records = list(map(read_record, options.run or []))
-    if records:
-        fit[1:1] = ["--config", str(Path(options.run[0].removesuffix("run.json"), "config.yaml"))]
-    resolved = Resolved(resolve(fit))
-    config = resolved.config.as_dict()
+def _devices(resolved: Resolved, records: list[Record]) -> tuple[int, bool]:
+    """Return how many processes the measured machine can run, and whether they run on GPUs."""
     cuda = resolved.accelerator == "cuda"
     gpus = torch.cuda.device_count()
-    threads = config["run"]["threads"]
+    threads = resolved.config.run.threads
     if threads == "auto":
         threads = torch.get_num_threads()
     if records:
         first = records[0]
-        for record in records:
-            for name in ("model", "precision", "threads"):
-                if getattr(record, name) != getattr(first, name):
-                    raise UserError(f"the runs of --run differ in {name}: vary only the batch size")
+        assert first.hardware
         cuda = first.accelerator == "cuda"
+        gpus = len(first.hardware.gpus)
         threads = first.threads
-        gpus = len(first.hardware.gpus) if first.hardware else 0
-    devices = gpus if cuda else max(usable_cores() // threads, 1)
-    machines, network = _machines(options, devices, cuda, say)
-    # no warm-up, because `fit` rejects one that is as long as the run, and the measured runs have
-    # only 30 steps
-    if "warmup" in config["model"].get("init_args", {}):
-        fit += ["--model.warmup", "0"]
-    if records:
-        measured = list(map(timed, records))
-        batch = max(record.global_batch_size or 1 for record in records)
-        source = f"the steps of {', '.join(options.run)}"
-        if "--data.batch_size" in dict(flags):
-            batch = config["data"]["init_args"]["batch_size"]
-    else:
-        measured = measure_steps(fit, say)
-        batch = int(measured[0].images)
-        sizes = ", ".join(f"{steps.images:.0f}" for steps in measured)
-        source = f"steps measured here, with batches of {sizes}"
-    say("timing the gradients of a backward pass")
-    backward, gradients = profile_gradients(fit, max(int(measured[0].images), 1))
-    step = fit_step(measured, backward, make_buckets(gradients))
-    basis = Basis(step, batch, config, source, machines, network, [])
-    taken = max(steps.taken for steps in measured)
-    if taken:
-        basis.doubts += " on a busy machine"
-        basis.cautions.append(
-            f"Other programs took {taken} while the steps were measured: measure again when they "
-            "are done."
-        )
-    if not step.launch_known:
-        basis.doubts += " without the cost of launching a step"
-        basis.cautions.append(
-            "The steps have one batch size, so that the cost of launching a step is unknown and "
-            "counts as none: real speed-ups are smaller. Give `--run` a run with another batch, "
-            "too."
-        )
-    return basis
+    if cuda:
+        return gpus, cuda
+    return max(usable_cores() // threads, 1), cuda
 
 
-def _machines(
-    options: Namespace, devices: int, cuda: bool, say: Callable[[str], None]
-) -> tuple[Machines, str]:
-    """Return the machines to predict, and the origin of their links' speed, as text.
+def _machines(options: Namespace, devices: int, cuda: bool, say: Callable[[str], None]) -> Machines:
+    """Return the machines to predict.
 
     Two processes measure the links, each with its own GPU or cores.
 
@@ -298,36 +250,28 @@ def _machines(
     per_node = options.per_node or devices
     link = Link(math.inf, 0.0)
     spread = (1.0, 1.0)
-    source = "given"
     gpus = torch.cuda.device_count()
-    if len(within) == 2:
-        if not between:
-            source += ", between nodes taken to be the same (see --node_bandwidth, --node_latency)"
-    elif 1 < per_node <= devices and (gpus > 1 or not cuda):
+    if len(within) < 2 and 1 < per_node <= devices and (gpus > 1 or not cuda):
         say("measuring an all-reduce of two processes")
         try:
-            measured = measure_all_reduce(timeout=300)
+            measured = measure_all_reduce()
         except (RuntimeError, TimeoutError) as error:
             raise UserError(
                 f"the network could not be measured ({error}): give --bandwidth and --latency"
             ) from error
         link = fit_link(measured, 2)
-        spread = spread_of_link(measured, link, 2)
-        missing = {"bandwidth", "latency"} - within.keys()
-        source = f"{' and '.join(sorted(missing))} measured between two processes of this machine"
-    elif per_node > 1 or len(between) < 2:
-        flag = ""
-        if options.per_node:
-            flag = f"--per_node {per_node}: "
+        spread = spread_of(seconds / link.all_reduce(size, 2) for size, seconds in measured)
+    elif len(within) < 2 and (per_node > 1 or len(between) < 2):
         has = f"cores for {devices} process(es) of this training; see --run.threads"
         if cuda:
             has = f"{gpus} GPU(s)"
         raise UserError(
-            f"{flag}this machine has {has}: give --per_node, --bandwidth and --latency of another "
-            "machine, or --node_bandwidth and --node_latency between machines like this one"
+            f"--per_node {per_node}: this machine has {has}: give --per_node, --bandwidth and "
+            "--latency of another machine, or --node_bandwidth and --node_latency between machines "
+            "like this one"
         )
     link = replace(link, **within)
     node_link = None
     if between or len(within) == 2:
         node_link = replace(link, **between)
-    return Machines(per_node, link, node_link, spread, options.price_per_hour), source
+    return Machines(per_node, link, node_link, spread, options.price_per_hour)

@@ -85,8 +85,8 @@ class Step:
         update: Optimizer step.
         rest: Remaining time.
         buckets: Buckets of gradients, in the order in which they become ready.
-        launch_known: Whether data, forward and backward were fitted to several batch sizes. With
-            one size, their launch time is assumed to be 0.
+        images: Sizes of the measured batches.
+        taken: Cores that other programs took meanwhile, as text of `taken_cores`.
         spread: Smallest and largest ratio of a measured step time to the fitted one. The range
             always includes 1.
     """
@@ -97,8 +97,14 @@ class Step:
     update: float
     rest: float
     buckets: tuple[Bucket, ...]
-    launch_known: bool = True
+    images: tuple[float, ...] = ()
+    taken: str = ""
     spread: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def launch_known(self) -> bool:
+        """Whether several batch sizes were measured; with one, launch times count as 0."""
+        return len(set(self.images)) > 1
 
     def ddp(self, batch: float, devices: int, link: Link) -> float:
         """Predict the seconds of a step.
@@ -148,45 +154,35 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
     """
     images = [timed.images for timed in measured]
     seconds = pd.DataFrame([timed.phases for timed in measured])[PHASES] / 1000
-    launch_known = len(set(images)) > 1
+    times = seconds.clip(lower=1e-9)
 
     def line(phase: str, share: float = 1.0) -> Line:
-        times = seconds[phase].clip(lower=1e-9)
-        if not launch_known:
-            return Line(0.0, share * times.mean() / images[0])
-        launch, per_image = fit_line(images, times.tolist())
+        if len(set(images)) == 1:
+            return Line(0.0, share * times[phase].mean() / images[0])
+        launch, per_image = fit_line(images, times[phase].tolist())
         return Line(share * launch, share * per_image)
 
     step = Step(
         data=line("data"),
         forward=line("forward_backward", 1 - backward),
         backward=line("forward_backward", backward),
-        update=float(seconds["optimizer"].mean()),
-        rest=float(seconds["rest"].mean()),
+        update=seconds["optimizer"].mean(),
+        rest=seconds["rest"].mean(),
         buckets=tuple(buckets),
-        launch_known=launch_known,
+        images=tuple(images),
+        taken=max(timed.taken for timed in measured),
     )
-    low = 1.0
-    high = 1.0
+    ratios = []
     for timed, time in zip(measured, seconds.sum(axis=1), strict=True):
-        ratio = time / step.ddp(timed.images, 1, ALONE)
-        low = min(low, ratio * timed.windows[0])
-        high = max(high, ratio * timed.windows[1])
-    return replace(step, spread=(low, high))
+        for window in timed.windows:
+            ratios.append(window * time / step.ddp(timed.images, 1, ALONE))
+    return replace(step, spread=spread_of(ratios))
 
 
-def spread_of_link(
-    measured: Sequence[tuple[int, float]], link: Link, ranks: int
-) -> tuple[float, float]:
-    """Return the smallest and largest ratio of a measured time to the prediction, including 1.
-
-    Args:
-        measured: Bytes and seconds of each all-reduce.
-        link: The fitted link.
-        ranks: Number of ranks of the measurement.
-    """
-    off = [seconds / link.all_reduce(size, ranks) for size, seconds in measured]
-    return min(1.0, *off), max(1.0, *off)
+def spread_of(ratios: Iterable[float]) -> tuple[float, float]:
+    """Return the smallest and largest ratio of a measured time to the predicted one, with 1."""
+    ratios = [1.0, *ratios]
+    return min(ratios), max(ratios)
 
 
 def make_buckets(gradients: Iterable[tuple[int, float]]) -> list[Bucket]:
@@ -256,8 +252,12 @@ def predict(
     """
     rows: list[dict[str, Any]] = []
     alone = batch / step.ddp(batch, 1, ALONE)
-    compute_low, compute_high = step.spread
-    sending_low, sending_high = machines.link_spread
+    # factors by which devices and link are slower, by suffix of the columns
+    factors = {
+        "": (1.0, 1.0),
+        "_low": (step.spread[1], machines.link_spread[1]),
+        "_high": (step.spread[0], machines.link_spread[0]),
+    }
     for count in counts:
         images = batch * count if scale_batch else batch
         link = machines.slowest(count)
@@ -271,16 +271,14 @@ def predict(
             "step_ms": 1000 * time,
             "waiting_ms": 1000 * (time - step.ddp(images, count, ALONE)),
         }
-        times = {
-            "": time,
-            "_low": _slower(step, images, count, link, compute_high, sending_high),
-            "_high": _slower(step, images, count, link, compute_low, sending_low),
-        }
-        for end, seconds in times.items():
+        for end, (compute, sending) in factors.items():
+            # the whole step is slower by `compute`, so that the link is slower by `sending`
+            slower = Link(link.bandwidth * compute / sending, link.latency * sending / compute)
+            speed = images / (compute * step.ddp(images, count, slower))
             speed_up = 1.0
             if count > 1:
-                speed_up = images / seconds / alone
-            row[f"samples_per_s{end}"] = images / seconds
+                speed_up = speed / alone
+            row[f"samples_per_s{end}"] = speed
             row[f"speed_up{end}"] = speed_up
             row[f"efficiency{end}"] = speed_up / count
         if machines.price_per_hour is not None:
@@ -288,24 +286,3 @@ def predict(
             row["cost_per_million_samples"] = 1e6 * time / images * price
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-def _slower(
-    step: Step, images: int, count: int, link: Link, compute: float, sending: float
-) -> float:
-    """Predict the seconds of a step with slower devices and a slower link.
-
-    First predict the step with a link that is slower by `sending / compute`, then multiply the
-    whole step by `compute`. Computation thus becomes slower by `compute`, and communication by
-    `sending`.
-
-    Args:
-        step: Step on one device.
-        images: Global batch size.
-        count: Number of devices.
-        link: Slowest link of the ring.
-        compute: Factor by which devices are slower.
-        sending: Factor by which the link is slower.
-    """
-    link = Link(link.bandwidth * compute / sending, link.latency * sending / compute)
-    return compute * step.ddp(images, count, link)

@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from app.command.configuration import build, resolve
+from app.command.resolved import Resolved
 from app.data.module import ImageData
 from app.errors import UserError
-from app.lab.plan.cost_model import Timed
+from app.lab.plan.cost_model import Step, Timed, fit_step, make_buckets
 from app.lab.runs import run_fit
 from app.modules import ImageClassifier
 from app.record import Record
@@ -35,43 +36,49 @@ ONE_DEVICE = (  # flags of a run of 30 steps on one device, without checkpoints 
 TIMEOUT = 300.0  # of a run, in seconds
 
 
-def measure_steps(
-    arguments: list[str], say: Callable[[str], None] = lambda activity: None
-) -> list[Timed]:
-    """Measure 30 steps on one device with the global batch, a quarter, and a sixteenth of it.
+def measure_step(
+    arguments: list[str], records: list[Record], resolved: Resolved, say: Callable[[str], None]
+) -> tuple[Step, int]:
+    """Return the step of a training on one device, and its global batch size.
 
     Args:
         arguments: The arguments of `python -m app`, beginning with `fit`.
+        records: Runs that measured the step. Without any, measure 30 steps with the global batch, a
+            quarter, and a sixteenth of it.
+        resolved: Configuration of the arguments.
         say: Function called with a description of each measurement.
 
-    Returns:
-        The measurements, the global batch's first.
-
     Raises:
-        UserError: When a run fails.
+        UserError: When the model or the data are not this application's, or a run fails.
     """
-    say("measuring steps on one device")
-    record = timed_run(arguments)
-    batch = record.global_batch_size
-    if batch is None:
-        raise UserError("plan needs data of this application, to read the batch size: give --data")
-    measured = [timed(record)]
-    for size in sorted({max(batch // 4, 1), max(batch // 16, 1)} - {batch}, reverse=True):
-        say(f"measuring steps on one device with batches of {size}")
-        measured.append(timed(timed_run([*arguments, "--data.batch_size", str(size)])))
-    return measured
+    model, data = build(arguments)
+    if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):
+        raise UserError("plan needs a model and data of this application: give --model and --data")
+    batch = data.global_batch_size
+    measured = list(map(timed, records))
+    if not records:
+        for size in sorted({batch, max(batch // 4, 1), max(batch // 16, 1)}, reverse=True):
+            say(f"measuring steps on one device with batches of {size}")
+            measured.append(timed(run_steps([*arguments, "--data.batch_size", str(size)])))
+    say("timing the gradients of a backward pass")
+    device = torch.device(resolved.accelerator)
+    is_mixed = str(resolved.trainer.precision).endswith("-mixed")
+    images = torch.randn(max(int(measured[0].images), 1), *data.image_shape, device=device)
+    backward, gradients = profile_gradients(model.to(device), images, is_mixed)
+    return fit_step(measured, backward, make_buckets(gradients)), batch
 
 
-def timed_run(arguments: list[str]) -> Record:
+def run_steps(arguments: list[str]) -> Record:
     """Train for 30 steps on one device, and return the record.
-
-    Args:
-        arguments: The arguments of `python -m app`, beginning with `fit`.
 
     Raises:
         UserError: When the run fails, or its steps were not timed.
     """
-    record = run_fit([*arguments[1:], *ONE_DEVICE], TIMEOUT)
+    flags = [*arguments[1:], *ONE_DEVICE]
+    # no warm-up, because `fit` rejects one that is as long as the run
+    if "warmup" in resolve(arguments).model.init_args:
+        flags += ["--model.warmup", "0"]
+    record = run_fit(flags, TIMEOUT)
     if record.time_limit is not None:
         raise UserError(f"30 steps on one device took more than {TIMEOUT:g} s: use a smaller model")
     if record.status != "completed":
@@ -88,83 +95,78 @@ def timed(record: Record) -> Timed:
     if rates.median and rates.min and rates.max:
         windows = rates.median / rates.max, rates.median / rates.min
     assert record.global_batch_size
-    assert record.time_per_step
+    images = record.global_batch_size / record.replicas
     taken = taken_cores(record.others_cores, record.hardware)
-    return Timed(
-        record.global_batch_size / record.replicas, vars(record.time_per_step), windows, taken
-    )
+    return Timed(images, vars(record.time_per_step), windows, taken)
 
 
-def read_record(path: str) -> Record:
-    """Read the record of a run for `--run`.
+def read_records(paths: list[str]) -> list[Record]:
+    """Read the records of the runs of `--run`.
 
     Raises:
-        UserError: When the record is missing or lacks a field, or the run was under dp.
+        UserError: When a record is missing or lacks a field, a run was under dp, or the runs differ
+            in more than the batch size.
     """
-    file = Path(path) if path.endswith(".json") else Path(path, "run.json")
-    try:
-        record = Record.load(file)
-    except ValueError as error:
-        raise UserError(f"--run {path}: {error}: give a run's directory") from error
-    for name in ("time_per_step", "global_batch_size", "config", "threads", "peak_memory"):
-        if not getattr(record, name):
+    records = []
+    for path in paths:
+        try:
+            record = Record.load(Path(path.removesuffix("run.json"), "run.json"))
+        except ValueError as error:
+            raise UserError(f"--run {path}: {error}: give a run's directory") from error
+        records.append(record)
+        for name in ("time_per_step", "global_batch_size", "config", "hardware", "peak_memory"):
+            if not getattr(record, name):
+                raise UserError(
+                    f"--run {path}: its record has no {name}: give a run of fit of 6 or more steps"
+                )
+        if record.world_size < record.replicas:
             raise UserError(
-                f"--run {path}: its record has no {name}: give a run of fit of 6 or more steps"
+                f"--run {path} was under dp, so its step is not one device's: give another run"
             )
-    if record.world_size < record.replicas:
-        raise UserError(
-            f"--run {path} was under dp, so its step is not one device's: give another run"
-        )
-    return record
+        for name in ("model", "precision", "threads"):
+            if getattr(record, name) != getattr(records[0], name):
+                raise UserError(f"the runs of --run differ in {name}: vary only the batch size")
+    return records
 
 
-def profile_gradients(arguments: list[str], batch: int) -> tuple[float, list[tuple[int, float]]]:
+def profile_gradients(
+    model: ImageClassifier, images: Tensor, is_mixed: bool
+) -> tuple[float, list[tuple[int, float]]]:
     """Measure the backward pass's share of the time, and when each gradient is ready.
 
     Args:
-        arguments: The arguments of `python -m app`, beginning with `fit`.
-        batch: Number of images of a batch.
+        model: The model.
+        images: Batch of images, on the model's device.
+        is_mixed: Whether the forward pass uses bfloat16.
 
     Returns:
         The backward pass's share of the time of both passes, 0…1. Then the gradients, the first
         ready one first: each one's bytes, and the time at which it is ready, as a share of the
         backward pass, 0…1.
-
-    Raises:
-        UserError: When the model or the data are not this application's.
     """
-    model, data = build(arguments)
-    if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):
-        raise UserError("plan needs a model and data of this application: give --model and --data")
-    trainer = resolve(arguments).trainer
-    device = torch.device("cpu")
-    if trainer.accelerator != "cpu":
-        device = torch.accelerator.current_accelerator(check_available=True) or device
-    is_mixed = str(trainer.precision).endswith("-mixed")
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_mixed)
-    network = model.network.to(device)
-    images = torch.randn(batch, *data.image_shape, device=device)
-    labels = torch.zeros(batch, dtype=torch.int64, device=device)
-    wanted = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    ready: dict[Tensor, float] = {}
+    device = images.device
+    labels = torch.zeros(len(images), dtype=torch.int64, device=device)
+    wanted = [parameter for parameter in model.network.parameters() if parameter.requires_grad]
+    ready = dict.fromkeys(wanted, 0.0)  # seconds since the start of the backward pass, summed up
 
-    def note(parameter: Tensor) -> None:
-        ready[parameter] = time_when_done(device)
+    def note(parameter: Parameter) -> None:
+        ready[parameter] += time_when_done(device) - turned
 
-    for parameter in wanted:
-        parameter.register_post_accumulate_grad_hook(note)
-    passes = []
-    for _ in range(12):
-        ready.clear()
+    forward = backward = 0.0
+    for repetition in range(12):
+        if repetition == 2:  # the first two warm up
+            forward = backward = 0.0
+            for parameter in wanted:
+                parameter.register_post_accumulate_grad_hook(note)
         began = time_when_done(device)
-        with autocast:
-            loss = model.recipe.criterion(network(images), labels).mean()
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_mixed):
+            loss = model.recipe.criterion(model.network(images), labels).mean()
         turned = time_when_done(device)
         loss.backward()
-        backward = time_when_done(device) - turned
-        shares = [(ready.get(parameter, turned) - turned) / backward for parameter in wanted]
-        passes.append([turned - began, backward, *shares])
-    forward, backward, *shares = np.mean(passes[2:], axis=0).tolist()
-    sizes = [parameter.numel() * parameter.element_size() for parameter in wanted]
-    ordered = sorted(zip(sizes, shares, strict=True), key=lambda gradient: gradient[1])
-    return backward / (forward + backward), ordered
+        forward += turned - began
+        backward += time_when_done(device) - turned
+    gradients = []
+    for parameter in sorted(wanted, key=ready.__getitem__):
+        size = parameter.numel() * parameter.element_size()
+        gradients.append((size, ready[parameter] / backward))
+    return backward / (forward + backward), gradients

@@ -1,8 +1,4 @@
-"""Report of predictions: sentences, tables and plots."""
-
-from collections.abc import Iterator, Mapping
-from functools import partial
-from typing import Any
+"""Report of predictions: sentences, a table and a plot."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -11,14 +7,24 @@ from matplotlib.figure import Figure  # not pyplot, because notebooks share its 
 from app.lab.plan.cost_model import Machines, Step
 from app.record.words import duration
 from app.system.interconnect import Link
-from app.system.page import BLUE, GREY, draw, plain
+from app.system.page import BLUE, GREY, draw
 from app.system.page import table as page_table
 
-PICTURES = {
-    "samples_per_s": "Samples/s",
-    "efficiency": "Samples/s of each device, relative to one device's",
+CAPTION = "Speed-up over one device"
+ENOUGH = 0.5  # a number of devices is recommended only above this efficiency
+COLUMNS = {  # column of the predictions, and its format, by header
+    "devices": ("devices", "{}"),
+    "nodes": ("nodes", "{}"),
+    "batch": ("replica_batch", "{}"),
+    "step (ms)": ("step_ms", "{:.2f}"),
+    "wait (ms)": ("waiting_ms", "{:.2f}"),
+    "samples/s": ("samples_per_s", "{:,.0f}"),
+    "at least": ("samples_per_s_low", "{:,.0f}"),
+    "at most": ("samples_per_s_high", "{:,.0f}"),
+    "speed-up": ("speed_up", "{:.2f}"),
+    "efficiency": ("efficiency", "{:.0%}"),
+    "cost of 10⁶": ("cost_per_million_samples", "{:.4g}"),
 }
-ENOUGH = 0.5  # a variant is recommended only above this efficiency
 
 
 def recommended(table: pd.DataFrame) -> pd.Series:
@@ -30,92 +36,96 @@ def recommended(table: pd.DataFrame) -> pd.Series:
     return candidates.nlargest(1, "speed_up_low").iloc[0]
 
 
-def heading(table: pd.DataFrame, config: Mapping[str, Any], batch: int, doubts: str) -> str:
-    """Return the recommendation in one line; `doubts` is appended to `predicted`."""
-    model = config["model"]
+def recommendation(table: pd.DataFrame, step: Step) -> str:
+    """Return the recommendation in one line, with doubts about its figures."""
     row = recommended(table)
-    name = (model.get("init_args") or {}).get("network") or model["class_path"].rpartition(".")[2]
     if row["devices"] == 1:
-        return f"{name}, batch {batch}: take one device"
+        return "take one device"
     devices = f"{row['devices']} devices"
     if row["nodes"] > 1:
         devices += f" of {row['nodes']} nodes"
-    gain = f"{row['speed_up']:.2f} × one device ({_range(row, 'speed_up', '.2f')})"
-    return f"{name}, batch {batch}: take ddp on {devices}: {gain}, predicted{doubts}"
+    gain = f"{row['speed_up']:.2f} × one device"
+    span = f"{row['speed_up_low']:.2f}–{row['speed_up_high']:.2f}"
+    text = f"take ddp on {devices}: {gain} ({span}), predicted"
+    if step.taken:
+        text += " on a busy machine"
+    if not step.launch_known:
+        text += " without the cost of launching a step"
+    return text
 
 
-def advice(table: pd.DataFrame, scaled: bool) -> Iterator[str]:
-    """Yield sentences that explain the recommendation."""
+def advice(table: pd.DataFrame, scaled: bool) -> str:
+    """Return why one device is recommended, with a remedy; nothing if more are."""
     if recommended(table)["devices"] > 1 or len(table) == 1:
-        return
+        return ""
     larger = "a larger `--data.batch_size`"
     if not scaled:
         larger += ", or `--scale_batch true`"
-    yield (
+    return (
         "No other variant certainly reaches half of the ideal. Try "
         f"{larger}: more work per exchange."
     )
 
 
-def _range(row: pd.Series, name: str, form: str) -> str:
-    return f"{row[f'{name}_low']:{form}}–{row[f'{name}_high']:{form}}"
-
-
 def predictions(table: pd.DataFrame) -> str:
     """Return the table of predictions in Markdown."""
-    marks = table["shared_equally"].map({True: "", False: " *"})
-    columns = {
-        "devices": table["devices"],
-        "nodes": table["nodes"],
-        "batch": table["replica_batch"].astype(str) + marks,
-        "step (ms)": table["step_ms"].map("{:.2f}".format),
-        "wait (ms)": table["waiting_ms"].map("{:.2f}".format),
-        "samples/s": table["samples_per_s"].map("{:,.0f}".format),
-        "range": [_range(row, "samples_per_s", ",.0f") for _, row in table.iterrows()],
-        "speed-up": table["speed_up"].map("{:.2f}".format),
-    }
-    if "cost_per_million_samples" in table:
-        columns["cost of 10⁶"] = table["cost_per_million_samples"].map("{:.4g}".format)
+    columns = {}
+    for header, (name, form) in COLUMNS.items():
+        if name in table:
+            columns[header] = table[name].map(form.format)
+    columns["batch"] += table["shared_equally"].map({True: "", False: " *"})
     return page_table([*columns], zip(*columns.values(), strict=True), words=())
 
 
-def notes(table: pd.DataFrame, machines: Machines) -> Iterator[str]:
-    """Yield sentences that explain the table."""
-    yield (
-        "The range shows how far measured steps and all-reduces were from the formulas. `compare` "
-        "measures real runs."
-    )
+def notes(table: pd.DataFrame, step: Step) -> list[str]:
+    """Return sentences that explain the table."""
+    sentences = [
+        "`at least` and `at most` show how far measured steps and all-reduces were from the "
+        "formulas. `compare` measures real runs."
+    ]
     if not table["shared_equally"].all():
-        yield "\\* hypothetical: `fit` rejects a batch that the devices cannot share equally."
-    if machines.node_link is None:
-        yield (
-            f"More than {machines.per_node} devices are not predicted: give `--node_bandwidth` and "
-            "`--node_latency` between machines like this one, or `--per_node`, `--bandwidth` and "
-            "`--latency` of another."
+        sentences.append(
+            "\\* hypothetical: `fit` rejects a batch that the devices cannot share equally."
         )
+    if step.taken:
+        sentences.append(
+            f"Other programs took {step.taken} while the steps were measured: measure again when "
+            "they are done."
+        )
+    if not step.launch_known:
+        sentences.append(
+            "The steps have one batch size, so that the cost of launching a step is unknown and "
+            "counts as none: real speed-ups are smaller. Give `--run` a run with another batch, "
+            "too."
+        )
+    return sentences
 
 
-def origin(step: Step, machines: Machines, source: str, network: str) -> Iterator[str]:
-    """Yield paragraphs about the origin of the predictions: step, network, and cost model."""
+def origin(step: Step, machines: Machines) -> str:
+    """Return two paragraphs about the origin of the predictions: step, network, and cost model."""
+    sizes = ", ".join(f"{images:g}" for images in step.images)
     buckets = []
     for bucket in step.buckets:
         buckets.append(f"{bucket.size / 2**20:.2f} MiB at {bucket.ready:.0%}")
-    yield (
-        f"Step: {plain(source)}. It took {step.spread[0]:.2f} to {step.spread[1]:.2f} times the "
-        "fitted time. Buckets of gradients, and when in the backward pass they are ready: "
-        f"{', '.join(buckets)}."
-    )
-    speeds = []
+    links = []
     if machines.per_node > 1:
-        speeds.append(f"{_speed(machines.link)} in a node")
+        links.append(f"{_speed(machines.link)} in a node")
     if machines.node_link is not None:
-        speeds.append(f"{_speed(machines.node_link)} between nodes")
-    low, high = machines.link_spread
-    yield (
-        f"Network: {', '.join(speeds)}; {network}. All-reduces took {low:.2f} to {high:.2f} times "
-        "the fitted time. Waiting is communication that the backward pass does not hide. The model "
-        "is a ring all-reduce of DDP's buckets that overlaps with the backward pass; its formulas "
-        "and sources are in app/lab/plan/cost_model.py."
+        links.append(f"{_speed(machines.node_link)} between nodes")
+    source = "given"
+    if machines.link_spread != (1.0, 1.0):
+        low, high = machines.link_spread
+        source = (
+            "measured between two processes of this machine, which took "
+            f"{low:.2f} to {high:.2f} times the fitted time"
+        )
+    return (
+        f"Step: measured with batches of {sizes} images. It took {step.spread[0]:.2f} to "
+        f"{step.spread[1]:.2f} times the fitted time. Buckets of gradients, and when in the "
+        f"backward pass they are ready: {', '.join(buckets)}.\n\n"
+        f"Network: {', '.join(links)}, {source}. Waiting is communication that the backward pass "
+        "does not hide. The model is a ring all-reduce of DDP's buckets that overlaps with the "
+        "backward pass; its formulas and sources are in app/lab/plan/cost_model.py."
     )
 
 
@@ -123,32 +133,22 @@ def _speed(link: Link) -> str:
     return f"{link.bandwidth / 1e9:.3g} GB/s and {duration(link.latency)}"
 
 
-def draw_pictures(table: pd.DataFrame, machines: Machines) -> dict[str, Figure | bytes]:
-    """Draw predicted throughput and efficiency against the number of devices."""
-    figures: dict[str, Figure | bytes] = {}
-    for name in PICTURES:
-        figures[name] = draw(partial(_draw, table=table, name=name, per_node=machines.per_node))
-    return figures
-
-
-def _draw(axes: Axes, table: pd.DataFrame, name: str, per_node: int) -> None:
-    """Plot a column of the table, its range, and the ideal against the number of devices."""
+def draw_picture(table: pd.DataFrame, per_node: int) -> Figure:
+    """Draw the predicted speed-up, its range, and the ideal against the number of devices."""
     counts = table["devices"]
-    axes.fill_between(
-        counts, table[f"{name}_low"], table[f"{name}_high"], color=BLUE, alpha=0.15, linewidth=0
-    )
-    axes.plot(counts, table[name], "o-", color=BLUE, label="predicted")
-    ideal = counts * table[name].iloc[0]
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    if name == "efficiency":
-        ideal = counts * 0 + 1
-        axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.plot(counts, ideal, ":", color=GREY, label="ideal")
-    axes.set_ylim(0, 1.1 * max(table[f"{name}_high"].max(), ideal.iloc[0]))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, counts.map("{:,}".format), rotation=60 if len(counts) > 8 else 0)
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("devices")
-    if counts.max() > per_node:
-        axes.set_xlabel(f"devices, {per_node} in each node")
-    axes.figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+
+    def paint(axes: Axes) -> None:
+        low = table["speed_up_low"]
+        high = table["speed_up_high"]
+        axes.fill_between(counts, low, high, color=BLUE, alpha=0.15, linewidth=0)
+        axes.loglog(counts, table["speed_up"], "o-", base=2, color=BLUE, label="predicted")
+        axes.plot(counts, counts, ":", color=GREY, label="ideal")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.set_xticks(counts, counts.map("{:,}".format), rotation=60 if len(counts) > 8 else 0)
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel("devices")
+        if counts.max() > per_node:
+            axes.set_xlabel(f"devices, {per_node} in each node")
+        axes.figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+
+    return draw(paint)
