@@ -128,9 +128,10 @@ def _setting_error(error: Exception, flags: Iterable[tuple[str, Any]]) -> UserEr
     value the message contains.
     """
     while "jsonargparse" in traceback.extract_tb(error.__traceback__)[-1].filename:
-        if not isinstance(error.__context__, Exception):
+        wrapped = error.__cause__ or error.__context__
+        if not isinstance(wrapped, Exception):
             break
-        error = error.__context__
+        error = wrapped
     known = error if isinstance(error, UserError) else blamed(error)
     if known:
         return known

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -69,7 +70,9 @@ class RankTimes:
         """Store the CPU times at the start, and gather each rank's node and cores. Collective."""
         self._started = time.perf_counter()
         self.memory = Series(trainer.world_size)
-        self._cores = tuple(sorted(os.sched_getaffinity(0)))
+        self._cores: tuple[int, ...] = ()  # unknown on macOS
+        if sys.platform == "linux":
+            self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self._busy = busy_seconds(self._cores)
         self._own = own_seconds()
         self._delay = core_wait_seconds()
