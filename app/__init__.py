@@ -17,10 +17,11 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                 (of a rejected flag), help, configuration (all flags), resolved (strategy,
                 devices, processes), rules and flag_rules (whether a run can work), run
                 (launches or trains), assembly (of a Trainer), outcome (exit code, closing
-                lines), run_options (rank zero's decisions), checkpoints, checkpoint_file
+                lines), run_options, decision (rank zero's: checkpoint and folder), checkpoints,
+                checkpoint_file
     monitor     watches one run: run_record (writes the record), fill (fills it), windows
                 (throughput), step_clock, rank_times (slow ranks), balance (fewer shards for
-                slow ranks), course (time series), results (of a test or prediction), nonfinite,
+                slow ranks), series (time series), results (of a test or prediction), nonfinite,
                 progress_bar, loggers, header and summary (printed at the start and the end),
                 report (its page), batch_shapes (a callback for users)
     launch      processes of a run: elastic (torch's agent starts them), spawn (Lightning starts

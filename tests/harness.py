@@ -79,7 +79,7 @@ def tiny(
 
     Further settings become flags as in `options`.
     """
-    words = ["--data=Synthetic", *options(images=images, batch_size=batch_size, **settings)]
+    words = ["--data", "Synthetic", *options(images=images, batch_size=batch_size, **settings)]
     return [*words, *(["--model", model] if model else []), *QUIET]
 
 
@@ -104,6 +104,17 @@ def on_cpu(strategy: str, devices: int | None = None, **settings: object) -> lis
     if devices is None:
         devices = 1 if strategy == "auto" else 2
     return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)
+
+
+def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
+    """Run a command twice at once, as two nodes on this machine; return the results of both."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ThreadPoolExecutor(2) as pool:
+        nodes = [
+            pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)})
+            for node in (0, 1)
+        ]
+        return [node.result() for node in nodes]
 
 
 def output_of(code: int, out: str, expected: int = 0) -> str:

@@ -54,7 +54,8 @@ CASES = {
 def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, fit: Fit) -> None:
     """Only the last step of a logging window makes the host wait, at most five times.
 
-    In other steps, the host waits only if float16's loss scaler is used with clipping, and then
+    Lightning's LearningRateMonitor then also copies each of up to four rates to the GPU. In other
+    steps, the host waits only if float16's loss scaler is used with clipping, and then
     once per step.
     """
     precision, _, placement = case.split()
@@ -64,7 +65,13 @@ def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, fit: Fit
     reads_of_scaler = fake_cuda.counts["step"] * (precision == "16-mixed" and CLIPPED[0] in flags)
     assert sum(fake_cuda.at("step").values()) == reads_of_scaler, fake_cuda.at("step")
     waits = fake_cuda.at("window")
-    assert sum(waits.values()) <= 5 * fake_cuda.counts["window"], waits
+    copies = 0
+    for (_, kind), count in waits.items():
+        if kind == "blocking copy to the device":
+            copies += count
+    windows = fake_cuda.counts["window"]
+    assert sum(waits.values()) - copies <= 5 * windows, waits
+    assert copies <= 4 * windows, waits
 
 
 def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:

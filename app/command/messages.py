@@ -111,7 +111,11 @@ def _unexpected(text: str, flag: str, value: str, classes: Mapping[str, Collecti
     expected = [TYPES.get(name, name) for name in TYPE.findall(text) if name != "NoneType"]
     match = re.search(r"dot import path string: (\S+)", text)
     if match and "a number" not in expected:
-        near = nearest(match[1], classes.get(flag, ()))
+        known: list[str] = []
+        for accepting, names in classes.items():
+            if accepting.endswith(flag.lstrip("-")):  # a nested parser's flag lacks its section
+                known += names
+        near = nearest(match[1], known)
         near = near or ": give its import path, package.module.Class"
         return f"{flag} {match[1]}: there is no such class{near}"
     choices = re.findall(r"'([^']*)'", " ".join(LITERAL.findall(text)))

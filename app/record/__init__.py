@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Interval
 
@@ -274,7 +274,7 @@ class Record(Part):
         from pydantic import TypeAdapter, ValidationError
 
         try:
-            return TypeAdapter(cls).validate_python(read_json(path))
+            return TypeAdapter(cls).validate_python(_without_nulls(read_json(path)))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, first["loc"])))
@@ -338,6 +338,15 @@ def mark_ended(directory: str, end: ExitStatus) -> None:
         record.status = end.status
         record.error = end.reason
         record.save(path)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop nulls, so that the fields get their defaults."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return list(map(_without_nulls, value))
+    return value
 
 
 def _reaches(reached: int, limit: int | None) -> bool:
