@@ -161,7 +161,7 @@ def test_hung_rank_is_named(
     line = f"stuck_code.py:({at}|{at + 1}) {hook}" if text else rf"\w+.py:\d+ {hook}"
     folder = tmp_path / "x" / "version_0" / "stacks"
     begin = "rank 1 is in" if text else "it hangs, or the link to it is cut; rank 1 is at"
-    waits = rf"rank 0 waits for its gradients \(stacks: {re.escape(str(folder))}\)"
+    waits = rf"waiting: rank 0 \(stacks: {re.escape(str(folder))}\)"
     message = (
         rf"no answer from another rank within --cluster.timeout: {begin} step 13, {line}; {waits}"
     )
@@ -179,13 +179,10 @@ WORKER = ["--data.num_workers", "1", "--data.augment", "stuck_code.LoopsInAWorke
 HANGS_ELSEWHERE = [
     (
         ["--data", "stuck_code.LoopsInSetup"],
-        f"in stuck_code.py:({AT}|{AT + 1}) setup; rank 0 waits for its answer",
+        f"in stuck_code.py:({AT}|{AT + 1}) setup; waiting: rank 0",
     ),
     # the worker's code is named, because the rank only waits for the worker
-    (
-        ["--data", "Synthetic", *WORKER],
-        r"in step \d+, stuck_code.py:\d+ forward; rank 0 waits for its gradients",
-    ),
+    (["--data", "Synthetic", *WORKER], r"in step \d+, stuck_code.py:\d+ forward; waiting: rank 0"),
 ]
 
 
@@ -239,12 +236,12 @@ def test_stacks_name_hung_ranks(tmp_path: Path) -> None:
     for rank, text in enumerate([waits, data + OF_A_WORKER, waits]):
         (tmp_path / f"rank_{rank}.txt").write_text(text)
     hangs = "rank 1 is in step 1,204, my_data.py:88 __getitem__"
-    assert where(tmp_path) == f"{hangs}; ranks 0, 2 wait for its gradients"
+    assert where(tmp_path) == f"{hangs}; waiting: rank 0, 2"
     (tmp_path / "rank_3.txt").write_text("step 1204, in its step\n\nprocess 9\n")
-    both = f"{hangs}; rank 3 is in step 1,204, no stack; ranks 0, 2 wait for their gradients"
+    both = f"{hangs}; rank 3 is in step 1,204, no stack; waiting: rank 0, 2"
     assert where(tmp_path) == both
     for rank in (1, 3):
         (tmp_path / f"rank_{rank}.txt").unlink()
-    assert where(tmp_path) == "ranks 0, 2 wait for gradients"
+    assert where(tmp_path) == "waiting: rank 0, 2"
     (tmp_path / "rank_0.txt").write_text("of another program")
-    assert where(tmp_path) == "rank 2 waits for gradients"
+    assert where(tmp_path) == "waiting: rank 2"

@@ -286,13 +286,7 @@ def where(folder: Path) -> str | None:
     preposition = "at" if is_in_library else "in"
     clauses = [f"rank {rank} is {preposition} {places[rank].text}" for rank in hanging]
     if waiting:
-        ranks = f"rank {waiting[0]} waits"
-        if len(waiting) > 1:
-            ranks = f"ranks {', '.join(map(str, waiting))} wait"
-        whose = {0: "", 1: "its "}.get(len(hanging), "their ")
-        is_backward = any(places[rank].waits[0] for rank in waiting)
-        awaited = "gradients" if is_backward else "answers"
-        clauses.append(f"{ranks} for {whose}{awaited}")
+        clauses.append(f"waiting: rank {', '.join(map(str, waiting))}")
     return "; ".join(clauses)
 
 

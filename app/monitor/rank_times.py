@@ -68,7 +68,6 @@ class RankTimes:
     def begin(self, trainer: Trainer) -> None:
         """Store the CPU times at the start, and gather each rank's node and cores. Collective."""
         self._started = time.perf_counter()
-        self.memory = Series(trainer.world_size)
         self._cores = tuple(sorted(os.sched_getaffinity(0)))
         self._busy = busy_seconds(self._cores)
         self._own = own_seconds()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, because notebooks share pyplot's state
@@ -125,37 +124,24 @@ def code(text: str) -> str:
     return textwrap.indent(text, "    ")
 
 
-def draw(
-    paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2, title: str | None = None
-) -> Figure:
-    """Draw a figure in the pages' style.
+def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2) -> Figure:
+    """Draw a figure in the pages' style, with a legend below it if lines or bars have labels.
 
     Args:
         paint: Function that draws on the axes.
         width: Width in inches.
         height: Height in inches.
-        title: Title above the axes, for a figure outside a page.
     """
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(width, height), layout="constrained")
-        if title is not None:
-            figure.suptitle(title)
-        paint(figure.subplots())
-    return figure
-
-
-def draw_line(paint: Callable[[Axes], None], height: float = 3.2) -> Figure:
-    """Draw a line plot with fixed margins, because computing them would double the drawing time.
-
-    The margins have room for numbers on the left and for the lines' names on the right.
-
-    Args:
-        paint: Function that draws on the axes.
-        height: Height in inches.
-    """
-    figure = draw(paint, height=height)
-    figure.set_layout_engine(None)
-    figure.subplots_adjust(0.135, 0.47 / height, 0.79, 1 - 0.12 / height)
+        axes = figure.subplots()
+        paint(axes)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            columns = 3
+            if max(map(len, labels)) > 20:
+                columns = 1
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
 
 
@@ -165,31 +151,6 @@ def png(figure: Figure) -> bytes:
     with matplotlib.rc_context(LOOK):
         figure.savefig(file, format="png")
     return file.getvalue()
-
-
-def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write each line's name at its right end, and move overlapping names apart.
-
-    Lines that change by less than 2 % become flat, so that the numbers of the axis stay short.
-
-    Args:
-        axes: Axes with all lines drawn.
-        ends: Last value, name and colour of each line.
-    """
-    if not ends:
-        return
-    low, high = axes.get_ylim()
-    missing = max(0.02 * max(abs(low), abs(high)) - (high - low), 0.0)
-    axes.set_ylim(low - missing / 2, high + missing / 2)
-    gap = (high - low + missing) * 15 / 72 / (0.75 * axes.figure.get_figheight())  # type: ignore[union-attr]
-    ends = sorted(ends)
-    values = np.array([value for value, _, _ in ends])
-    # a name is at least a gap above the one below; then all move, so that their mean is as before
-    steps = gap * np.arange(len(ends))
-    places = np.maximum.accumulate(values - steps) + steps
-    right = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in data units
-    for place, (_, name, colour) in zip(places - (places - values).mean(), ends, strict=True):
-        axes.text(1.02, place, name, transform=right, va="center", color=colour, fontsize=9)
 
 
 def short(name: str, most: int) -> str:

@@ -38,7 +38,6 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         axes.set(xlabel="step", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(axis="y")
-        axes.figure.legend(loc="outside lower center", ncols=3, fontsize=9)
 
     def draw_losses(axes: Axes) -> None:
         axes.plot(reference, color=PALE, linewidth=5, label="one device")
