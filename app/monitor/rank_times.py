@@ -1,6 +1,5 @@
 """Step times of all ranks, and detection of slow ranks."""
 
-import contextlib
 import math
 import os
 import time
@@ -17,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed
 
 from app.launch.agree import gather_objects, host_group
+from app.launch.watchdog import connecting
 from app.monitor.series import Series
 from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
@@ -59,10 +59,10 @@ class RankTimes:
         self._group: Any = None
         self._windows: deque[np.ndarray] = deque(maxlen=KEPT)  # times of each window: (ranks, 3)
 
-    def connect(self, trainer: Trainer, watched: Any) -> None:
+    def connect(self, trainer: Trainer) -> None:
         """Create a process group of all ranks for the exchange. Collective."""
         if trainer.world_size > 1 and self._group is None:
-            with watched.connecting() if watched is not None else contextlib.nullcontext():
+            with connecting():
                 self._group = host_group(self._timeout)
 
     def begin(self, trainer: Trainer) -> None:

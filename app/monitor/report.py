@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 from torchvision.utils import make_grid
 
@@ -195,8 +195,7 @@ def _curves(
     axes.plot(*np.reshape(windows, (-1, 2)).T, color=page.BLUE, alpha=0.35, linewidth=1)
     for (name, points), colour in zip(lines.items(), page.COLOURS, strict=False):
         if points:
-            marker = "o" if len(points) < 30 else None
-            axes.plot(*np.transpose(points), color=colour, label=name, marker=marker, markersize=3)
+            axes.plot(*np.transpose(points), color=colour, label=name, marker="o", markersize=3)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(axis="y")
@@ -307,9 +306,9 @@ def _speed(record: Record, figures: Figures) -> str:
     def draw_rates(axes: Axes) -> None:
         axes.plot(*np.transpose(rates), color=page.BLUE)
         axes.set_xlabel("seconds of training")
-        axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1)
+        axes.set_ylim(bottom=0)
         axes.grid(axis="y")
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         if median:
             label = f"median {median:,.0f}"
             axes.axhline(median, color=page.ORANGE, label=label, linewidth=1)

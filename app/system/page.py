@@ -18,26 +18,19 @@ from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, because notebooks share pyplot's state
 
+from app.system.files import whole
+
 STYLE = Path(__file__).with_suffix(".css").read_text()
 LOOK: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_suffix(".mplstyle"), use_default_template=False
 )
-# colours of figures; in a page, they become CSS variables, with other values on a dark screen
+# Colours of figures. In a page, they become CSS variables of the same names, such as `--2f62c9`, to
+# which page.css gives other values on a dark screen.
 COLOURS = tuple(LOOK["axes.prop_cycle"].by_key()["color"])
 BLUE, ORANGE, GREEN, PURPLE, GREY = COLOURS
 INK = LOOK["text.color"]
 PAPER = "#fffffe"
 PALE = "#a9c1f0"
-VARIABLES = {  # values of page.css
-    INK: "currentColor",
-    PAPER: "var(--paper)",
-    BLUE: "var(--blue)",
-    ORANGE: "var(--orange)",
-    GREEN: "var(--green)",
-    PURPLE: "var(--purple)",
-    GREY: "var(--grey)",
-    PALE: "var(--pale)",
-}
 
 
 class Section(NamedTuple):
@@ -145,12 +138,14 @@ def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2)
     return figure
 
 
-def png(figure: Figure) -> bytes:
-    """Return a figure as PNG, on white."""
-    file = io.BytesIO()
-    with matplotlib.rc_context(LOOK):
+def write_png(path: Path, figure: Figure) -> None:
+    """Write a figure as a PNG file, on white.
+
+    Raises:
+        OSError: When the file cannot be written.
+    """
+    with whole(path) as file, matplotlib.rc_context(LOOK):
         figure.savefig(file, format="png")
-    return file.getvalue()
 
 
 def short(name: str, most: int) -> str:
@@ -174,7 +169,6 @@ def _shown(figure: Figure | bytes, name: str, alt: str) -> str:
         text[text.index("<svg") :],
         flags=re.DOTALL,
     )
-    for colour, variable in VARIABLES.items():
-        text = text.replace(colour, variable)
+    text = re.sub(r"(?<=: )#(\w{6})", r"var(--\1, #\1)", text)
     width = 96 * figure.get_figwidth() * 1.2  # CSS pixels; limits the size of text on a wide page
     return f'<span role="img" aria-label="{alt}" style="max-width: {width:.0f}px">{text}</span>'
