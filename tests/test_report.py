@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,11 +17,11 @@ from harness import QUIET, App, fork_app, last_of, options, output_of, record_of
 from matplotlib.figure import Figure
 
 from app.monitor.report import (
+    draw_bars,
     draw_confusion_matrix,
     draw_images,
     leave_report,
     make_report,
-    stacked_bars,
 )
 from app.monitor.series import MOST, Series
 from app.monitor.summary import report
@@ -59,8 +58,7 @@ def test_report_has_result_curves_and_settings(app: App, tmp_path: Path) -> None
     output_of(*app("fit", *flags))
     run = tmp_path / "runs" / "x" / "version_0"
     source = (run / "report.html").read_text()
-    assert "currentColor" in source
-    assert "stroke: var(--blue)" in source
+    assert "stroke: var(--2f62c9, #2f62c9)" in source
     page = read(run)
     record = record_of(run)
     accuracy = f"{100 * record['test']['acc']:.2f} %"
@@ -119,9 +117,7 @@ STEPS = [
     for n in (1, 3, 40, 0.1)
 ]
 PICTURES: dict[str, Callable[[], Figure]] = {
-    "a step of variants": lambda: draw(
-        partial(stacked_bars, labels=[short(n, 28) for n in LONG], phases=PHASES, rows=STEPS)
-    ),
+    "a step of variants": lambda: draw_bars([short(n, 28) for n in LONG], PHASES, STEPS),
     "4 classes": lambda: draw_confusion_matrix(COUNTS[:4, :4], LONG),
     "1 class": lambda: draw_confusion_matrix(COUNTS[:1, :1], ["x"]),
     "20 classes": lambda: draw_confusion_matrix(COUNTS, 5 * LONG),

@@ -5,7 +5,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ class RankTimes:
         self._slower: Counter[int] = Counter()
         self._named: set[int] = set()
         self._heard = 0
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timeout
         self._group: Any = None
         self._windows: deque[np.ndarray] = deque(maxlen=KEPT)  # times of each window: (ranks, 3)
 

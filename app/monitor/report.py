@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def make_report(folder: Path, record: Record | None = None) -> str:
 def _show(figures: Figures, name: str, figure: Figure | bytes, caption: str) -> str:
     """Add a figure to the page, and return the Markdown that inserts it."""
     figures[name] = figure
-    return f'![{caption}]({name} "{caption}")'
+    return f"![{caption}]({name})"
 
 
 # -- text of the report
@@ -321,39 +322,38 @@ def _speed(record: Record, figures: Figures) -> str:
         gpu = record.accelerator != "cpu"
         limit, remedy = bottleneck(vars(times), gpu, record.placement, taken)
         blocks.append(f"A step takes {duration(times.step / 1000)}. **{limit}.** Try {remedy}.")
-        figure = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
         caption = "Where the time of a step goes, on rank zero"
-        shown.append(_show(figures, "step", figure, caption))
+        shown.append(_show(figures, "step", draw_bars([""], PHASES, [times]), caption))
     if 1 < len(ranks) <= CELLS:
         labels = [f"rank {row.rank}" for row in ranks]
-        height = 1.1 + 0.28 * len(ranks)
-        figure = draw(lambda axes: stacked_bars(axes, labels, RANK_PHASES, ranks), height=height)
         caption = "A step on each rank: wait is for the others"
-        shown.append(_show(figures, "ranks", figure, caption))
+        shown.append(_show(figures, "ranks", draw_bars(labels, RANK_PHASES, ranks), caption))
     if shown:
         blocks.append("\n".join(shown))
     return "\n\n".join(blocks)
 
 
-def stacked_bars(
-    axes: Axes, labels: Sequence[str], phases: Sequence[str], rows: Sequence[Any]
-) -> None:
+def draw_bars(labels: Sequence[str], phases: Sequence[str], rows: Sequence[Any]) -> Figure:
     """Draw a stacked bar of phases in milliseconds for each row."""
-    times = np.array([[getattr(row, phase) for row in rows] for phase in phases])  # (phases, rows)
+    times = np.transpose(list(map(attrgetter(*phases), rows)))  # (phases, rows)
     steps = times.sum(0)
     places = np.arange(len(rows))  # not the labels, because two rows may have the same
-    left = np.zeros(len(rows))
-    for phase, widths in zip(phases, times, strict=True):
-        colour = PHASE_COLOURS[phase]
-        bars = axes.barh(places, widths, 0.65, left, color=colour, edgecolor=page.PAPER)
-        bars.set_label(phase.replace("_", " + "))
-        for place in places[widths > 0.1 * steps.max()]:  # room for a percentage
-            middle = left[place] + widths[place] / 2
-            text = f"{widths[place] / steps[place]:.0%}"
-            axes.text(middle, place, text, color="white", fontsize=8, ha="center", va="center")
-        left += widths
-    axes.set_yticks(places, labels)
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params("y", length=0)
+
+    def paint(axes: Axes) -> None:
+        left = np.zeros(len(rows))
+        for phase, widths in zip(phases, times, strict=True):
+            colour = PHASE_COLOURS[phase]
+            bars = axes.barh(places, widths, 0.65, left, color=colour, edgecolor=page.PAPER)
+            bars.set_label(phase.replace("_", " + "))
+            for place in places[widths > 0.1 * steps.max()]:  # room for a percentage
+                middle = left[place] + widths[place] / 2
+                text = f"{widths[place] / steps[place]:.0%}"
+                axes.text(middle, place, text, color="white", fontsize=8, ha="center", va="center")
+            left += widths
+        axes.set_yticks(places, labels)
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds")
+        axes.spines["left"].set_visible(False)
+        axes.tick_params("y", length=0)
+
+    return draw(paint, height=1.3 + 0.3 * len(rows))

@@ -38,7 +38,7 @@ class Section(NamedTuple):
 
     Attributes:
         heading: Heading of the section.
-        text: Markdown. `![description](name "title")` inserts the figure of that name; figures on
+        text: Markdown. `![caption](name)` inserts the figure of that name; figures on
             consecutive lines are side by side if they fit.
         folded: Whether the section is folded at first.
     """
@@ -62,8 +62,9 @@ def page(
 
     def image(renderer: Any, tokens: Sequence[Any], index: int, options: Any, env: Any) -> str:
         token = tokens[index]
-        shown = _shown(figures[token.attrs["src"]], token.attrs["src"], html.escape(token.content))
-        caption = html.escape(token.attrs.get("title", ""))
+        name = token.attrs["src"]
+        caption = html.escape(renderer.renderInlineAsText(token.children, options, env))
+        shown = _shown(figures[name], name, caption)
         return f'<span class="figure"><span class="caption">{caption}</span>{shown}</span>'
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -161,12 +162,12 @@ def _shown(figure: Figure | bytes, name: str, alt: str) -> str:
     file = io.StringIO()
     with matplotlib.rc_context({**LOOK, "svg.hashsalt": name}):
         figure.savefig(file, format="svg", transparent=True)
-    text = file.getvalue()
-    # another figure's groups have the same ids
+    # drop ids, because another figure's groups have the same
     text = re.sub(
-        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->|(?<=<g) id=\"[^\"]*\"",
+        r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->"
+        r"|(?<=<g) id=\"[^\"]*\"",
         "",
-        text[text.index("<svg") :],
+        file.getvalue(),
         flags=re.DOTALL,
     )
     text = re.sub(r"(?<=: )#(\w{6})", r"var(--\1, #\1)", text)

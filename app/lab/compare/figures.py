@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from app.lab.compare.advice import Verdict, ranked
 from app.lab.compare.runner import Outcome
-from app.monitor.report import stacked_bars
+from app.monitor.report import draw_bars
 from app.record import PHASES
 from app.system.page import BLUE, INK, ORANGE, PALE, draw, short
 
@@ -70,9 +70,8 @@ def pictures(
     timed = rows.dropna(subset=["rest_ms"]).rename(columns=lambda name: name.removesuffix("_ms"))
     if len(timed):
         bars = list(timed.itertuples())
-        paint = partial(stacked_bars, labels=list(timed["label"]), phases=PHASES, rows=bars)
         title = "Where the time of a step goes, on rank zero"
-        drawn["step"] = Picture(title, draw(paint, height=1.3 + 0.3 * len(timed)))
+        drawn["step"] = Picture(title, draw_bars(list(timed["label"]), PHASES, bars))
     return drawn
 
 

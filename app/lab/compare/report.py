@@ -112,8 +112,7 @@ def _images(drawn: dict[str, Picture], *names: str) -> str:
     images = []
     for name in names:
         if name in drawn:
-            title = plain(drawn[name].title)
-            images.append(f'![{title}]({name}.png "{title}")')
+            images.append(f"![{plain(drawn[name].title)}]({name}.png)")
     return "\n".join(images)
 
 
