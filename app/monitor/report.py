@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -219,8 +219,9 @@ def draw_confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> Figure:
 
 def _paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    blue = ListedColormap([page.BLUE])
-    axes.imshow(shares, cmap=blue, alpha=shares, interpolation="none", aspect="auto")
+    # from transparent to blue; SVG files ignore an array of `alpha`
+    blues = LinearSegmentedColormap.from_list("blues", [f"{page.BLUE}00", f"{page.BLUE}f0"])
+    axes.imshow(shares, blues, vmin=0, vmax=1, interpolation="none", aspect="auto")
     step = math.ceil(len(names) / CELLS)
     ticks = range(0, len(names), step)
     labels = [short(name, 16) for name in names[::step]]
