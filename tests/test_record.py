@@ -15,19 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from harness import (
-    QUIET,
-    ROOT,
-    App,
-    fork_app,
-    on_cpu,
-    on_gpu,
-    options,
-    output_of,
-    record_of,
-    start_app,
-    tiny,
-)
+from harness import QUIET, ROOT, App, fork_app, on_cpu, options, output_of, record, start_app, tiny
 from stuck_code import never_ends
 
 from app.monitor.loggers import claim_version
@@ -56,11 +44,11 @@ def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path) -> None:
     assert f"--ckpt_path {run}/checkpoints/last.ckpt --trainer.max_epochs 6" in out
     assert "slow" not in out
 
-    record = record_of(run)
-    assert record["command"].startswith("python -m app fit --run.root")
-    assert Path(record["checkpoint"]["best"]).exists()
-    assert Path(record["checkpoint"]["last"]).exists()
-    assert yaml.safe_load(Path(record["config"]).read_text())["run"]["name"] == "x"
+    written = record(tmp_path / "runs")
+    assert written["command"].startswith("python -m app fit --run.root")
+    assert Path(written["checkpoint"]["best"]).exists()
+    assert Path(written["checkpoint"]["last"]).exists()
+    assert yaml.safe_load(Path(written["config"]).read_text())["run"]["name"] == "x"
     resolved = {
         "status": "completed",
         "error": None,
@@ -74,29 +62,29 @@ def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path) -> None:
         "placement": "memory",
         "seed": 42,
         "threads": 1,
-        "tested": record["checkpoint"]["best"],
+        "tested": written["checkpoint"]["best"],
     }
-    assert resolved.items() <= record.items()
-    assert [row["epoch"] for row in record["epochs"]] == [0, 1, 2]
-    for row in record["epochs"]:
+    assert resolved.items() <= written.items()
+    assert [row["epoch"] for row in written["epochs"]] == [0, 1, 2]
+    for row in written["epochs"]:
         assert min(row["train_loss"], row["val_loss"], row["seconds"]) > 0
-    assert record["train_loss"] == {"last": record["epochs"][-1]["train_loss"]}
-    assert 0 <= record["test"]["acc"] <= 1
-    assert min(record["setup_s"], record["train_s"]) > 0
+    assert written["train_loss"] == {"last": written["epochs"][-1]["train_loss"]}
+    assert 0 <= written["test"]["acc"] <= 1
+    assert min(written["setup_s"], written["train_s"]) > 0
     # 9 steps per epoch make 4 windows of 2; the first of 12 windows is excluded
-    speed = record["throughput"]
+    speed = written["throughput"]
     assert (speed["n"], speed["unit"]) == (11, "samples/s")
     assert speed["min"] <= speed["median"] <= speed["max"]
-    times = record["time_per_step"]
+    times = written["time_per_step"]
     assert (times["n"], times["unit"]) == (20, "ms")
     assert [phase for phase in PHASES if not times[phase] > 0] == ["communication"]
-    memory = record["peak_memory"][0]
+    memory = written["peak_memory"][0]
     assert memory["rank"] == 0
     assert memory["total_gib"] > memory["host_rss_gib"] > 0.1
-    (row,) = record["ranks"]
+    (row,) = written["ranks"]
     assert row["compute"] > row["data"] > row["wait"] == 0
-    assert {"python", "torch", "lightning", "app", "commit"} <= record["versions"].keys()
-    assert set(record["hardware"]) == {"cpu", "cores", "gpus"}
+    assert {"python", "torch", "lightning", "app", "commit"} <= written["versions"].keys()
+    assert set(written["hardware"]) == {"cpu", "cores", "gpus"}
 
 
 @pytest.mark.timeout(60)
@@ -105,8 +93,8 @@ def test_throughput_of_batches_that_begin_with_names(
     batches: str, app: App, tmp_path: Path
 ) -> None:
     data = ["--model", "user_code.TheirModel", "--data", f"user_code.{batches}", *QUIET]
-    output_of(*app("fit", *data, *options(max_epochs=2, log_every_n_steps=1, name="x")))
-    for epoch in record_of(tmp_path / "runs" / "x" / "version_0")["epochs"]:
+    output_of(*app("fit", *data, *options(max_epochs=2, log_every_n_steps=1)))
+    for epoch in record(tmp_path / "runs")["epochs"]:
         assert (epoch["samples_per_s"] is None) == (batches == "HiddenData")
 
 
@@ -118,11 +106,12 @@ def test_threads_where_cores_are_busy(tmp_path: Path) -> None:
     for process in busy:
         process.start()
     try:
-        flags = [*SMALL, *options(max_epochs=2, log_every_n_steps=2, test=False, root=tmp_path)]
+        flags = [*SMALL, *options(max_epochs=2, log_every_n_steps=2, test=False)]
         for requested, threads in (("auto", os.cpu_count()), ("1", 1)):
-            flags += ["--run.threads", requested, "--run.name", requested]
+            root = tmp_path / requested
+            flags += options(threads=requested, root=root)
             out = output_of(*start_app("fit", *flags, env={"OMP_NUM_THREADS": None}))
-            assert record_of(tmp_path / requested / "version_0")["threads"] == threads
+            assert record(root)["threads"] == threads
             pattern = rf"^time .*; other programs took [\d.]+ of {os.cpu_count()} cores$"
             assert re.search(pattern, out, re.MULTILINE), out
     finally:
@@ -137,14 +126,14 @@ def test_set_up_time_begins_with_the_command(tmp_path: Path) -> None:
     The process may be older: in `bash -c "sleep 30 && python -m app fit"`, the shell's process
     becomes Python's.
     """
-    flags = [*SMALL, *options(max_steps=2, test=False, root=tmp_path, name="x")]
+    flags = [*SMALL, *options(max_steps=2, test=False, root=tmp_path)]
     waits = (
         "import os, sys, time; time.sleep(5); "
         "os.execv(sys.executable, [sys.executable, '-m', 'app', *sys.argv[1:]])"
     )
     began = time.time()
     subprocess.run([sys.executable, "-c", waits, "fit", *flags], cwd=ROOT, timeout=200, check=True)
-    assert record_of(tmp_path / "x" / "version_0")["setup_s"] < time.time() - began - 5
+    assert record(tmp_path)["setup_s"] < time.time() - began - 5
 
 
 def test_set_up_time_when_the_date_jumps(
@@ -154,42 +143,40 @@ def test_set_up_time_when_the_date_jumps(
     year = 365 * 86400
     dates = itertools.cycle([time.time(), time.time() - year, time.time() + year])
     monkeypatch.setattr("time.time", lambda: next(dates))
-    output_of(*app("fit", *SMALL, *options(max_steps=9, test=False, profiler="simple", name="x")))
-    record = record_of(tmp_path / "runs" / "x" / "version_0")
-    assert 0 < record["setup_s"] < 60
-    assert record["time_per_step"] is None
+    output_of(*app("fit", *SMALL, *options(max_steps=9, test=False, profiler="simple")))
+    written = record(tmp_path / "runs")
+    assert 0 < written["setup_s"] < 60
+    assert written["time_per_step"] is None
 
 
-@pytest.mark.parametrize("strategy", ["dp", pytest.param("ddp", marks=SLOW)])
-def test_phases_add_up_to_a_step(strategy: str, tmp_path: Path) -> None:
+CUDA = options(accelerator="cuda", max_steps=90)
+NO_GPU = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+ON_GPU = [pytest.mark.gpu, NO_GPU]
+PHASED = [
+    on_cpu("dp", max_steps=60, threads=2),
+    pytest.param(on_cpu("ddp", max_steps=60, threads=2), marks=SLOW),
+    *(
+        pytest.param([*CUDA, *options(strategy=name)], marks=ON_GPU)
+        for name in ("auto", "dp", "ddp")
+    ),
+]
+
+
+@pytest.mark.parametrize("flags", PHASED)
+def test_phases_add_up_to_a_step(flags: list[str], tmp_path: Path) -> None:
     """The phases add up to the step's duration. Under dp, communication is not timed apart."""
-    flags = on_cpu(strategy, max_steps=60, log_every_n_steps=5, test=False, root=tmp_path, name="x")
-    flags += options(threads=2)
-    output_of(*fork_app("fit", *SMALL, *flags))
-    record = record_of(tmp_path / "x" / "version_0")
-    times = record["time_per_step"]
-    assert (times["n"], record["threads"]) == (20, 2)
-    assert [phase for phase in PHASES if not times[phase] > 0] == ["communication"] * (
-        strategy == "dp"
-    )
+    more = options(log_every_n_steps=5, test=False, root=tmp_path)
+    output_of(*start_app("fit", *SMALL, *flags, *more))
+    written = record(tmp_path)
+    times = written["time_per_step"]
+    assert times["n"] == 20
+    is_ddp = written["strategy"] == "ddp" and written["replicas"] > 1
+    assert [phase for phase in PHASES if not times[phase] > 0] == ["communication"] * (not is_ddp)
     assert 0 < times["launch"] <= times["forward_backward"] * 1.01
-    whole = 1000 * record["global_batch_size"] / record["throughput"]["median"]
+    whole = 1000 * written["global_batch_size"] / written["throughput"]["median"]
     assert sum(times[phase] for phase in PHASES) == pytest.approx(whole, rel=1e-3), (
         "one clock, and the same windows"
     )
-
-
-@on_gpu
-@pytest.mark.parametrize("strategy", ["auto", "dp", "ddp"])
-def test_phases_on_cuda(strategy: str, tmp_path: Path) -> None:
-    flags = options(
-        accelerator="cuda", strategy=strategy, max_steps=90, log_every_n_steps=5, test=False
-    )
-    output_of(*start_app("fit", *SMALL, *flags, "--run.root", tmp_path, "--run.name", "x"))
-    record = record_of(tmp_path / "x" / "version_0")
-    times = record["time_per_step"]
-    assert 0 < times["launch"] <= times["forward_backward"] * 1.01
-    assert (times["communication"] > 0) == (torch.cuda.device_count() > 1 and strategy == "ddp")
 
 
 THEIRS = ["--model", "user_code.Fails", "--data", "user_code.TheirData", *QUIET]
@@ -207,10 +194,11 @@ def test_a_failed_run_says_why(strategy: str, devices: int, reason: str, tmp_pat
     """Output, record and report give the reason, also if only the last rank fails."""
     flags = [*THEIRS, *on_cpu(strategy, devices, root=tmp_path)]
     assert re.search(reason, output_of(*fork_app("fit", *flags), 1))
-    run = tmp_path / "Fails-TheirData" / "version_0"
-    assert record_of(run)["status"] == "failed"
-    assert re.fullmatch(reason, record_of(run)["error"])
-    assert re.search(f"<title>Failed .*{reason}", (run / "report.html").read_text())
+    written = record(tmp_path)
+    assert written["status"] == "failed"
+    assert re.fullmatch(reason, written["error"])
+    page = Path(written["run_dir"], "report.html").read_text()
+    assert re.search(f"<title>Failed .*{reason}", page)
 
 
 def test_concurrent_runs_get_separate_folders(tmp_path: Path) -> None:

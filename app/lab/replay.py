@@ -333,7 +333,7 @@ def report_of(title: str, samples: Sequence[dict[str, Any]], command: str) -> st
     if images:
         figures["images"] = draw_images(images)
         caption = "The samples as the network got them, with label, prediction and loss"
-        picture = f'![{caption}](images "Largest loss first")'
+        picture = f"![{caption}](images)"
         sections.insert(0, Section("Images", picture))
     lead = (
         f"{len(samples)} samples, each scored alone with the weights before the step, without "

@@ -29,7 +29,7 @@ def gather_objects(mine: Any) -> list[Any]:
     return everyone
 
 
-def host_group(timeout: timedelta) -> Any:
+def host_group(timeout: float) -> Any:
     """Create a gloo group of all ranks for this application's own collective calls. Collective.
 
     Collective calls of the user's code run in the default group. If only one rank makes such a
@@ -37,9 +37,9 @@ def host_group(timeout: timedelta) -> Any:
     one of our calls, and abort the process because the sizes differ.
 
     Args:
-        timeout: Time to wait for another rank.
+        timeout: Seconds to wait for another rank.
     """
-    return distributed.new_group(backend="gloo", timeout=timeout)
+    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
 
 def agree(

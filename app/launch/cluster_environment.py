@@ -75,7 +75,8 @@ def may_resume() -> bool:
 class Slurm(environments.SLURMEnvironment):
     """Cluster environment of srun's tasks.
 
-    By default, address and port come from the SLURM step. Lightning would derive them from the job.
+    By default, address and port come from the SLURM step, in variables that Lightning reads. It
+    would derive them from the job.
 
     Lightning's requeueing is disabled, because it saves the checkpoint in a signal handler. This
     handler runs at different steps on different ranks. This application requeues jobs itself.
@@ -85,19 +86,11 @@ class Slurm(environments.SLURMEnvironment):
         # not Lightning's __init__, which validates the job's variables
         self.auto_requeue = False
         self.requeue_signal = signal.SIGUSR1
-
-    @property
-    def main_address(self) -> str:
-        """MASTER_ADDR, or the host of task 0."""
         task_0 = self.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"])
-        return os.environ.setdefault("MASTER_ADDR", task_0)
-
-    @property
-    def main_port(self) -> int:
-        """MASTER_PORT, or a port derived from the ids of SLURM's job and step."""
+        os.environ.setdefault("MASTER_ADDR", task_0)
         job = int(os.environ["SLURM_JOB_ID"])
         step = int(os.environ["SLURM_STEP_ID"])
-        return int(os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000)))
+        os.environ.setdefault("MASTER_PORT", str(15000 + (job + 100 * step) % 10000))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Do nothing, because the rules of `fit` check the sizes."""

@@ -293,8 +293,7 @@ class NodeRendezvous(StaticTCPRendezvous):
             ]
             if not missing:
                 return
-            nodes = "nodes" if len(missing) > 1 else "node"
-            deadline.check(f"{nodes} {', '.join(missing)} of {self.world_size} at {self.where}")
+            deadline.check(f"node {', '.join(missing)} of {self.world_size} at {self.where}")
             time.sleep(PAUSE)
 
     def _place(self) -> tuple[str, int, str | None] | None:

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
@@ -183,7 +182,7 @@ class StopTogether(Callback):
     """
 
     def __init__(self, timeout: float) -> None:
-        self.timeout = timedelta(seconds=timeout)
+        self.timeout = timeout
         self._group: Any = None
         self._work: Any = None  # the pending all-reduce
         self._highest = np.zeros(1, int)  # its buffer

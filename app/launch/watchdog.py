@@ -62,25 +62,27 @@ class Heartbeat:
         stacks = os.memfd_create("stacks")
         self.files = (beats, stacks)
         os.ftruncate(beats, SIZE)
-        self._memory = mmap.mmap(beats, SIZE)
-        self.values = memoryview(self._memory).cast("q")
+        self.memory = mmap.mmap(beats, SIZE)
+        self.values = memoryview(self.memory).cast("q")
         self.values[1] = SET_UP
         self.file.unlink(missing_ok=True)
         faulthandler.register(WRITE_STACKS, stacks, all_threads=True)
 
-    @contextlib.contextmanager
-    def connecting(self) -> Iterator[None]:
-        """Record the connections to other ranks that the block opens.
-
-        If one of them closes later, `watch` concludes that another rank has left.
-        """
-        before = connections(os.getpid())
-        yield
-        peers = " ".join(sorted(connections(os.getpid()) - before)[:1000])
-        self._memory[PEERS:] = peers.encode().ljust(SIZE - PEERS, b"\0")
-
 
 heartbeat: Heartbeat | None = None  # set while this process is watched
+
+
+@contextlib.contextmanager
+def connecting() -> Iterator[None]:
+    """Record the connections to other ranks that the block opens.
+
+    If one of them closes later, `watch` concludes that another rank has left.
+    """
+    before = connections(os.getpid())
+    yield
+    if heartbeat is not None:
+        peers = " ".join(sorted(connections(os.getpid()) - before)[:1000])
+        heartbeat.memory[PEERS:] = peers.encode().ljust(SIZE - PEERS, b"\0")
 
 
 @contextlib.contextmanager
@@ -286,13 +288,7 @@ def where(folder: Path) -> str | None:
     preposition = "at" if is_in_library else "in"
     clauses = [f"rank {rank} is {preposition} {places[rank].text}" for rank in hanging]
     if waiting:
-        ranks = f"rank {waiting[0]} waits"
-        if len(waiting) > 1:
-            ranks = f"ranks {', '.join(map(str, waiting))} wait"
-        whose = {0: "", 1: "its "}.get(len(hanging), "their ")
-        is_backward = any(places[rank].waits[0] for rank in waiting)
-        awaited = "gradients" if is_backward else "answers"
-        clauses.append(f"{ranks} for {whose}{awaited}")
+        clauses.append(f"waiting: rank {', '.join(map(str, waiting))}")
     return "; ".join(clauses)
 
 

@@ -30,12 +30,12 @@ class Balance(Callback):
         """Redistribute the shards if that shortens a step. The loader starts after this hook."""
         loop = trainer.fit_loop.epoch_loop
         order = order_of(trainer.train_dataloader)
-        if not isinstance(loop, ShardedLoop) or loop.sums is None or order is None:
-            return
-        tree = loop.sums.tree
         rows = self.ranks.ranks
-        if not rows:
+        if not rows or order is None:
             return
+        assert isinstance(loop, ShardedLoop)
+        assert loop.sums is not None
+        tree = loop.sums.tree
         seconds = np.array([row.data + row.compute for row in rows]) / tree.shares
         shares = balanced(seconds, tree.count)
         if max(seconds * shares) > GAIN * max(seconds * tree.shares):

@@ -11,7 +11,7 @@ from app.data.module import ImageData
 from app.modules import ImageClassifier
 from app.modules.networks import count_parameters, title
 from app.monitor.nonfinite import NonFinite
-from app.monitor.step_clock import StepClock, scaled
+from app.monitor.step_clock import StepClock
 from app.monitor.windows import Windows
 from app.record import (
     Course,
@@ -109,24 +109,23 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows) -> Non
     if isinstance(loop, ShardedLoop) and loop.sums is not None:
         record.shards = loop.sums.tree.shares
     record.course = Course(windows.course.points)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, NonFinite):
-            record.not_finite_since = callback.since
-            record.not_finite_step = callback.step
-        elif isinstance(callback, StepClock):
-            record.time_per_step = callback.time_per_step
-            record.ranks = callback.ranks.ranks
-            record.others_cores = callback.ranks.others_cores
-            record.course.memory_gib = callback.ranks.memory.points
+    step = None
     if windows.rates:
         rates = windows.rates
         median = statistics.median(rates)
         low = round(min(rates), 1)
         high = round(max(rates), 1)
         record.throughput = Throughput(round(median, 1), low, high, len(rates))
-        if record.time_per_step is not None:
-            step = 1000 * statistics.median(windows.samples_per_step) / median
-            record.time_per_step = scaled(record.time_per_step, step, record.ranks)
+        step = 1000 * statistics.median(windows.samples_per_step) / median
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, NonFinite):
+            record.not_finite_since = callback.since
+            record.not_finite_step = callback.step
+        elif isinstance(callback, StepClock):
+            record.time_per_step = callback.time_per_step(step)
+            record.ranks = callback.ranks.ranks
+            record.others_cores = callback.ranks.others_cores
+            record.course.memory_gib = callback.ranks.memory.points
 
 
 def metrics_of(trainer: Trainer, split: str) -> Metrics:

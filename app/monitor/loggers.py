@@ -13,17 +13,17 @@ from typing import Any
 
 import yaml
 from jsonargparse import Namespace
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from torch import Tensor
 
 from app.errors import UserError, one_line
 from app.record import Record
-from app.system.files import read_csv, whole, write_csv
-from app.system.lightning_patches import open_experiment, tracker_settings
+from app.system.files import read_csv, write_csv, write_text
+from app.system.patches import expects
 from app.system.wandb_patches import forget_run
 
 MODES = ("off", "offline", "online")  # tracking modes, the most private first
@@ -74,6 +74,10 @@ def trial() -> str | None:
     return os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
 
 
+@expects(
+    "lightning.pytorch.loggers.wandb:WandbLogger._wandb_init",  # arguments for `wandb.init`
+    "lightning.pytorch.loggers.wandb:WandbLogger._experiment",  # the open run, or None
+)
 class Tracker(WandbLogger):
     """Logger for Weights & Biases. One training is one wandb run, whatever its number of processes.
 
@@ -122,7 +126,7 @@ class Tracker(WandbLogger):
         options |= {"id": self.id, "resume": "allow" if resumed else None, "settings": settings}
         super().__init__(save_dir=run_dir, mode=self.mode, **options)
         # wandb warns about this argument of Lightning
-        tracker_settings(self).pop("anonymous", None)
+        self._wandb_init.pop("anonymous", None)
 
     @property
     def experiment(self) -> Any:
@@ -142,7 +146,7 @@ class Tracker(WandbLogger):
             # take a new id, because wandb treats the failed run's id as taken
             self.id = trial() or uuid.uuid4().hex[:8]
             self.mode = "offline"
-            tracker_settings(self).update(mode=self.mode, id=self.id, resume=None)
+            self._wandb_init.update(mode=self.mode, id=self.id, resume=None)
         self.failed = True
         self.mode = "disabled"
         return DummyExperiment()
@@ -172,7 +176,7 @@ class Tracker(WandbLogger):
             folders += sorted(root.glob(f"run-*-{self.id}"))
         if folders:
             return f"offline; upload with  {shlex.join(['wandb', 'sync', *map(str, folders)])}"
-        return getattr(open_experiment(self), "url", None) or self.mode
+        return getattr(self._experiment, "url", None) or self.mode
 
     log_metrics = _never_fatal(WandbLogger.log_metrics)
     log_hyperparams = _never_fatal(WandbLogger.log_hyperparams)
@@ -198,9 +202,8 @@ class Tracker(WandbLogger):
     def finish(self) -> None:
         """Finish the run, and upload the remaining data."""
         try:
-            run = open_experiment(self)
-            if run:
-                run.finish()
+            if self._experiment:
+                self._experiment.finish()
         except Exception as error:  # TimeoutError, or any exception of the tracker
             self.unsent = True
             reason = one_line(str(error))
@@ -254,15 +257,10 @@ class MetricsFile(CSVLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log a row; save it at every 100th step."""
+        """Log a row; the Trainer then calls `save`."""
         if step is None:
             step = len(self._logged)
-        row: dict[str, Any] = {"step": step}
-        for name, value in metrics.items():
-            row[name] = value.item() if isinstance(value, Tensor) else value
-        self._logged.append(row)
-        if (step + 1) % 100 == 0:
-            self.save()
+        self._logged.append({"step": step, **convert_tensors_to_scalars(metrics)})
 
     @rank_zero_only
     def save(self) -> None:
@@ -272,7 +270,7 @@ class MetricsFile(CSVLogger):
             return
         size = 0
         try:
-            if self._path.exists() and set().union(*rows) <= set(self._columns):
+            if set().union(*rows) <= set(self._columns):
                 size = self._path.stat().st_size
                 with self._path.open("a", newline="") as file:
                     csv.DictWriter(file, self._columns).writerows(rows)
@@ -293,14 +291,9 @@ class MetricsFile(CSVLogger):
         """Drop the rows from `step` on, because training resumes at this step.
 
         Raises:
-            UserError: When the file cannot be read or written.
+            OSError: When the file cannot be read or written.
         """
-        try:
-            self._rewrite([row for row in read_rows(self._path) if int(row["step"]) < step])
-        except OSError as error:
-            raise UserError(
-                f"{self._path} cannot be changed ({error.strerror}): give another --run.name"
-            ) from error
+        self._rewrite([row for row in read_rows(self._path) if int(row["step"]) < step])
 
 
 class SaveConfig(SaveConfigCallback):
@@ -318,29 +311,21 @@ class SaveConfig(SaveConfigCallback):
         """Write `config.yaml`, and log the config to the tracker."""
         if trainer.logger is None:  # with --trainer.barebones
             return
-        path = Path(str(trainer.logger.log_dir), "config.yaml")
-        try:
-            with whole(path) as file:
-                file.write(self.text.encode())
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be written ({error.strerror}): give another --run.root"
-            ) from error
+        write_text(Path(str(trainer.logger.log_dir), "config.yaml"), self.text)
         for tracker in trackers(trainer.loggers):
             tracker.log_hyperparams(yaml.safe_load(self.text))
 
 
-def next_version(root: str, name: str, what: str = "version") -> str:
-    """Return the next free name in the folder `root/name`, such as `version_3`.
+def next_version(folder: Path, what: str = "version") -> str:
+    """Return the next free name in a folder, such as `version_3`.
 
     Args:
-        root: Directory of all experiments.
-        name: Name of the experiment.
+        folder: Folder of an experiment.
         what: Prefix of the name. `version` counts from 0, another prefix from 1.
     """
     first = 0 if what == "version" else 1
     numbers = [first - 1]
-    for path in Path(root, name).glob(f"{what}_*"):
+    for path in folder.glob(f"{what}_*"):
         number = path.name.removeprefix(f"{what}_")
         if number.isdecimal():
             numbers.append(int(number))
@@ -354,7 +339,7 @@ def claim_version(folder: Path, what: str = "version") -> Path:
         UserError: When the folder cannot be created.
     """
     for _ in range(100):
-        directory = folder / next_version(str(folder.parent), folder.name, what)
+        directory = folder / next_version(folder, what)
         try:
             directory.mkdir(parents=True)
             return directory

@@ -105,13 +105,12 @@ class NonFinite(Callback):
             place = f"batch {batch + 1} of epoch {trainer.current_epoch + 1}, rank {rank}"
             problem = f"the training loss is not finite since step {step} ({place})"
             self.step = self.step or step
+        problem += (
+            ": lower the learning rate, give --trainer.gradient_clip_val or another "
+            "--trainer.precision"
+        )
         if self.action == "stop":
-            raise UserError(
-                f"{problem}: lower the learning rate, give --trainer.gradient_clip_val or another "
-                "--trainer.precision; --run.on_nonfinite warn continues anyway"
-            )
+            raise UserError(f"{problem}; --run.on_nonfinite warn continues anyway")
         if self.since is None:
             self.since = trainer.current_epoch
-            rank_zero_info(
-                f"{problem}: lower the learning rate, or take another --trainer.precision"
-            )
+            rank_zero_info(problem)

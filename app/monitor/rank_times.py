@@ -1,13 +1,11 @@
 """Step times of all ranks, and detection of slow ranks."""
 
-import contextlib
 import math
 import os
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed
 
 from app.launch.agree import gather_objects, host_group
+from app.launch.watchdog import connecting
 from app.monitor.series import Series
 from app.record import RankTime
 from app.system.machine import GIB, busy_seconds, core_wait_seconds, own_seconds
@@ -56,20 +55,19 @@ class RankTimes:
         self._slower: Counter[int] = Counter()
         self._named: set[int] = set()
         self._heard = 0
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timeout
         self._group: Any = None
         self._windows: deque[np.ndarray] = deque(maxlen=KEPT)  # times of each window: (ranks, 3)
 
-    def connect(self, trainer: Trainer, watched: Any) -> None:
+    def connect(self, trainer: Trainer) -> None:
         """Create a process group of all ranks for the exchange. Collective."""
         if trainer.world_size > 1 and self._group is None:
-            with watched.connecting() if watched is not None else contextlib.nullcontext():
+            with connecting():
                 self._group = host_group(self._timeout)
 
     def begin(self, trainer: Trainer) -> None:
         """Store the CPU times at the start, and gather each rank's node and cores. Collective."""
         self._started = time.perf_counter()
-        self.memory = Series(trainer.world_size)
         self._cores: tuple[int, ...] = ()  # unknown on macOS
         if sys.platform == "linux":
             self._cores = tuple(sorted(os.sched_getaffinity(0)))

@@ -6,14 +6,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 from torchvision.utils import make_grid
 
@@ -33,13 +34,12 @@ from app.record.words import (
 )
 from app.system import page
 from app.system.files import read_csv, write_text
-from app.system.page import Section, code, draw, draw_line, label_lines, plain, short, table
+from app.system.page import Section, code, draw, plain, short, table
 
 MISTAKES = 5  # number of rows in each table of mistakes
 # the confusion matrix shows figures up to this number of classes, and the step chart is drawn up to
 # this number of ranks
 CELLS = 20
-CONFUSION = "Confusion matrix: label against prediction, %"
 PHASE_COLOURS = {
     "data": page.GREEN,
     "forward_backward": page.BLUE,
@@ -96,7 +96,7 @@ def make_report(folder: Path, record: Record | None = None) -> str:
 def _show(figures: Figures, name: str, figure: Figure | bytes, caption: str) -> str:
     """Add a figure to the page, and return the Markdown that inserts it."""
     figures[name] = figure
-    return f'![{caption}]({name} "{caption}")'
+    return f"![{caption}]({name})"
 
 
 # -- text of the report
@@ -185,7 +185,7 @@ def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: Figu
         windows = points[f"train_{metric}_step"]
         lines = {"training": points[f"train_{metric}"], "validation": points[f"val_{metric}"]}
         if windows or any(lines.values()):
-            figure = draw_line(partial(_curves, windows=windows, lines=lines))
+            figure = draw(partial(_curves, windows=windows, lines=lines))
             shown.append(_show(figures, metric, figure, caption))
     return "\n".join(shown) or "No loss was logged as train_loss or val_loss."
 
@@ -193,42 +193,42 @@ def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: Figu
 def _curves(
     axes: Axes, windows: Sequence[tuple[float, float]], lines: dict[str, list[tuple[float, float]]]
 ) -> None:
-    ends = []
     axes.plot(*np.reshape(windows, (-1, 2)).T, color=page.BLUE, alpha=0.35, linewidth=1)
     for (name, points), colour in zip(lines.items(), page.COLOURS, strict=False):
         if points:
-            marker = "o" if len(points) < 30 else None
-            axes.plot(*np.transpose(points), color=colour, marker=marker, markersize=3)
-            ends.append((points[-1][1], name, colour))
+            axes.plot(*np.transpose(points), color=colour, label=name, marker="o", markersize=3)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(axis="y")
     axes.margins(x=0.02)
-    label_lines(axes, ends)
 
 
 # -- confusion matrix
 # -------------------------------------------------------------------------------------------------
 
 
-def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
+def draw_confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> Figure:
     """Draw a confusion matrix. A cell is the percentage of the label's images.
 
     Args:
-        axes: Axes to draw on.
         counts: Numbers of images, int (labels, predictions).
         names: Names of the classes.
     """
+    return draw(partial(_paint_confusion, counts=counts, names=names), 5.0, 4.6)
+
+
+def _paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    blue = ListedColormap([page.BLUE])
-    axes.imshow(shares, cmap=blue, alpha=shares, interpolation="none", aspect="auto")
+    # from transparent to blue; SVG files ignore an array of `alpha`
+    blues = LinearSegmentedColormap.from_list("blues", [f"{page.BLUE}00", f"{page.BLUE}f0"])
+    axes.imshow(shares, blues, vmin=0, vmax=1, interpolation="none", aspect="auto")
     step = math.ceil(len(names) / CELLS)
     ticks = range(0, len(names), step)
     labels = [short(name, 16) for name in names[::step]]
     size = np.clip(140 / len(names), 6, 10)  # points
     axes.set_xticks(ticks, labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
     axes.set_yticks(ticks, labels, fontsize=size)
-    axes.set(xlabel="predicted", ylabel="label")
+    axes.set(xlabel="predicted, % of the label's images", ylabel="label")
     if step > 1:
         return
     for row, column in np.argwhere(shares >= 0.005):
@@ -236,12 +236,6 @@ def paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> Non
         colour = "white" if share > 0.5 else page.INK
         text = f"{100 * share:.0f}"
         axes.text(column, row, text, color=colour, fontsize=size, ha="center", va="center")
-
-
-def draw_confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> Figure:
-    """Draw a confusion matrix, int (labels, predictions), outside a page."""
-    side = min(max(5.0, 0.7 * len(names)), 20.0)  # inches
-    return draw(lambda axes: paint_confusion(axes, counts, names), side, side, CONFUSION)
 
 
 def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
@@ -275,22 +269,21 @@ def _mistakes(folder: Path, figures: Figures) -> str:
     wrong = counts - np.diag(counts.diagonal())
     blocks = []
     if wrong.any():
-        least = []
-        for label in np.flatnonzero(images):
-            least.append((counts[label, label] / images[label], names[label], images[label]))
-        most = []
-        for label, predicted in np.argwhere(wrong):
-            most.append((-wrong[label, predicted], names[label], names[predicted]))
+        shares = wrong.sum(1) / np.maximum(images, 1)
         rows = []
-        for recall, name, count in sorted(least)[:MISTAKES]:
-            rows.append([name, percent(recall), f"{count:,}"])
+        # classes without images have the share 0, and are never the worst
+        for label in np.argsort(-shares, kind="stable")[:MISTAKES]:
+            if images[label]:
+                rows.append([names[label], percent(1 - shares[label]), f"{images[label]:,}"])
         blocks.append(table(["least recognised", "recall", "images"], rows))
         rows = []
-        for count, label, predicted in sorted(most)[:MISTAKES]:
-            rows.append([label, predicted, f"{-count:,}"])
+        for cell in np.argsort(-wrong, axis=None, kind="stable")[:MISTAKES]:
+            label, predicted = divmod(cell, len(names))
+            if wrong[label, predicted]:
+                rows.append([names[label], names[predicted], f"{wrong[label, predicted]:,}"])
         blocks.append(table(["most confused", "predicted as", "images"], rows, words=(0, 1)))
-    figure = draw(lambda axes: paint_confusion(axes, counts, names), 5.0, 4.6)
-    blocks.append(_show(figures, "confusion", figure, CONFUSION))
+    caption = "Confusion matrix: label against prediction, %"
+    blocks.append(_show(figures, "confusion", draw_confusion_matrix(counts, names), caption))
     picture = folder / "most_wrong.png"
     if wrong.any() and picture.is_file():
         caption = "Most confidently wrong"
@@ -315,56 +308,53 @@ def _speed(record: Record, figures: Figures) -> str:
     def draw_rates(axes: Axes) -> None:
         axes.plot(*np.transpose(rates), color=page.BLUE)
         axes.set_xlabel("seconds of training")
-        axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1)
+        axes.set_ylim(bottom=0)
         axes.grid(axis="y")
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         if median:
-            axes.axhline(median, color=page.ORANGE, linewidth=1)
-            label_lines(axes, [(median, f"median\n{median:,.0f}", page.ORANGE)])
+            label = f"median {median:,.0f}"
+            axes.axhline(median, color=page.ORANGE, label=label, linewidth=1)
 
     if rates:
         caption = "Samples/s of each logging window"
-        shown.append(_show(figures, "speed", draw_line(draw_rates), caption))
+        shown.append(_show(figures, "speed", draw(draw_rates), caption))
     if times and times.step:
         taken = taken_cores(record.others_cores, record.hardware)
         gpu = record.accelerator != "cpu"
         limit, remedy = bottleneck(vars(times), gpu, record.placement, taken)
         blocks.append(f"A step takes {duration(times.step / 1000)}. **{limit}.** Try {remedy}.")
-        figure = draw(lambda axes: stacked_bars(axes, [""], PHASES, [times]), height=1.6)
         caption = "Where the time of a step goes, on rank zero"
-        shown.append(_show(figures, "step", figure, caption))
+        shown.append(_show(figures, "step", draw_bars([""], PHASES, [times]), caption))
     if 1 < len(ranks) <= CELLS:
         labels = [f"rank {row.rank}" for row in ranks]
-        height = 1.1 + 0.28 * len(ranks)
-        figure = draw(lambda axes: stacked_bars(axes, labels, RANK_PHASES, ranks), height=height)
         caption = "A step on each rank: wait is for the others"
-        shown.append(_show(figures, "ranks", figure, caption))
+        shown.append(_show(figures, "ranks", draw_bars(labels, RANK_PHASES, ranks), caption))
     if shown:
         blocks.append("\n".join(shown))
     return "\n\n".join(blocks)
 
 
-def stacked_bars(
-    axes: Axes, labels: Sequence[str], phases: Sequence[str], rows: Sequence[Any]
-) -> None:
+def draw_bars(labels: Sequence[str], phases: Sequence[str], rows: Sequence[Any]) -> Figure:
     """Draw a stacked bar of phases in milliseconds for each row."""
-    times = np.array([[getattr(row, phase) for row in rows] for phase in phases])  # (phases, rows)
-    shares = times / np.maximum(times.sum(0), 1e-9)
-    least = 0.1 * times.sum(0).max()  # room for a percentage
-    ends = times.cumsum(0)
-    for phase, widths, share, end in zip(phases, times, shares, ends, strict=True):
-        colour = PHASE_COLOURS[phase]
-        left = end - widths
-        bars = axes.barh(labels, widths, left=left, color=colour, edgecolor=page.PAPER, height=0.65)
-        bars.set_label(phase.replace("_", " + "))
-        written = [f"{part:.0%}" for part in share]
-        for row in np.flatnonzero(widths < least):
-            written[row] = ""
-        axes.bar_label(bars, written, label_type="center", color="white", fontsize=8)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("milliseconds")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params("y", length=0)
-    axes.figure.legend(
-        loc="outside upper center", ncols=3, fontsize=9, handlelength=1, columnspacing=1.2
-    )
+    times = np.transpose(list(map(attrgetter(*phases), rows)))  # (phases, rows)
+    steps = times.sum(0)
+    places = np.arange(len(rows))  # not the labels, because two rows may have the same
+
+    def paint(axes: Axes) -> None:
+        left = np.zeros(len(rows))
+        for phase, widths in zip(phases, times, strict=True):
+            colour = PHASE_COLOURS[phase]
+            bars = axes.barh(places, widths, 0.65, left, color=colour, edgecolor=page.PAPER)
+            bars.set_label(phase.replace("_", " + "))
+            for place in places[widths > 0.1 * steps.max()]:  # room for a percentage
+                middle = left[place] + widths[place] / 2
+                text = f"{widths[place] / steps[place]:.0%}"
+                axes.text(middle, place, text, color="white", fontsize=8, ha="center", va="center")
+            left += widths
+        axes.set_yticks(places, labels)
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds")
+        axes.spines["left"].set_visible(False)
+        axes.tick_params("y", length=0)
+
+    return draw(paint, height=1.3 + 0.3 * len(rows))

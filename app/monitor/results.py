@@ -10,12 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.data.batches import GlobalBatches
-from app.errors import UserError
 from app.launch.agree import gather_objects
 from app.modules import ImageClassifier
 from app.monitor.loggers import trackers
 from app.record.words import counted
-from app.system.files import whole, write_csv
+from app.system.files import write_csv
 
 WRONG = 25  # number of wrong images to show
 
@@ -74,12 +73,7 @@ class PredictionWriter(Callback):
                     line["label"] = split.labels[index].item()
             lines.append(line)
         path = Path(directory, "predictions.csv")
-        try:
-            write_csv(path, [lines[0].keys(), *(line.values() for line in lines)])
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be written ({error.strerror}): give another --run.root"
-            ) from error
+        write_csv(path, [lines[0].keys(), *(line.values() for line in lines)])
         rank_zero_info(f"{counted(len(rows), 'prediction')}: {path}")
 
 
@@ -130,7 +124,7 @@ class TestFigures(Callback):
             return
         # a local import, because matplotlib takes a fifth of all import time
         from app.monitor.report import draw_confusion_matrix, draw_images
-        from app.system.page import png, short
+        from app.system.page import short, write_png
 
         names = list(trainer.datamodule.class_names)  # type: ignore[attr-defined]
         images = []
@@ -142,10 +136,8 @@ class TestFigures(Callback):
         counts = [[name, *row] for name, row in zip(names, matrix.tolist(), strict=True)]
         try:
             write_csv(confusion.with_suffix(".csv"), [["label \\ predicted", *names], *counts])
-            with whole(confusion) as file:
-                file.write(png(draw_confusion_matrix(matrix.numpy(), names)))
-            with whole(most_wrong) as file:
-                file.write(png(draw_images(images)))
+            write_png(confusion, draw_confusion_matrix(matrix.numpy(), names))
+            write_png(most_wrong, draw_images(images))
         except OSError as error:
             rank_zero_info(
                 f"{directory}: the pictures of the test cannot be written ({error.strerror})"
@@ -154,4 +146,4 @@ class TestFigures(Callback):
         if self.track:
             pictures.append(most_wrong)
         for tracker in trackers(trainer.loggers):
-            tracker.log_pictures(filter(Path.exists, pictures))
+            tracker.log_pictures(pictures)

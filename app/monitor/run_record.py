@@ -95,15 +95,9 @@ class RunRecord(Callback):
         directory = trainer.log_dir
         if not trainer.is_global_zero or directory is None:
             return
-        path = Path(directory, "run.json")
-        # a spawned rank continues its parent's record, and a resumed run that of the run before
-        if self.path is None and path.exists():
-            with suppress(ValueError):
-                self.record = Record.load(path)
-        self.path = path
+        self._find(directory)
         fill_configuration(self.record, trainer)
         self.record.status = "running"
-        self.record.run_dir = directory
         self.record.tracker = next((tracker.id for tracker in trackers(trainer.loggers)), None)
         self._write()
 
@@ -134,11 +128,7 @@ class RunRecord(Callback):
         directory = getattr(trainer.logger, "log_dir", None)
         if directory is None or not trainer.is_global_zero:
             return
-        if self.path is None:  # the run failed before its setup, or in a spawned process
-            self.path = Path(directory, "run.json")
-            with suppress(ValueError):
-                self.record = Record.load(self.path)
-            self.record.run_dir = directory
+        self._find(directory)
         end = ExitStatus.of(explained(exception))
         rank_failed = isinstance(exception, RankError)
         better = end.status == "interrupted" or rank_failed
@@ -151,6 +141,18 @@ class RunRecord(Callback):
             self._close_epoch(trainer)
             self._measure(trainer)
         self._write()
+
+    def _find(self, directory: str) -> None:
+        """Continue the directory's record: that of a spawned rank's parent, or of the run before.
+
+        An exception may come before `setup`, or from a spawned process.
+        """
+        path = Path(directory, "run.json")
+        if self.path is None and path.exists():
+            with suppress(ValueError):
+                self.record = Record.load(path)
+        self.path = path
+        self.record.run_dir = directory
 
     def _write(self) -> None:
         assert self.path is not None

@@ -1,7 +1,7 @@
 """Clock of training steps: data, compute and wait of every step, and all phases of a few steps."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from app.launch import watchdog
 from app.launch.watchdog import DATA, ELSEWHERE, EVALUATION, GRADIENTS, SET_UP, STEP, UPDATE
 from app.modules.sums import log_window
 from app.monitor.rank_times import RankTimes
-from app.record import PHASES, Phases, RankTime
+from app.record import PHASES, Phases
 from app.system.machine import time_when_done
 
 MEASURED = (*PHASES, "forward", "backward", "launch")
@@ -76,7 +76,7 @@ class StepClock(Callback):
         if watchdog.heartbeat is not None:
             self._beat = watchdog.heartbeat.values
             self._beat[1] = SET_UP
-        self.ranks.connect(trainer, watchdog.heartbeat)
+        self.ranks.connect(trainer)
 
     def _stop_beating(self, *_: Any, **__: Any) -> None:
         """Suspend the watchdog, because no rank waits for this one any more."""
@@ -99,10 +99,8 @@ class StepClock(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock, and register gradient hooks. Collective."""
-        device = trainer.strategy.root_device.type
-        self._now = time.perf_counter
         self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
-        if device == "cuda":
+        if trainer.strategy.root_device.type == "cuda":
             self._now = _recorded
             self._seconds = _since_first
         self._ready = self._averaged = self._began = self._waited_since = self._now()
@@ -206,13 +204,29 @@ class StepClock(Callback):
     # -- phases of a few steps
     # ------------------------------------------------------------------------------
 
-    @property
-    def time_per_step(self) -> Phases | None:
-        """Median milliseconds of each phase; None if no step was profiled."""
+    def time_per_step(self, step: float | None) -> Phases | None:
+        """Return the median milliseconds of each phase; None if no step was profiled.
+
+        If several ranks run, rank zero's data time and wait over the latest windows replace the
+        profiled data and communication, because both vary too much to be measured in a few steps.
+
+        Args:
+            step: Median step time in the logging windows, in milliseconds, or None if unknown. The
+                phases are scaled so that their sum equals this time.
+        """
         if not self._phases:
             return None
-        seconds = np.median(self._phases, axis=0)
-        times: dict[str, Any] = dict(zip(MEASURED, (1000 * seconds).round(4).tolist(), strict=True))
+        medians = 1000 * np.median(self._phases, axis=0)
+        times: dict[str, Any] = dict(zip(MEASURED, medians.tolist(), strict=True))
+        known: dict[str, float] = {}
+        scale = 1.0
+        if step is not None:
+            ranks = self.ranks.ranks
+            if len(ranks) > 1 and ranks[0].data + ranks[0].wait < step:
+                known = {"data": ranks[0].data, "communication": ranks[0].wait}
+            rest = sum(times[phase] for phase in PHASES if phase not in known)
+            scale = (step - sum(known.values())) / rest
+        times = {name: round(scale * time, 4) for name, time in times.items()} | known
         return Phases(n=len(self._phases), **times)
 
     def _profile(self, trainer: Trainer) -> None:
@@ -228,27 +242,6 @@ class StepClock(Callback):
         if self._profiler is not None:
             self._profiler.detach()
             self._profiler = None
-
-
-def scaled(profiled: Phases, step: float, ranks: Sequence[RankTime]) -> Phases:
-    """Scale the profiled phases so that their sum equals the windows' median step time.
-
-    Args:
-        profiled: Median of each phase over a few profiled steps.
-        step: Median step time in the windows, in milliseconds.
-        ranks: Median times of all ranks over the latest windows. If there are several, rank zero's
-            data time and wait replace the profiled data and communication, because both vary too
-            much to be measured in a few steps.
-    """
-    known = {}
-    if len(ranks) > 1 and ranks[0].data + ranks[0].wait < step:
-        known = {"data": ranks[0].data, "communication": ranks[0].wait}
-    rest = profiled.step - sum(getattr(profiled, phase) for phase in known)
-    scale = (step - sum(known.values())) / rest
-    times: dict[str, Any] = {}
-    for name in MEASURED:
-        times[name] = round(known.get(name, scale * getattr(profiled, name)), 4)
-    return Phases(n=profiled.n, **times)
 
 
 def _recorded() -> torch.cuda.Event:
@@ -290,8 +283,7 @@ class _PhaseProfiler(PassThroughProfiler):
         return list(spent.values())
 
     def detach(self) -> None:
-        if self.trainer.profiler is self:  # a callback may have set another one
-            self.trainer.profiler = self._before
+        self.trainer.profiler = self._before
         self._handle.remove()
 
     def start(self, action_name: str) -> None:

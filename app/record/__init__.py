@@ -4,7 +4,6 @@ Every field of `Record` has a default, because a run may end early and older ver
 fields. Field names are the names in the file; `app/monitor/README.md` explains them.
 """
 
-import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -277,7 +276,7 @@ class Record(Part):
             return TypeAdapter(cls).validate_python(_without_nulls(read_json(path)))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, first["loc"])))
+            place = ".".join(map(str, first["loc"]))
             raise ValueError(f"{path} cannot be read ({place}: {first['msg'][:80]})") from error
 
     def save(self, path: Path) -> None:

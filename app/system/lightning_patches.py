@@ -9,14 +9,12 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import MutableMapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -193,22 +191,3 @@ def start_method(strategy: Strategy) -> str | None:
     """Return the start method of the strategy's processes, such as `spawn`; None for `popen`."""
     method = getattr(strategy, "start_method", None)
     return None if method == "popen" else method
-
-
-# -- loggers
-# ------------------------------------------------------------------------------------------
-
-
-@expects("lightning.pytorch.loggers.wandb:WandbLogger._wandb_init")
-def tracker_settings(logger: WandbLogger) -> MutableMapping[str, Any]:
-    """Return the logger's mutable arguments for `wandb.init`."""
-    return logger._wandb_init
-
-
-@expects(
-    "lightning.pytorch.loggers.wandb:WandbLogger._experiment",
-    "lightning.pytorch.loggers.csv_logs:CSVLogger._experiment",
-)
-def open_experiment(logger: WandbLogger | CSVLogger) -> Any:
-    """Return the open experiment, or None; the public `experiment` would open it."""
-    return logger._experiment

@@ -14,31 +14,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, because notebooks share pyplot's state
+
+from app.system.files import whole
 
 STYLE = Path(__file__).with_suffix(".css").read_text()
 LOOK: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_suffix(".mplstyle"), use_default_template=False
 )
-# colours of figures; in a page, they become CSS variables, with other values on a dark screen
+# Colours of figures. In a page, they become CSS variables of the same names, such as `--2f62c9`, to
+# which page.css gives other values on a dark screen.
 COLOURS = tuple(LOOK["axes.prop_cycle"].by_key()["color"])
 BLUE, ORANGE, GREEN, PURPLE, GREY = COLOURS
 INK = LOOK["text.color"]
 PAPER = "#fffffe"
 PALE = "#a9c1f0"
-VARIABLES = {  # values of page.css
-    INK: "currentColor",
-    PAPER: "var(--paper)",
-    BLUE: "var(--blue)",
-    ORANGE: "var(--orange)",
-    GREEN: "var(--green)",
-    PURPLE: "var(--purple)",
-    GREY: "var(--grey)",
-    PALE: "var(--pale)",
-}
 
 
 class Section(NamedTuple):
@@ -46,7 +38,7 @@ class Section(NamedTuple):
 
     Attributes:
         heading: Heading of the section.
-        text: Markdown. `![description](name "title")` inserts the figure of that name; figures on
+        text: Markdown. `![caption](name)` inserts the figure of that name; figures on
             consecutive lines are side by side if they fit.
         folded: Whether the section is folded at first.
     """
@@ -70,8 +62,9 @@ def page(
 
     def image(renderer: Any, tokens: Sequence[Any], index: int, options: Any, env: Any) -> str:
         token = tokens[index]
-        shown = _shown(figures[token.attrs["src"]], token.attrs["src"], html.escape(token.content))
-        caption = html.escape(token.attrs.get("title", ""))
+        name = token.attrs["src"]
+        caption = html.escape(renderer.renderInlineAsText(token.children, options, env))
+        shown = _shown(figures[name], name, caption)
         return f'<span class="figure"><span class="caption">{caption}</span>{shown}</span>'
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -125,71 +118,35 @@ def code(text: str) -> str:
     return textwrap.indent(text, "    ")
 
 
-def draw(
-    paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2, title: str | None = None
-) -> Figure:
-    """Draw a figure in the pages' style.
+def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2) -> Figure:
+    """Draw a figure in the pages' style, with a legend below it if lines or bars have labels.
 
     Args:
         paint: Function that draws on the axes.
         width: Width in inches.
         height: Height in inches.
-        title: Title above the axes, for a figure outside a page.
     """
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(width, height), layout="constrained")
-        if title is not None:
-            figure.suptitle(title)
-        paint(figure.subplots())
+        axes = figure.subplots()
+        paint(axes)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            columns = 3
+            if max(map(len, labels)) > 20:
+                columns = 1
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
 
 
-def draw_line(paint: Callable[[Axes], None], height: float = 3.2) -> Figure:
-    """Draw a line plot with fixed margins, because computing them would double the drawing time.
+def write_png(path: Path, figure: Figure) -> None:
+    """Write a figure as a PNG file, on white.
 
-    The margins have room for numbers on the left and for the lines' names on the right.
-
-    Args:
-        paint: Function that draws on the axes.
-        height: Height in inches.
+    Raises:
+        OSError: When the file cannot be written.
     """
-    figure = draw(paint, height=height)
-    figure.set_layout_engine(None)
-    figure.subplots_adjust(0.135, 0.47 / height, 0.79, 1 - 0.12 / height)
-    return figure
-
-
-def png(figure: Figure) -> bytes:
-    """Return a figure as PNG, on white."""
-    file = io.BytesIO()
-    with matplotlib.rc_context(LOOK):
+    with whole(path) as file, matplotlib.rc_context(LOOK):
         figure.savefig(file, format="png")
-    return file.getvalue()
-
-
-def label_lines(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write each line's name at its right end, and move overlapping names apart.
-
-    Lines that change by less than 2 % become flat, so that the numbers of the axis stay short.
-
-    Args:
-        axes: Axes with all lines drawn.
-        ends: Last value, name and colour of each line.
-    """
-    if not ends:
-        return
-    low, high = axes.get_ylim()
-    missing = max(0.02 * max(abs(low), abs(high)) - (high - low), 0.0)
-    axes.set_ylim(low - missing / 2, high + missing / 2)
-    gap = (high - low + missing) * 15 / 72 / (0.75 * axes.figure.get_figheight())  # type: ignore[union-attr]
-    ends = sorted(ends)
-    values = np.array([value for value, _, _ in ends])
-    # a name is at least a gap above the one below; then all move, so that their mean is as before
-    steps = gap * np.arange(len(ends))
-    places = np.maximum.accumulate(values - steps) + steps
-    right = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in data units
-    for place, (_, name, colour) in zip(places - (places - values).mean(), ends, strict=True):
-        axes.text(1.02, place, name, transform=right, va="center", color=colour, fontsize=9)
 
 
 def short(name: str, most: int) -> str:
@@ -205,15 +162,14 @@ def _shown(figure: Figure | bytes, name: str, alt: str) -> str:
     file = io.StringIO()
     with matplotlib.rc_context({**LOOK, "svg.hashsalt": name}):
         figure.savefig(file, format="svg", transparent=True)
-    text = file.getvalue()
-    # another figure's groups have the same ids
+    # drop ids, because another figure's groups have the same
     text = re.sub(
-        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->|(?<=<g) id=\"[^\"]*\"",
+        r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->"
+        r"|(?<=<g) id=\"[^\"]*\"",
         "",
-        text[text.index("<svg") :],
+        file.getvalue(),
         flags=re.DOTALL,
     )
-    for colour, variable in VARIABLES.items():
-        text = text.replace(colour, variable)
+    text = re.sub(r"(?<=: )#(\w{6})", r"var(--\1, #\1)", text)
     width = 96 * figure.get_figwidth() * 1.2  # CSS pixels; limits the size of text on a wide page
     return f'<span role="img" aria-label="{alt}" style="max-width: {width:.0f}px">{text}</span>'

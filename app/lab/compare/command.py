@@ -180,7 +180,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
 
 def _version(folder: Path, fingerprint: dict[str, Any], fresh: bool) -> str:
     """Return the name of the newest report's folder if its fingerprint matches; else a new name."""
-    version = next_version(str(folder.parent), folder.name)
+    version = next_version(folder)
     number = int(version.removeprefix("version_"))
     newest = folder / f"version_{number - 1}"
     settings = newest / "experiment.json"

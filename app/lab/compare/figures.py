@@ -13,9 +13,9 @@ from matplotlib.ticker import MaxNLocator
 
 from app.lab.compare.advice import Verdict, ranked
 from app.lab.compare.runner import Outcome
-from app.monitor.report import stacked_bars
+from app.monitor.report import draw_bars
 from app.record import PHASES
-from app.system.page import BLUE, INK, ORANGE, PALE, draw, label_lines, short
+from app.system.page import BLUE, INK, ORANGE, PALE, draw, short
 
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a
 # line's width.
@@ -70,9 +70,8 @@ def pictures(
     timed = rows.dropna(subset=["rest_ms"]).rename(columns=lambda name: name.removesuffix("_ms"))
     if len(timed):
         bars = list(timed.itertuples())
-        paint = partial(stacked_bars, labels=list(timed["label"]), phases=PHASES, rows=bars)
         title = "Where the time of a step goes, on rank zero"
-        drawn["step"] = Picture(title, draw(paint, height=1.3 + 0.3 * len(timed)))
+        drawn["step"] = Picture(title, draw_bars(list(timed["label"]), PHASES, bars))
     return drawn
 
 
@@ -104,8 +103,6 @@ def _throughput(axes: Axes, rows: pd.DataFrame, baseline: str, best: str | None)
     axes.set_xlabel("samples/s")
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    handles, names = axes.get_legend_handles_labels()
-    axes.figure.legend(handles, names, loc="outside lower center", ncols=3)
 
 
 def _losses(outcomes: Sequence[Outcome]) -> pd.DataFrame:
@@ -154,15 +151,13 @@ def _coinciding(alike: pd.Series, count: int) -> str:
 
 def _loss(axes: Axes, losses: pd.DataFrame, alike: list[str]) -> None:
     """Draw each variant's loss. Curves that coincide share one line."""
-    ends = []
     for name, curve in losses.drop(columns=alike[1:]).items():
         line = curve.dropna()
         (drawn,) = axes.plot(line, marker="o", markersize=3)
         label = short(str(name), LONGEST)
         if name == alike[0] and len(alike) > 1:
             label = f"{len(alike)} variants"
-        ends.append((line.iloc[-1], label, str(drawn.get_color())))
+        drawn.set_label(label)
     axes.set(xlabel="epoch", ylabel="training loss")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(axis="y")
-    label_lines(axes, ends)

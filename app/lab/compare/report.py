@@ -14,7 +14,7 @@ from app.lab.compare.figures import Picture, pictures
 from app.lab.compare.results import tabulate
 from app.lab.compare.runner import Outcome
 from app.system.files import inert, write_json, write_text
-from app.system.page import Section, code, page, plain, png, table
+from app.system.page import Section, code, page, plain, table, write_png
 
 LINEAR_RULE = (
     "The global batch and the learning rate grow with the number of replicas (linear rule), "
@@ -90,7 +90,7 @@ def write_report(
     for name, (title, figure) in drawn.items():
         figure.suptitle(title)  # a page has the title beside the figure
         files[title] = folder / f"{name}.png"
-        files[title].write_bytes(png(figure))
+        write_png(files[title], figure)
     write_text(folder / "report.md", _markdown(result, above, sections))
     short = _markdown(result, lead, [ranking, Section("Recommendation", advice), failed])
     return short, following, results, files
@@ -112,8 +112,7 @@ def _images(drawn: dict[str, Picture], *names: str) -> str:
     images = []
     for name in names:
         if name in drawn:
-            title = plain(drawn[name].title)
-            images.append(f'![{title}]({name}.png "{title}")')
+            images.append(f"![{plain(drawn[name].title)}]({name}.png)")
     return "\n".join(images)
 
 

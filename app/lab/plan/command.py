@@ -155,7 +155,7 @@ def run(arguments: list[str]) -> int:
     rows = predictions(table)
     reading = "\n\n".join([*notes(table, step), *limits])
     figures = {"speed_up": draw_picture(table, machines.per_node)}
-    picture = f'![{CAPTION}](speed_up "{CAPTION}")'
+    picture = f"![{CAPTION}](speed_up)"
     machine = f"With torch {versions()['torch']}, on {plain(hardware()['cpu'])}."
     sections = [
         Section("Predicted", f"{picture}\n\n{rows}\n\n{reading}"),

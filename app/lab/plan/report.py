@@ -149,6 +149,5 @@ def draw_picture(table: pd.DataFrame, per_node: int) -> Figure:
         axes.set_xlabel("devices")
         if counts.max() > per_node:
             axes.set_xlabel(f"devices, {per_node} in each node")
-        axes.figure.legend(loc="outside lower center", ncols=2, fontsize=9)
 
     return draw(paint)

@@ -38,7 +38,6 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         axes.set(xlabel="step", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(axis="y")
-        axes.figure.legend(loc="outside lower center", ncols=3, fontsize=9)
 
     def draw_losses(axes: Axes) -> None:
         axes.plot(reference, color=PALE, linewidth=5, label="one device")
@@ -48,10 +47,7 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
     if largest > 0:
         title = f"Difference from one device: at most {largest:.1g}"
     header, *rows = verdict.table()
-    pictures = (
-        '![Training loss of each step, in every variant](losses "Training loss of each step")\n'
-    )
-    pictures += f'![Difference of the losses from those on one device](differences "{title}")'
+    pictures = f"![Training loss of each step](losses)\n![{title}](differences)"
     sections = [
         Section("What is the same", table(header, rows, words=range(len(header)))),
         Section("Why", code("\n".join(verdict.explained()))),
