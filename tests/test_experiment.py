@@ -96,6 +96,7 @@ WRONG = [
     ({"variants": None}, "variants: null: give its settings"),
     (ONE | {"configs": None}, "configs: null: give its settings"),
     ({"variants": {"a": {"trainer.max_epochs": 3}}}, "--trainer.max_epochs is a flag of the vari"),
+    (ONE | {"max_epochs": 3, "flags": {"trainer.max_epochs": 5}}, "has max_epochs, too: leave one"),
     (ONE | {"time_limit": float("nan")}, "--time_limit nan: give 1 or more"),
     ({"variants": {"a": {"model": "os.system"}}}, "'a': --model os.system: its code is not trust"),
     ({"variants": {"a b": {}, "a_b": {}}}, "two variants have the folder a_b"),

@@ -7,12 +7,11 @@ red.
 """
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import monotonic
 from typing import Literal, get_args
 
@@ -68,29 +67,22 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 1 if a check is red, else 0.
     """
-    parser = PlainParser(usage="python -m app doctor [--json]", description=__doc__)
-    parser.add_argument("--json", type=bool, default=False, help="print JSON, for machines")
-    options = parser.parse_args(arguments)
-    console = make_console(stderr=options.json, highlight=False, soft_wrap=True)
-    checks = []
+    PlainParser(usage="python -m app doctor", description=__doc__).parse_args(arguments)
+    console = make_console(highlight=False, soft_wrap=True)
+    levels = []
     began = monotonic()
     with console.status("") as status:
         for check in examine(status.update):
-            checks.append(check)
-            if not options.json:
-                console.print(_line(check))
-    levels = [check.level for check in checks]
+            levels.append(check.level)
+            console.print(_line(check))
     worst = max(levels, key=LEVELS.index)
-    if options.json:
-        print(json.dumps({"level": worst, "checks": list(map(asdict, checks))}, indent=2))
-    else:
-        count = levels.count(worst)
-        summaries = {
-            "green": "everything works",
-            "yellow": f"it works; look at the {count} in yellow",
-            "red": f"{count} of {len(checks)} do not work",
-        }
-        console.print(f"[{worst}]{summaries[worst]}[/], after {monotonic() - began:.0f} s")
+    count = levels.count(worst)
+    summaries = {
+        "green": "everything works",
+        "yellow": f"it works; look at the {count} in yellow",
+        "red": f"{count} of {len(levels)} do not work",
+    }
+    console.print(f"[{worst}]{summaries[worst]}[/], after {monotonic() - began:.0f} s")
     return int(worst == "red")
 
 

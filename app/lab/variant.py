@@ -1,5 +1,6 @@
 """Variant of a training: flags of `fit`, their resolved configuration, and its commands."""
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -112,10 +113,8 @@ def inherited() -> dict[str, str]:
 
 def _lacking(variant: Variant) -> str | None:
     """Return a description of missing devices, or None. Each replica needs its own GPU or core."""
-    accelerator = Resolved(variant.settings).accelerator
-    counts = {"cpu": usable_cores(), "cuda": torch.cuda.device_count()}
-    names = {"cpu": "CPU cores", "cuda": "GPUs"}
-    if accelerator in counts and variant.replicas > counts[accelerator]:
-        needed = f"needs {variant.replicas} {names[accelerator]}"
-        return f"{needed}; this machine has {counts[accelerator]}"
+    devices = {"cpu": (usable_cores(), "CPU cores"), "cuda": (torch.cuda.device_count(), "GPUs")}
+    count, name = devices.get(Resolved(variant.settings).accelerator, (math.inf, ""))
+    if variant.replicas > count:
+        return f"needs {variant.replicas} {name}; this machine has {count}"
     return None

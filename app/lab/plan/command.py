@@ -187,11 +187,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "--run", nargs="+", metavar="DIR", help="read the steps from runs; measured by default"
     )
     parser.add_class_arguments(Settings)
-    options = parser.parse_args(arguments)
-    for name in ("bandwidth", "latency", "node_bandwidth", "node_latency"):
-        if options[name] is not None:
-            options[name] = quantity(name, options[name])
-    return options
+    return parser.parse_args(arguments)
 
 
 def _counts(most: int, per_node: int) -> list[int]:
@@ -240,13 +236,12 @@ def _machines(options: Namespace, devices: int, cuda: bool, say: Callable[[str],
             `--bandwidth` and `--latency`. Nodes with a single device need these two, or
             `--node_bandwidth` and `--node_latency`.
     """
-    within = {}
-    between = {}
+    within: dict[str, float] = {}
+    between: dict[str, float] = {}
     for name in ("bandwidth", "latency"):
-        if options[name] is not None:
-            within[name] = options[name]
-        if options[f"node_{name}"] is not None:
-            between[name] = options[f"node_{name}"]
+        for given, flag in ((within, name), (between, f"node_{name}")):
+            if options[flag] is not None:
+                given[name] = quantity(flag, options[flag])
     per_node = options.per_node or devices
     link = Link(math.inf, 0.0)
     spread = (1.0, 1.0)

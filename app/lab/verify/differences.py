@@ -249,13 +249,10 @@ def weights_apart(reference: Recorded, variant: Recorded) -> pd.Series:
     """Return the largest difference of each weight and buffer after training, by name."""
     sizes = pd.Series(dtype=float)
     for name, expected in reference.facts["weights"].items():
-        here = variant.facts["weights"].get(name, torch.empty(0)).double()
-        there = expected.double()
-        if here.shape != there.shape:
-            sizes[name] = math.inf
-        elif here.numel():
-            relative = (here - there).abs() / there.abs().clamp(min=1)
-            sizes[name] = float(relative.nan_to_num(nan=math.inf).max())
+        weight = variant.facts["weights"].get(name, torch.empty(0))
+        here = pd.Series(weight.double().flatten().numpy())
+        there = pd.Series(expected.double().flatten().numpy())
+        sizes[name] = apart(here, there).max()
     return sizes
 
 

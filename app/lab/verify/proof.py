@@ -152,9 +152,10 @@ class Prover:
         Raises:
             UserError: When `fit` rejects the flags.
         """
-        words = [f"{flag}={value}" for flag, value in more.items()]
+        for flag, value in more.items():
+            name += f" {flag}={value}"
         flags = {**self.device, **self.typed, **flags, **more}
-        variant = Variant.of_flags(" ".join([name, *words]), flags, self.configs)
+        variant = Variant.of_flags(name, flags, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
             variant.lacking = None  # replicas that share cores are slow, but train the same
         return variant
@@ -229,18 +230,16 @@ class Prover:
             earlier: Recording of the run that this run resumes, or None.
         """
         self.say(variant.name)
-        recording = {
-            "trainer.callbacks+": "app.lab.verify.recording.Recording",
-            "trainer.callbacks.steps": steps or self.settings.steps,
-            "trainer.callbacks.epoch_steps": self.epoch_steps,
-            "trainer.callbacks.bits": str(self.settings.bits).lower(),
-            "run.wandb": "false",
-            "run.warmup_epochs": 0,
-            "run.on_nonfinite": "warn",
-        }
-        arguments = variant.arguments[1:]
-        for flag, value in recording.items():
-            arguments.append(f"--{flag}={value}")
+        arguments = [
+            *variant.arguments[1:],
+            "--trainer.callbacks+=app.lab.verify.recording.Recording",
+            f"--trainer.callbacks.steps={steps or self.settings.steps}",
+            f"--trainer.callbacks.epoch_steps={self.epoch_steps}",
+            f"--trainer.callbacks.bits={self.settings.bits}",
+            "--run.wandb=false",
+            "--run.warmup_epochs=0",
+            "--run.on_nonfinite=warn",
+        ]
         folder = self.folder / "runs" / variant.slug
         record = run_fit(arguments, self.settings.time_limit, folder, variant.nodes())
         result = Result(variant.name, variant.arguments)

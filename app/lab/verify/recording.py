@@ -185,7 +185,7 @@ class Recording(Callback):
 def digest(value: Tensor) -> str:
     """Return a short digest of the bytes of a tensor."""
     plain = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(plain.numpy().tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(plain.numpy(), digest_size=8).hexdigest()
 
 
 def loss_of(outputs: Any) -> float:

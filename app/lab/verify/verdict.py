@@ -189,7 +189,7 @@ class Verdict:
         header, *rows = self.table()
         table = Table(*header, box=None, padding=(0, 1, 0, 0))
         for row in rows:
-            table.add_row(*map(_coloured, row))
+            table.add_row(*map(escape, row))
         console.print(table)
         console.print(LEGEND, style="dim", highlight=False)
         for line in self.explained():
@@ -204,8 +204,3 @@ class Verdict:
             "steps": len(self.reference.steps),
             "variants": [result.as_json() for result in self.results],
         }
-
-
-def _coloured(text: str) -> str:
-    text = escape(text)
-    return f"[red]{text}[/red]" if text.startswith("✗") else text
