@@ -94,7 +94,6 @@ WRONG = [
     (ONE | {"max_epochs": 1}, "leaves nothing to measure after --warmup_epochs 1"),
     ({"variants": {5: None}}, "--variants None: expected dict"),
     ({"variants": None}, "variants: null: give its settings"),
-    (ONE | {"configs": None}, "configs: null: give its settings"),
     ({"variants": {"a": {"trainer.max_epochs": 3}}}, "--trainer.max_epochs is a flag of the vari"),
     (ONE | {"max_epochs": 3, "flags": {"trainer.max_epochs": 5}}, "has max_epochs, too: leave one"),
     (ONE | {"time_limit": float("nan")}, "--time_limit nan: give 1 or more"),

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from app.lab import runs
@@ -57,7 +57,7 @@ def test_run_that_completes_at_its_limit_is_completed(
 ) -> None:
     """A run that completes while it is being stopped at its time limit counts as completed."""
 
-    def complete(processes: Sequence[psutil.Popen]) -> None:
+    def complete(processes: Sequence[Any]) -> None:
         stop(processes)
         Record(status="completed", run_dir=str(tmp_path)).save(
             tmp_path / "x" / "version_0" / "run.json"

@@ -209,11 +209,18 @@ def run(arguments: list[str]) -> int:
     if first > record.steps + 1:
         raise UserError(f"--step {first}: the run took {record.steps:,} steps")
     folder = claim_version(config.with_name("replay"))
-    words = list(itertools.chain.from_iterable(flags))
-    words += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1"]
-    words += ["--trainer.enable_checkpointing=false", "--run.wandb=off", "--run.on_nonfinite=warn"]
-    words += [f"--trainer.callbacks+={__name__}.Replay"]
-    words += [f"--trainer.callbacks.first={first}", f"--trainer.callbacks.last={last}"]
+    words = [
+        *itertools.chain.from_iterable(flags),
+        "--trainer.strategy=auto",
+        "--trainer.devices=1",
+        "--trainer.num_nodes=1",
+        "--trainer.enable_checkpointing=false",
+        "--run.wandb=off",
+        "--run.on_nonfinite=warn",
+        f"--trainer.callbacks+={__name__}.Replay",
+        f"--trainer.callbacks.first={first}",
+        f"--trainer.callbacks.last={last}",
+    ]
     checkpoint = None
     # another loader than one with a global order would yield other samples after a resume
     if record.global_batch_size:
@@ -306,19 +313,20 @@ def report_of(title: str, samples: Sequence[dict[str, Any]], command: str) -> st
     rows = []
     images: list[tuple[Tensor, str]] = []
     for sample in samples:
+        label = sample["label"]
+        predicted = sample["predicted"]
         loss = f"{sample['loss']:.4g}"
-        rows.append((sample["sample"], sample["label"], sample["predicted"], loss))
-        if sample["image"] is not None and len(images) < MOST_IMAGES:
-            label = short(sample["label"], 9)
-            predicted = short(sample["predicted"], 9)
-            images.append((sample["image"], f"{label}, predicted {predicted}\nloss {loss}"))
+        rows.append((sample["sample"], label, predicted, loss))
+        if sample["image"] is not None:
+            caption = f"{short(label, 9)}, predicted {short(predicted, 9)}\nloss {loss}"
+            images.append((sample["image"], caption))
     sections = [
         Section("Samples", table(("sample", "label", "predicted", "loss"), rows, words=range(3))),
         Section("The command", code(command)),
     ]
     figures = {}
     if images:
-        figures["images"] = draw_images(images)
+        figures["images"] = draw_images(images[:MOST_IMAGES])
         caption = "The samples as the network got them, with label, prediction and loss"
         picture = f'![{caption}](images "Largest loss first")'
         sections.insert(0, Section("Images", picture))

@@ -115,11 +115,11 @@ def run_fit(
     began = time.monotonic()
     busy = busy_seconds() - own_seconds()
     with ExitStack() as stack:
-        processes: list[psutil.Popen] = []
+        processes: list[Any] = []  # psutil's type hints declare no `Popen`
         stack.callback(_stop, processes)
         for command, output in zip(commands, outputs, strict=True):
             processes.append(
-                psutil.Popen(
+                subprocess.Popen(
                     [sys.executable, "-m", "app", *command.arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=stack.enter_context(output.open("w")),
@@ -186,7 +186,7 @@ def _lines(output: Path) -> list[str]:
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
-def _stop(processes: Sequence[psutil.Popen]) -> None:
+def _stop(processes: Sequence[Any]) -> None:
     """Terminate a run's processes, and kill those that do not stop in time."""
     for process in processes:
         if process.poll() is None:

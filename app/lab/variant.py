@@ -82,21 +82,22 @@ class Variant:
 
     def nodes(self) -> list[dict[str, str]]:
         """Return each node's environment variables. Nodes divide this machine's GPUs or cores."""
-        count = self.settings.trainer.num_nodes
-        if count == 1:
-            return [inherited()]
+        resolved = Resolved(self.settings)
+        count = resolved.trainer.num_nodes
         common = inherited()
+        if count == 1:
+            return [common]
         common["GLOO_SOCKET_IFNAME"] = "lo"
-        if Resolved(self.settings).accelerator != "cuda":
+        if resolved.accelerator != "cuda":
             share = max(usable_cores() // self.replicas, 1)
             return [{"OMP_NUM_THREADS": str(share)} | common] * count
         visible = common.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.replicas))))
         gpus = visible.split(",")
-        devices = Resolved(self.settings).devices
         nodes = []
         for node in range(count):
-            own = gpus[node * devices : (node + 1) * devices]
-            nodes.append(common | {"CUDA_VISIBLE_DEVICES": ",".join(own)})
+            first = node * resolved.devices
+            gpus_of_node = ",".join(gpus[first : first + resolved.devices])
+            nodes.append(common | {"CUDA_VISIBLE_DEVICES": gpus_of_node})
         return nodes
 
     def commands(self) -> str:

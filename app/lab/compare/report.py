@@ -10,7 +10,7 @@ import pandas as pd
 
 from app.lab.compare.advice import Verdict, verdict
 from app.lab.compare.experiment import Experiment
-from app.lab.compare.figures import Picture, pictures
+from app.lab.compare.figures import pictures
 from app.lab.compare.results import tabulate
 from app.lab.compare.runner import Outcome
 from app.system.files import inert, write_json, write_text
@@ -76,27 +76,30 @@ def write_report(
     head |= {"baseline": baseline, "verdict": conclusion, "variants": rows}
     write_json(folder / "results.json", head)
 
-    drawn = pictures(shown, outcomes, baseline, result)
+    figures = {}
+    files = {}
+    images = {}  # Markdown of each picture
+    for name, (title, figure) in pictures(shown, outcomes, baseline, result).items():
+        images[name] = f'![{plain(title)}]({name}.png "{plain(title)}")'
+        figures[f"{name}.png"] = figure
+        files[title] = folder / f"{name}.png"
     lead = _lead(experiment, outcomes, result)
+    above = f"{lead}\n\n{images.pop('throughput', '')}"
     advice = "\n\n".join(result.advice)
     ranking = Section("Variants", _ranking(shown, outcomes, baseline, result))
     failed = Section("Last lines of failed runs", "\n\n".join(failures), folded=True)
     sections = [
         ranking,
         Section("Recommendation", f"{advice}\n\n{code(following)}"),
-        Section("Loss and time", _images(drawn, "loss_epoch", "step")),
+        Section("Loss and time", "\n".join(images.values())),
         Section("Published, and here", _published(experiment, results), folded=True),
         failed,
         Section("How it was measured", _method(experiment, head), folded=True),
     ]
-    above = f"{lead}\n\n{_images(drawn, 'throughput')}"
-    figures = {f"{name}.png": picture.figure for name, picture in drawn.items()}
     write_text(folder / "report.html", page(result.conclusion, above, sections, figures))
-    files = {}
-    for name, (title, figure) in drawn.items():
+    for (title, file), figure in zip(files.items(), figures.values(), strict=True):
         figure.suptitle(title)  # a page has the title beside the figure
-        files[title] = folder / f"{name}.png"
-        files[title].write_bytes(png(figure))
+        file.write_bytes(png(figure))
     write_text(folder / "report.md", _markdown(result, above, sections))
     short = _markdown(result, lead, [ranking, Section("Recommendation", advice), failed])
     return short, following, results, files
@@ -108,15 +111,6 @@ def _markdown(result: Verdict, lead: str, sections: Sequence[Section]) -> str:
         if section.text:
             texts.append(f"## {section.heading}\n\n{section.text}")
     return "\n\n".join(texts) + "\n"
-
-
-def _images(drawn: dict[str, Picture], *names: str) -> str:
-    images = []
-    for name in names:
-        if name in drawn:
-            title = plain(drawn[name].title)
-            images.append(f'![{title}]({name}.png "{title}")')
-    return "\n".join(images)
 
 
 def _lead(experiment: Experiment, outcomes: Sequence[Outcome], result: Verdict) -> str:
