@@ -44,6 +44,7 @@ class Recorded:
         metrics: Metrics of the last validation, a row for each rank.
         rates: Learning rates, a row for each step, a column for each parameter group.
         gradients: Norms of the parameters' gradients, a row for each step.
+        attributes: Numeric attributes of the modules and callbacks after training.
         optimizers: Numbers in the optimizers' and schedulers' states, in one row.
         trained: Number of times that each sample was trained on, over all ranks.
         first_epoch: The same in the first epoch.
@@ -76,6 +77,7 @@ class Recorded:
         self.rates = rates.add_prefix("learning rate of group ")
         gradients = pd.DataFrame([step.ranks[0]["gradients"] for step in self.steps])
         self.gradients = gradients.add_prefix("norm of ")
+        self.attributes = pd.Series(self.facts["attributes"], dtype=float)
         self.optimizers = pd.DataFrame([self.facts["optimizers"]])
         self.trained = Counter(_chained(self.steps))
         self.first_epoch = Counter(_chained(self.epoch(0)))

@@ -277,16 +277,17 @@ class Prover:
             result.remedied = _outcome(more, after)
             if after.recorded is None:
                 return
-            known = {cause.kind for cause in (*result.causes, *result.behind)}
+            known = {cause.kind for cause in result.causes}
             remaining = {cause.kind for cause in after.causes}
             for cause in after.causes:
                 if cause.kind not in known:
-                    result.behind.append(cause)
-            for cause in (*result.causes, *result.behind):
+                    result.causes.append(cause)
+            for cause in result.causes:
                 if cause.changes_loss and cause.kind in remaining:
                     cause.effect = after.effect
                 elif cause.changes_loss and cause.effect is None:
                     cause.effect = max(0.0, before.effect - after.effect)
+            result.causes.sort(key=lambda cause: -(cause.effect or 0.0))
             before = after
 
     def _repeat_in_float64(self, result: Result, more: Mapping[str, Any]) -> None:
