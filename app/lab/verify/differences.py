@@ -68,15 +68,14 @@ class Recorded:
                 here["steps"] = before["steps"] + here["steps"]
         ranks: Any = pd.DataFrame(self.ranks)
         self.steps: list[Step] = list(map(Step, zip(*ranks["steps"], strict=False)))
-        self.losses = pd.Series([step.loss for step in self.steps])
+        rows: Any = pd.DataFrame(map(vars, self.steps), columns=["loss", "rates", "gradients"])
+        self.losses = rows["loss"]
+        self.rates = pd.DataFrame(list(rows["rates"])).add_prefix("learning rate of group ")
+        self.gradients = pd.DataFrame(list(rows["gradients"])).add_prefix("norm of ")
         self.evaluated = Counter(ranks["evaluation"].sum())  # a sum of lists
         # some metrics are logged only on rank zero
         metrics = [self.facts["metrics"] | values for values in ranks["metrics"]]
         self.metrics = pd.DataFrame(metrics)
-        rates = pd.DataFrame([step.ranks[0].get("rates", []) for step in self.steps])
-        self.rates = rates.add_prefix("learning rate of group ")
-        gradients = pd.DataFrame([step.ranks[0]["gradients"] for step in self.steps])
-        self.gradients = gradients.add_prefix("norm of ")
         self.attributes = pd.Series(self.facts["attributes"], dtype=float)
         self.optimizers = pd.DataFrame([self.facts["optimizers"]])
         self.trained = Counter(_chained(self.steps))
@@ -108,6 +107,8 @@ class Step:
         loss: Loss that the optimizer minimises: the mean of the ranks' losses.
         losses: Loss of each batch, over all ranks and micro-batches.
         counts: Number of samples of each batch, over all ranks and micro-batches.
+        rates: Learning rate of each parameter group, on rank zero.
+        gradients: Norm of each parameter's gradient, on rank zero.
     """
 
     def __init__(self, ranks: Sequence[dict[str, Any]]) -> None:
@@ -121,6 +122,8 @@ class Step:
         self.micro_batches = len(ranks[0]["samples"])
         self.loss = rows["loss"].mean(skipna=False)
         self.losses = rows["losses"].sum()
+        self.rates = ranks[0].get("rates", [])
+        self.gradients = ranks[0]["gradients"]
 
 
 def _chained(steps: Sequence[Step]) -> list[Any]:
