@@ -74,14 +74,12 @@ class Shares(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         trainer = self.data.trainer
-        batches = torch.arange(self.count).split(self.data.batch_size)
+        order = torch.arange(self.count)
+        first = 0
         if self.shuffle:
-            batches = torch.randperm(self.count, generator=seeded(self.data.seed())).split(
-                self.data.batch_size
-            )
-            # skip the first batches of a resumed epoch
-            batches = batches[trainer.fit_loop.batch_idx + 1 :]
-        for batch in batches:
+            order = torch.randperm(self.count, generator=seeded(self.data.seed()))
+            first = trainer.fit_loop.batch_idx + 1  # of a resumed epoch
+        for batch in order.split(self.data.batch_size)[first:]:
             yield batch.tensor_split(trainer.world_size)[trainer.global_rank].tolist()
 
 

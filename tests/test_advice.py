@@ -16,11 +16,8 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
     default 0.01.
     """
     fixed = {
-        "nodes": 1,
-        "processes": 1,
         "threads": 1,
         "n": 3,
-        "precision": "32-true",
         "global_batch": 64,
         "accelerator": "cuda",
         "placement": "memory",
@@ -118,10 +115,10 @@ def test_load_explains_a_difference(others: float, one_thread: int, explained: b
 
 
 def test_baseline_that_uses_all_cores_is_named() -> None:
-    two = FOUR | CPU | {"processes": 4}
-    text = told(ONE | CPU, two | {"threads": 1})
+    one_thread = CPU | {"threads": 1}
+    text = told(ONE | CPU, FOUR | one_thread)
     assert "one already uses all 4 cores: more devices add no cores, so no ideal" in text
-    assert "already uses" not in told(ONE | CPU | {"threads": 1}, two | {"threads": 1})
+    assert "already uses" not in told(ONE | one_thread, FOUR | one_thread)
 
 
 LIMITS = [

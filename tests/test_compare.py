@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,7 +13,7 @@ import pandas as pd
 import pytest
 import yaml
 from cluster.hosts import awaited
-from harness import ROOT, App, Running, error_of, output_of, record_of, running, seen_colours
+from harness import ROOT, App, Running, error_of, output_of, record_of, running
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -112,7 +111,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
     rows = [{"what": "x", "variant": "=one", "figures": {"train_s": 576.94}}]
     path = experiment(
         description="<script>alert(1)</script> Which?",
-        variants={"=one": {}, "bf16 | mixed": BF16},
+        variants={"=one": {}, "<img src=x> | mixed": BF16},
         published={"hardware": "a V100", "rows": rows},
     )
     out = output_of(*app("compare", "--root", path.parent, "--experiment", path))
@@ -136,7 +135,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
         assert detail in text
     html = (folder / "report.html").read_text()
     assert html.count("<svg") == html.count("aria-label=") == len(pictures)
-    assert "<script>" not in html
+    assert not re.findall("<script>|<img", html)
     assert not re.findall(r'(?:src|href)="(?!data:|#)', html), "it needs no other file"
     ids = re.findall(r' id="([^"]+)"', html)
     assert len(ids) == len(set(ids)), "an id is that of one thing"
@@ -183,20 +182,6 @@ def test_no_verdict_on_a_busy_machine(
     assert f'<span class="caption">{message}</span>' in html
 
 
-@pytest.mark.browser
-@pytest.mark.usefixtures("idle", "drawn")
-def test_report_in_a_browser(app: App, experiment: Callable[..., Path]) -> None:
-    path = experiment(variants={"one": {}, "<img src=x onerror=alert(1)>": BF16})
-    assert app("compare", "--root", path.parent, "--experiment", path)[0] == 0
-    report = path.parent / "elsewhere" / "report.html"
-    report.parent.mkdir()
-    shutil.copy(folder_of(path) / "report.html", report)
-    colours = seen_colours(report, "--window-size=1200,5000")
-    recommended = (0x2F, 0x62, 0xC9)
-    other = (0xA9, 0xC1, 0xF0)
-    assert min(colours.get(recommended, 0), colours.get(other, 0)) > 1000
-
-
 @pytest.mark.slow
 def test_killed_comparison_continues(experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "dp": DP})
@@ -233,37 +218,30 @@ NONE = "Training loss against epochs"
 UNLEARNT = "No variant has learnt yet: the loss curves say nothing"
 EQUAL = [2.0, 1.0]
 CURVES = [
-    ([EQUAL, [2.0, 1.0 + 3e-7]], "2 of 2 loss curves coincide (largest difference 3e-7)"),
-    ([EQUAL, EQUAL], "2 of 2 loss curves coincide (to the last digit)"),
-    ([EQUAL, [2.0, 1.1], [2.0, 1.0001]], "2 of 3 loss curves coincide (largest difference 1e-4)"),
-    ([EQUAL, [2.0, 1.1], [2.0, 1.1]], NONE),  # the baseline's is apart
-    ([EQUAL], NONE),
-    ([[2.0, 1.99], [2.0, 1.99]], UNLEARNT),
+    ([EQUAL, [2.0, 1.0 + 3e-7]], 0, "2 of 2 loss curves coincide (largest difference 3e-7)"),
+    ([EQUAL, EQUAL], 0, "2 of 2 loss curves coincide (to the last digit)"),
+    ([EQUAL, [2, 1.1], [2, 1.0001]], 0, "2 of 3 loss curves coincide (largest difference 1e-4)"),
+    ([EQUAL, [2.0, 1.1], [2.0, 1.1]], 0, NONE),  # the baseline's is apart
+    ([EQUAL], 0, NONE),
+    ([[2.0, 1.99], [2.0, 1.99]], 0, UNLEARNT),
+    # with 10 classes, guessing has a loss of ln 10 = 2.303
+    ([[2.31, 2.3], [2.31, 2.3]], 10, UNLEARNT),
+    ([[2.2], [2.2]], 10, "2 of 2 loss curves coincide (to the last digit)"),
 ]
 
 
-@pytest.mark.parametrize(("curves", "title"), CURVES)
+@pytest.mark.parametrize(("curves", "classes", "title"), CURVES)
 def test_title_counts_curves_that_coincide_with_the_baseline(
-    curves: list[list[float]], title: str
+    curves: list[list[float]], classes: int, title: str
 ) -> None:
-    assert title_of(curves) == title
-
-
-def test_title_compares_losses_with_those_of_guessing() -> None:
-    ten = DataSet("x", 10)  # guessing has a loss of ln 10 = 2.303
-    assert title_of([[2.31, 2.3], [2.31, 2.3]], ten) == UNLEARNT
-    assert title_of([[2.2], [2.2]], ten) == "2 of 2 loss curves coincide (to the last digit)"
-
-
-def title_of(curves: list[list[float]], data: DataSet | None = None) -> str:
-    """Return the title of the plot of losses. The first variant is the baseline."""
+    """The first variant is the baseline."""
     outcomes = []
     for name, losses in enumerate(curves):
         epochs = [Epoch(epoch, train_loss=loss) for epoch, loss in enumerate(losses)]
-        variant = Variant(str(name), ["fit"], Namespace())
-        outcomes.append(Outcome(variant, [Record(epochs=epochs, data=data)]))
+        record = Record(epochs=epochs, data=DataSet("x", classes))
+        outcomes.append(Outcome(Variant(str(name), ["fit"], Namespace()), [record]))
     table = pd.DataFrame(columns=COLUMNS)
-    return pictures(table, outcomes, "0", Verdict("", []))["loss_epoch"].title
+    assert pictures(table, outcomes, "0", Verdict("", []))["loss_epoch"].title == title
 
 
 def test_nothing_can_run(app: App, experiment: Callable[..., Path]) -> None:

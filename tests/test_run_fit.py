@@ -1,13 +1,13 @@
 """Damaged and incomplete records, and `run_fit`, which runs a training and returns its record."""
 
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.lab import runs
-from app.lab.runs import run_fit
+from app.lab.runs import run_fit, typed
 from app.record import Record
 
 FLAGS = ["--data=Synthetic", "--data.images=200", "--data.batch_size=20", "--run.wandb=off"]
@@ -35,6 +35,11 @@ def test_missing_and_null_fields_get_defaults(tmp_path: Path) -> None:
     assert Record.load(path) == record
 
 
+def test_path_is_text_on_the_command_line() -> None:
+    assert typed(Path("my runs")) == "my runs"
+    assert typed([Path("x")]) == '["x"]'
+
+
 @pytest.mark.slow
 def test_run_fit_returns_the_record(tmp_path: Path) -> None:
     record = run_fit([*FLAGS, "--trainer.max_steps=8"], 120, tmp_path / "x")
@@ -52,7 +57,7 @@ def test_run_that_completes_at_its_limit_is_completed(
 ) -> None:
     """A run that completes while it is being stopped at its time limit counts as completed."""
 
-    def complete(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    def complete(processes: Sequence[Any]) -> None:
         stop(processes)
         Record(status="completed", run_dir=str(tmp_path)).save(
             tmp_path / "x" / "version_0" / "run.json"

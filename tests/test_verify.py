@@ -42,10 +42,13 @@ class Runs:
     def record(
         self, name: str, *flags: str, steps: int = 16, earlier: Recorded | None = None
     ) -> Recorded:
-        recording = ["--trainer.callbacks+=app.lab.verify.recording.Recording"]
-        recording += [f"--trainer.callbacks.steps={steps}", "--trainer.callbacks.epoch_steps=8"]
-        variant = [*self.flags, *flags, *recording, *options(root=self.root, name=name)]
-        output_of(*fork_app("fit", *QUIET, *variant))
+        recording = [
+            "--trainer.callbacks+=app.lab.verify.recording.Recording",
+            f"--trainer.callbacks.steps={steps}",
+            "--trainer.callbacks.epoch_steps=8",
+        ]
+        place = options(root=self.root, name=name)
+        output_of(*fork_app("fit", *QUIET, *self.flags, *flags, *recording, *place))
         return Recorded(self.root / name / "version_0", earlier)
 
     def resumed(self) -> Recorded:
@@ -210,7 +213,7 @@ def test_causes_hidden_by_other_samples_are_named(
         steps=8,
         flags={"trainer.accelerator": "cpu", "data.batch_size": 8},
     )
-    causes = outcome.results[0].by_effect
+    causes = outcome.results[0].causes
     for text in ("the batch size is that of each rank", *named):
         assert any(cause.text.startswith(text) for cause in causes), repr(outcome)
     effects = [cause.effect or 0.0 for cause in causes]

@@ -7,14 +7,12 @@ red.
 """
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import monotonic
-from typing import Literal, get_args
 
 import psutil
 import torch
@@ -29,8 +27,7 @@ from app.record import Record
 from app.system.machine import GIB, busy, driver, hardware, usable_cores, versions
 from app.system.terminal import make_console
 
-Level = Literal["green", "yellow", "red"]
-LEVELS = get_args(Level)
+LEVELS = ("green", "yellow", "red")
 LONGEST = 300.0  # timeout of a one-step run in seconds; a quiet machine with two cores needs 4 s
 ONE_STEP = (
     "--data=Synthetic",
@@ -54,7 +51,7 @@ class Check:
     """
 
     name: str
-    level: Level
+    level: str
     found: str
     remedy: str = ""
 
@@ -68,29 +65,22 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 1 if a check is red, else 0.
     """
-    parser = PlainParser(usage="python -m app doctor [--json]", description=__doc__)
-    parser.add_argument("--json", type=bool, default=False, help="print JSON, for machines")
-    options = parser.parse_args(arguments)
-    console = make_console(stderr=options.json, highlight=False, soft_wrap=True)
-    checks = []
+    PlainParser(usage="python -m app doctor", description=__doc__).parse_args(arguments)
+    console = make_console(highlight=False, soft_wrap=True)
+    levels = []
     began = monotonic()
     with console.status("") as status:
         for check in examine(status.update):
-            checks.append(check)
-            if not options.json:
-                console.print(_line(check))
-    levels = [check.level for check in checks]
+            levels.append(check.level)
+            console.print(_line(check))
     worst = max(levels, key=LEVELS.index)
-    if options.json:
-        print(json.dumps({"level": worst, "checks": list(map(asdict, checks))}, indent=2))
-    else:
-        count = levels.count(worst)
-        summaries = {
-            "green": "everything works",
-            "yellow": f"it works; look at the {count} in yellow",
-            "red": f"{count} of {len(checks)} do not work",
-        }
-        console.print(f"[{worst}]{summaries[worst]}[/], after {monotonic() - began:.0f} s")
+    count = levels.count(worst)
+    summaries = {
+        "green": "everything works",
+        "yellow": f"it works; look at the {count} in yellow",
+        "red": f"{count} of {len(levels)} do not work",
+    }
+    console.print(f"[{worst}]{summaries[worst]}[/], after {monotonic() - began:.0f} s")
     return int(worst == "red")
 
 
@@ -111,7 +101,7 @@ def examine(show: Callable[[str], None] = print) -> Iterator[Check]:
     cores = usable_cores()
     memory = psutil.virtual_memory()
     load = busy()
-    level: Level = "green"
+    level = "green"
     if load:
         level = "yellow"
     found = f"{hardware()['cpu']}, a load of {psutil.getloadavg()[0]:.1f} on {cores} of "
@@ -151,7 +141,7 @@ def _room() -> Iterator[Check]:
     for folder, least, enough, remedy in places:
         if os.path.exists(folder):
             free = shutil.disk_usage(folder).free / GIB
-            level: Level = "green"
+            level = "green"
             if free < least:
                 level = "red"
             elif free < enough:
@@ -202,12 +192,12 @@ def _self_test(show: Callable[[str], None]) -> Iterator[Check]:
 def _trained(name: str, record: Record, losses: list[float]) -> Check:
     """Check a run of one step; append its loss, and compare it with the first one."""
     if record.time_limit is not None:
-        found = f"not done after {LONGEST:.0f} s"
-        if busy():
-            remedy = "run doctor again when it is quiet"
-            return Check(name, "yellow", f"{found}, on a busy machine", remedy)
-        remedy = "is a firewall or a wrong network interface in the way?"
-        return Check(name, "red", found, remedy)
+        load = busy()
+        level = "red"
+        if load:
+            level = "yellow"
+        remedy = load or "is a firewall or a wrong network interface in the way?"
+        return Check(name, level, f"not done after {LONGEST:.0f} s", remedy)
     if record.status != "completed":
         remedy = "APP_DEBUG=1 python -m app fit … shows more"
         return Check(name, "red", str(record.error), remedy)

@@ -19,7 +19,6 @@ import torch
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -29,7 +28,6 @@ from app.command.configuration import split_flags
 from app.command.parser import PlainParser
 from app.data.batches import GlobalBatches, tensors
 from app.data.global_order import GlobalLoader
-from app.data.shares import Shards
 from app.errors import UserError
 from app.lab.runs import CommandLine, run_fit
 from app.lab.verify.recording import loss_of, singles
@@ -88,14 +86,15 @@ class Replay(Callback):
             epoch = trainer.current_epoch + 1
             self._step = {"step": step, "epoch": epoch, "loss": 0.0, "samples": []}
         samples = self._step["samples"]
-        classes = getattr(trainer.datamodule, "class_names", [])  # type: ignore[attr-defined]
         names = names_of(trainer, batch_idx) or itertools.count(len(samples))
+        # Lightning's Trainer does not declare its data module
+        class_names = getattr(trainer.datamodule, "class_names", [])  # type: ignore[attr-defined]
+        classes: dict[Any, Any] = dict(enumerate(class_names))
         with untouched(pl_module, trainer.strategy.root_device):
-            for name, one in zip(names, ones(batch), strict=False):
+            for name, one in zip(names, singles(batch), strict=False):
                 row = score(pl_module, one, batch_idx)
                 for column in ("label", "predicted"):
-                    if classes and row[column] != UNKNOWN:
-                        row[column] = classes[int(row[column])]
+                    row[column] = str(classes.get(row[column], row[column]))
                 samples.append({"sample": str(name), **row})
 
     def on_train_batch_end(
@@ -134,16 +133,6 @@ def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
     return rows
 
 
-def ones(batch: Any) -> list[Any]:
-    """Cut a batch into batches of one sample."""
-    if not isinstance(batch, Shards):
-        return singles(batch)
-    samples = []
-    for shard, count in zip(batch, batch.counts, strict=True):
-        samples += singles(shard)[:count]
-    return samples
-
-
 @contextmanager
 def untouched(module: LightningModule, device: torch.device) -> Iterator[None]:
     """Evaluate in a `with` block; then restore logging, buffers, modes and random streams."""
@@ -162,11 +151,9 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[None]:
         buffers.restore(buffers.changed())
 
 
-def mean_loss(module: LightningModule, batch: Any, index: int) -> Any:
+def mean_loss(module: Any, batch: Any, index: int) -> Any:
     """Return a batch's mean loss."""
-    if isinstance(module, ImageClassifier) and not is_overridden(
-        "training_step", module, ImageClassifier
-    ):
+    if type(module).training_step is ImageClassifier.training_step:
         return module.recipe.criterion(module(batch[0]), batch[1]).mean()
     arguments = [batch]
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
@@ -189,9 +176,9 @@ def score(module: LightningModule, sample: Any, index: int) -> dict[str, Any]:
     logits = [output for output in outputs if output.ndim == 2]
     row: dict[str, Any] = {"loss": loss, "label": UNKNOWN, "predicted": UNKNOWN, "image": None}
     if labels:
-        row["label"] = str(int(labels[0]))
+        row["label"] = int(labels[0])
     if labels and logits:
-        row["predicted"] = str(int(logits[-1].argmax()))
+        row["predicted"] = int(logits[-1].argmax())
     if images:
         row["image"] = images[0][0].float().cpu()
     return row
@@ -222,11 +209,18 @@ def run(arguments: list[str]) -> int:
     if first > record.steps + 1:
         raise UserError(f"--step {first}: the run took {record.steps:,} steps")
     folder = claim_version(config.with_name("replay"))
-    words = list(itertools.chain.from_iterable(flags))
-    words += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.num_nodes=1"]
-    words += ["--trainer.enable_checkpointing=false", "--run.wandb=off", "--run.on_nonfinite=warn"]
-    words += [f"--trainer.callbacks+={__name__}.Replay"]
-    words += [f"--trainer.callbacks.first={first}", f"--trainer.callbacks.last={last}"]
+    words = [
+        *itertools.chain.from_iterable(flags),
+        "--trainer.strategy=auto",
+        "--trainer.devices=1",
+        "--trainer.num_nodes=1",
+        "--trainer.enable_checkpointing=false",
+        "--run.wandb=off",
+        "--run.on_nonfinite=warn",
+        f"--trainer.callbacks+={__name__}.Replay",
+        f"--trainer.callbacks.first={first}",
+        f"--trainer.callbacks.last={last}",
+    ]
     checkpoint = None
     # another loader than one with a global order would yield other samples after a resume
     if record.global_batch_size:
@@ -319,19 +313,20 @@ def report_of(title: str, samples: Sequence[dict[str, Any]], command: str) -> st
     rows = []
     images: list[tuple[Tensor, str]] = []
     for sample in samples:
+        label = sample["label"]
+        predicted = sample["predicted"]
         loss = f"{sample['loss']:.4g}"
-        rows.append((sample["sample"], sample["label"], sample["predicted"], loss))
-        if sample["image"] is not None and len(images) < MOST_IMAGES:
-            label = short(sample["label"], 9)
-            predicted = short(sample["predicted"], 9)
-            images.append((sample["image"], f"{label}, predicted {predicted}\nloss {loss}"))
+        rows.append((sample["sample"], label, predicted, loss))
+        if sample["image"] is not None:
+            caption = f"{short(label, 9)}, predicted {short(predicted, 9)}\nloss {loss}"
+            images.append((sample["image"], caption))
     sections = [
         Section("Samples", table(("sample", "label", "predicted", "loss"), rows, words=range(3))),
         Section("The command", code(command)),
     ]
     figures = {}
     if images:
-        figures["images"] = draw_images(images)
+        figures["images"] = draw_images(images[:MOST_IMAGES])
         caption = "The samples as the network got them, with label, prediction and loss"
         picture = f"![{caption}](images)"
         sections.insert(0, Section("Images", picture))

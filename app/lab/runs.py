@@ -19,6 +19,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from app.command.configuration import (
     FIT_FLAGS,
     MADE,
@@ -113,7 +115,7 @@ def run_fit(
     began = time.monotonic()
     busy = busy_seconds() - own_seconds()
     with ExitStack() as stack:
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[Any] = []  # psutil's type hints declare no `Popen`
         stack.callback(_stop, processes)
         for command, output in zip(commands, outputs, strict=True):
             processes.append(
@@ -126,14 +128,11 @@ def run_fit(
                     start_new_session=True,  # so that only the parent receives Ctrl-C
                 )
             )
-        while True:
+        codes: list[int | None] = [None]
+        # stop if a node fails, because the other nodes would wait for it
+        while None in codes and not any(codes) and time.monotonic() < began + limit:
+            psutil.wait_procs(processes, POLL)
             codes = [process.poll() for process in processes]
-            late = time.monotonic() > began + limit
-            # stop if a node fails, because the other nodes would wait for it
-            if None not in codes or any(codes) or late:
-                break
-            with suppress(subprocess.TimeoutExpired):
-                processes[codes.index(None)].wait(POLL)
     record = Record()
     for path in folder.glob("version_*/run.json"):
         if path.stat().st_mtime >= started:
@@ -144,7 +143,7 @@ def run_fit(
     record.wall_s = round(time.monotonic() - began, 3)
     others = busy_seconds() - own_seconds() - busy
     record.others_cores = round(max(others / record.wall_s, 0.0), 2)
-    if late and not any(codes) and record.status != "completed":
+    if None in codes and not any(codes) and record.status != "completed":
         record.time_limit = limit
         if record.setup_s is None:
             record.status = "failed"
@@ -187,15 +186,13 @@ def _lines(output: Path) -> list[str]:
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop(processes: Sequence[Any]) -> None:
     """Terminate a run's processes, and kill those that do not stop in time."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
-    deadline = time.monotonic() + GRACE
+    psutil.wait_procs(processes, GRACE)
     for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0))
         # ranks die with their agent, because the kernel kills them
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -234,8 +231,8 @@ def fit(**flags: Any) -> Record:
 
 def typed(value: Any) -> str:
     """Format a value for a command line."""
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
     return json.dumps(value, default=str)
 
 

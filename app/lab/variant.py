@@ -1,5 +1,6 @@
 """Variant of a training: flags of `fit`, their resolved configuration, and its commands."""
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -81,21 +82,22 @@ class Variant:
 
     def nodes(self) -> list[dict[str, str]]:
         """Return each node's environment variables. Nodes divide this machine's GPUs or cores."""
-        count = self.settings.trainer.num_nodes
-        if count == 1:
-            return [inherited()]
+        resolved = Resolved(self.settings)
+        count = resolved.trainer.num_nodes
         common = inherited()
+        if count == 1:
+            return [common]
         common["GLOO_SOCKET_IFNAME"] = "lo"
-        if Resolved(self.settings).accelerator != "cuda":
+        if resolved.accelerator != "cuda":
             share = max(usable_cores() // self.replicas, 1)
             return [{"OMP_NUM_THREADS": str(share)} | common] * count
         visible = common.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.replicas))))
         gpus = visible.split(",")
-        devices = Resolved(self.settings).devices
         nodes = []
         for node in range(count):
-            own = gpus[node * devices : (node + 1) * devices]
-            nodes.append(common | {"CUDA_VISIBLE_DEVICES": ",".join(own)})
+            first = node * resolved.devices
+            gpus_of_node = ",".join(gpus[first : first + resolved.devices])
+            nodes.append(common | {"CUDA_VISIBLE_DEVICES": gpus_of_node})
         return nodes
 
     def commands(self) -> str:
@@ -112,10 +114,8 @@ def inherited() -> dict[str, str]:
 
 def _lacking(variant: Variant) -> str | None:
     """Return a description of missing devices, or None. Each replica needs its own GPU or core."""
-    accelerator = Resolved(variant.settings).accelerator
-    counts = {"cpu": usable_cores(), "cuda": torch.cuda.device_count()}
-    names = {"cpu": "CPU cores", "cuda": "GPUs"}
-    if accelerator in counts and variant.replicas > counts[accelerator]:
-        needed = f"needs {variant.replicas} {names[accelerator]}"
-        return f"{needed}; this machine has {counts[accelerator]}"
+    devices = {"cpu": (usable_cores(), "CPU cores"), "cuda": (torch.cuda.device_count(), "GPUs")}
+    count, name = devices.get(Resolved(variant.settings).accelerator, (math.inf, ""))
+    if variant.replicas > count:
+        return f"needs {variant.replicas} {name}; this machine has {count}"
     return None

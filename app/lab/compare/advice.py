@@ -87,8 +87,10 @@ def verdict(table: pd.DataFrame, baseline: str, cores: int, usable: int) -> Verd
         tied = tied.assign(is_other=tied.index != baseline).sort_values(["replicas", "is_other"])
         best = tied.iloc[0]
         most = tied["replicas"].max()
-        conclusion = f"No winner: {len(tied)} variants are as fast as each other"
-        conclusion += ", within the spread of their runs"
+        conclusion = (
+            f"No winner: {len(tied)} variants are as fast as each other, within the spread of "
+            "their runs"
+        )
         reason = "it is as fast as any"
         if best["replicas"] < most:
             reason += f", on {best['replicas']:g} of the {most:g} devices that others take"

@@ -4,7 +4,6 @@ Each run is a `python -m app fit …`. Every setting of the experiment file is a
 fit, such as --data.root or --trainer.precision, are added to every variant.
 """
 
-import os
 import shlex
 import time
 from dataclasses import asdict, dataclass
@@ -15,8 +14,7 @@ import yaml
 from jsonargparse import Namespace
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import track
 
 from app.command.arguments import read_yaml, shipped
 from app.command.configuration import by_name, split_flags
@@ -89,7 +87,6 @@ def run(arguments: list[str]) -> int:
         "command": str(CommandLine(["compare", *arguments])),
         "usable_cores": usable_cores(),
         "hardware": hardware(),
-        "load": os.getloadavg()[0],
         "driver": driver(),
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -211,11 +208,7 @@ def _follow(runner: Runner, console: Console) -> None:
     for outcome in runner.outcomes:
         if outcome.records or outcome.reason:
             report(outcome)
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("", total=len(list(runner.todo())))
-        for repeat, outcome in runner.todo():
-            now = escape(f"{outcome.variant.name}: run {repeat} of {repeats}")
-            progress.update(bar, description=now)
-            runner.run(repeat, outcome)
-            progress.advance(bar)
-            report(outcome)
+    total = len(list(runner.todo()))
+    for repeat, outcome in track(runner.todo(), "", total, console=console, transient=True):
+        runner.run(repeat, outcome)
+        report(outcome)

@@ -117,7 +117,11 @@ def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
         "trainer.max_epochs": experiment.max_epochs,
         "trainer.max_steps": experiment.max_steps,
     }
-    flags = {flag: limit for flag, limit in limits.items() if limit is not None} | flags
+    limits = {flag: limit for flag, limit in limits.items() if limit is not None}
+    for flag in limits.keys() & experiment.flags:
+        name = flag.removeprefix("trainer.")
+        raise UserError(f"flags: {flag}: the experiment has {name}, too: leave one of them out")
+    flags = limits | flags
     common = experiment.flags | flags
     varied = set(experiment.grid).union(*experiment.variants.values())
     for flag in {*varied, *common}.intersection(RESERVED):

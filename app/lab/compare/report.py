@@ -10,7 +10,7 @@ import pandas as pd
 
 from app.lab.compare.advice import Verdict, verdict
 from app.lab.compare.experiment import Experiment
-from app.lab.compare.figures import Picture, pictures
+from app.lab.compare.figures import pictures
 from app.lab.compare.results import tabulate
 from app.lab.compare.runner import Outcome
 from app.system.files import inert, write_json, write_text
@@ -23,6 +23,14 @@ LINEAR_RULE = (
 SAME_BATCH = (
     "The global batch is the same unless a variant sets it, so that losses differ only by rounding."
 )
+# figures in the table of variants, and their formats
+FORMS = {
+    "speed_up": ".2f",
+    "efficiency": ".0%",
+    "loss_last": ".4f",
+    "val_acc": ".1%",
+    "memory_main_gib": ".2f",
+}
 SMALL_FORM = " **Here it is the small form of the experiment**, whose seconds are not comparable."
 
 
@@ -53,44 +61,45 @@ def write_report(
     whole = results.convert_dtypes()  # without `.0` after whole numbers
     whole.map(inert).to_csv(folder / "results.csv", index=False)
     rows = json.loads(whole.to_json(orient="records", double_precision=15))
-    commands = []
     failures = []
     for row, outcome in zip(rows, outcomes, strict=True):
         row["command"] = outcome.variant.commands()
         row["reason"] = outcome.reason
         row["tail"] = outcome.tail
         row["runs"] = [record.run_dir for record in outcome.records]
-        commands.append(_listing(outcome, row["command"]))
         if outcome.tail:
-            failures.append(_listing(outcome, "\n".join(outcome.tail)))
+            lines = "\n".join(outcome.tail)
+            failures.append(f"{plain(outcome.variant.name)}:\n\n{code(lines)}")
         if outcome.variant.name == result.recommended:
             following = row["command"]
     conclusion = {"said": result.conclusion, "taken": result.recommended}
-    content = {"baseline": baseline, "verdict": conclusion, "variants": rows}
-    write_json(folder / "results.json", head | content)
+    head |= {"baseline": baseline, "verdict": conclusion, "variants": rows}
+    write_json(folder / "results.json", head)
 
-    drawn = pictures(shown, outcomes, baseline, result)
+    figures = {}
+    files = {}
+    images = {}  # Markdown of each picture
+    for name, (title, figure) in pictures(shown, outcomes, baseline, result).items():
+        images[name] = f"![{plain(title)}]({name}.png)"
+        figures[f"{name}.png"] = figure
+        files[title] = folder / f"{name}.png"
     lead = _lead(experiment, outcomes, result)
+    above = f"{lead}\n\n{images.pop('throughput', '')}"
     advice = "\n\n".join(result.advice)
     ranking = Section("Variants", _ranking(shown, outcomes, baseline, result))
     failed = Section("Last lines of failed runs", "\n\n".join(failures), folded=True)
     sections = [
         ranking,
         Section("Recommendation", f"{advice}\n\n{code(following)}"),
-        Section("Loss and time", _images(drawn, "loss_epoch", "step")),
+        Section("Loss and time", "\n".join(images.values())),
         Section("Published, and here", _published(experiment, results), folded=True),
         failed,
         Section("How it was measured", _method(experiment, head), folded=True),
-        Section("Commands", "\n\n".join(commands), folded=True),
     ]
-    above = f"{lead}\n\n{_images(drawn, 'throughput')}"
-    figures = {f"{name}.png": picture.figure for name, picture in drawn.items()}
     write_text(folder / "report.html", page(result.conclusion, above, sections, figures))
-    files = {}
-    for name, (title, figure) in drawn.items():
+    for (title, file), figure in zip(files.items(), figures.values(), strict=True):
         figure.suptitle(title)  # a page has the title beside the figure
-        files[title] = folder / f"{name}.png"
-        write_png(files[title], figure)
+        write_png(file, figure)
     write_text(folder / "report.md", _markdown(result, above, sections))
     short = _markdown(result, lead, [ranking, Section("Recommendation", advice), failed])
     return short, following, results, files
@@ -104,24 +113,10 @@ def _markdown(result: Verdict, lead: str, sections: Sequence[Section]) -> str:
     return "\n\n".join(texts) + "\n"
 
 
-def _listing(outcome: Outcome, text: str) -> str:
-    return f"{plain(outcome.variant.name)}:\n\n{code(text)}"
-
-
-def _images(drawn: dict[str, Picture], *names: str) -> str:
-    images = []
-    for name in names:
-        if name in drawn:
-            images.append(f"![{plain(drawn[name].title)}]({name}.png)")
-    return "\n".join(images)
-
-
 def _lead(experiment: Experiment, outcomes: Sequence[Outcome], result: Verdict) -> str:
     """Return the top of the report: description, cautions, and variants whose runs are missing."""
-    lead = [plain(experiment.name)]
-    if experiment.description:
-        lead = [f"{plain(experiment.name)}: {plain(experiment.description)}"]
     missing = ", ".join(outcome.variant.name for outcome in outcomes if outcome.status == "waiting")
+    lead = [plain(": ".join(filter(None, [experiment.name, experiment.description])))]
     lead += result.cautions
     if missing:
         lead.append(f"**Not complete: {plain(missing)}.** The same command continues.")
@@ -146,21 +141,13 @@ def _ranking(
         note = outcome.note
         if name == baseline:
             note = f"baseline {note}"
-        rows.append(
-            {
-                "": result.places.get(name, ""),
-                "variant": name,
-                "samples/s": outcome.rate,
-                f"× {baseline}": _number(row["speed_up"], ".2f"),
-                "of the ideal": _number(row["efficiency"], ".0%"),
-                "loss": _number(row["loss_last"], ".4f"),
-                "validation": _number(row["val_acc"], ".1%"),
-                "GiB": _number(row["memory_main_gib"], ".2f"),
-                "note": note,
-            }
-        )
-    rows.sort(key=lambda row: row[""] or math.inf)
-    return table([*rows[0]], [[*row.values()] for row in rows], words=(0, 1, 8))
+        cells = [result.places.get(name, ""), name, outcome.rate]
+        for column, form in FORMS.items():
+            cells.append(_number(row[column], form))
+        rows.append([*cells, note])
+    rows.sort(key=lambda row: row[0] or math.inf)
+    headers = ["", "variant", "samples/s", f"× {baseline}", "of the ideal", "loss"]
+    return table([*headers, "validation", "GiB", "note"], rows, words=(0, 1, 8))
 
 
 def _published(experiment: Experiment, results: pd.DataFrame) -> str:

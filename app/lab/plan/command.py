@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from matplotlib.ticker import EngFormatter
 from rich.markdown import Markdown
 
 from app.command.configuration import resolve, split_flags
@@ -42,17 +43,8 @@ from app.system.page import Section, code, page, plain
 from app.system.terminal import make_console
 
 USAGE = "python -m app plan [--SETTING VALUE ...] [--config FILE] [--FLAG.OF.FIT VALUE ...]"
-PREFIXES = {
-    "": 1.0,
-    "n": 1e-9,
-    "u": 1e-6,
-    "µ": 1e-6,
-    "m": 1e-3,
-    "k": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-    "T": 1e12,
-}
+# power of ten of each prefix, such as 9 of `G`
+POWERS = {prefix: power for power, prefix in EngFormatter.ENG_PREFIXES.items()}
 
 
 def quantity(name: str, text: str) -> float:
@@ -70,7 +62,7 @@ def quantity(name: str, text: str) -> float:
     match = re.fullmatch(r"(\d*\.?\d+)\s*" + unit, text.strip())
     if match is None or not (is_latency or float(match[1])):
         raise UserError(f"--{name} {text}: give {example}")
-    value = float(match[1]) * PREFIXES[match[2]]
+    value = float(match[1]) * 10.0 ** POWERS[match[2].replace("u", "µ")]
     if "bit" in text:
         value /= 8
     return value
@@ -187,11 +179,7 @@ def _parse(arguments: list[str]) -> Namespace:
         "--run", nargs="+", metavar="DIR", help="read the steps from runs; measured by default"
     )
     parser.add_class_arguments(Settings)
-    options = parser.parse_args(arguments)
-    for name in ("bandwidth", "latency", "node_bandwidth", "node_latency"):
-        if options[name] is not None:
-            options[name] = quantity(name, options[name])
-    return options
+    return parser.parse_args(arguments)
 
 
 def _counts(most: int, per_node: int) -> list[int]:
@@ -240,13 +228,12 @@ def _machines(options: Namespace, devices: int, cuda: bool, say: Callable[[str],
             `--bandwidth` and `--latency`. Nodes with a single device need these two, or
             `--node_bandwidth` and `--node_latency`.
     """
-    within = {}
-    between = {}
+    within: dict[str, float] = {}
+    between: dict[str, float] = {}
     for name in ("bandwidth", "latency"):
-        if options[name] is not None:
-            within[name] = options[name]
-        if options[f"node_{name}"] is not None:
-            between[name] = options[f"node_{name}"]
+        for given, flag in ((within, name), (between, f"node_{name}")):
+            if options[flag] is not None:
+                given[name] = quantity(flag, options[flag])
     per_node = options.per_node or devices
     link = Link(math.inf, 0.0)
     spread = (1.0, 1.0)

@@ -39,6 +39,8 @@ from typing import Any
 
 import pandas as pd
 
+from app.record import Record
+from app.record.words import taken_cores
 from app.system.interconnect import Link, fit_line
 
 ALONE = Link(math.inf, 0.0)  # a link that takes no time
@@ -125,35 +127,20 @@ class Step:
         return self.data(images) + self.forward(images) + end + self.update + self.rest + agreed
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Measured steps with one batch size on one device.
-
-    Attributes:
-        images: Number of images of a batch on the device.
-        phases: Milliseconds of each phase, as `time_per_step` in run.json.
-        windows: Step times of the fastest and the slowest logging window, relative to the median
-            window's.
-        taken: Cores that other programs took meanwhile, as text of `taken_cores`.
-    """
-
-    images: float
-    phases: dict[str, Any]
-    windows: tuple[float, float] = (1.0, 1.0)
-    taken: str = ""
-
-
-def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucket]) -> Step:
-    """Fit the step of one device to measurements with several batch sizes.
+def fit_step(records: Sequence[Record], backward: float, buckets: Iterable[Bucket]) -> Step:
+    """Fit the step of one device to runs with several batch sizes.
 
     Args:
-        measured: Measurements. If all have one batch size, data, forward and backward are assumed
-            to be proportional to the number of images.
+        records: Records of the runs. If all have one batch size, data, forward and backward are
+            assumed to be proportional to the number of images.
         backward: The backward pass's share of the time of forward and backward, 0…1.
         buckets: Gradients, grouped into DDP's buckets.
     """
-    images = [timed.images for timed in measured]
-    seconds = pd.DataFrame([timed.phases for timed in measured])[PHASES] / 1000
+    images = []
+    for record in records:
+        assert record.global_batch_size
+        images.append(record.global_batch_size / record.replicas)
+    seconds = pd.DataFrame([vars(record.time_per_step) for record in records])[PHASES] / 1000
     times = seconds.clip(lower=1e-9)
 
     def line(phase: str, share: float = 1.0) -> Line:
@@ -170,12 +157,16 @@ def fit_step(measured: Sequence[Timed], backward: float, buckets: Iterable[Bucke
         rest=seconds["rest"].mean(),
         buckets=tuple(buckets),
         images=tuple(images),
-        taken=max(timed.taken for timed in measured),
+        taken=max(taken_cores(record.others_cores, record.hardware) for record in records),
     )
     ratios = []
-    for timed, time in zip(measured, seconds.sum(axis=1), strict=True):
-        for window in timed.windows:
-            ratios.append(window * time / step.ddp(timed.images, 1, ALONE))
+    for record, size, time in zip(records, images, seconds.sum(axis=1), strict=True):
+        ratio = time / step.ddp(size, 1, ALONE)
+        ratios.append(ratio)
+        rates = record.throughput
+        if rates.median and rates.min and rates.max:
+            ratios.append(ratio * rates.median / rates.max)
+            ratios.append(ratio * rates.median / rates.min)
     return replace(step, spread=spread_of(ratios))
 
 

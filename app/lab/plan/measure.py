@@ -11,11 +11,10 @@ from app.command.configuration import build, resolve
 from app.command.resolved import Resolved
 from app.data.module import ImageData
 from app.errors import UserError
-from app.lab.plan.cost_model import Step, Timed, fit_step, make_buckets
+from app.lab.plan.cost_model import Step, fit_step, make_buckets
 from app.lab.runs import run_fit
 from app.modules import ImageClassifier
 from app.record import Record
-from app.record.words import taken_cores
 from app.system.machine import time_when_done
 
 ONE_DEVICE = (  # flags of a run of 30 steps on one device, without checkpoints or tracking
@@ -55,15 +54,17 @@ def measure_step(
     if not isinstance(model, ImageClassifier) or not isinstance(data, ImageData):
         raise UserError("plan needs a model and data of this application: give --model and --data")
     batch = data.global_batch_size
-    measured = list(map(timed, records))
-    if not records:
+    measured = list(records)
+    if not measured:
         for size in sorted({batch, max(batch // 4, 1), max(batch // 16, 1)}, reverse=True):
             say(f"measuring steps on one device with batches of {size}")
-            measured.append(timed(run_steps([*arguments, "--data.batch_size", str(size)])))
+            measured.append(run_steps([*arguments, "--data.batch_size", str(size)]))
     say("timing the gradients of a backward pass")
     device = torch.device(resolved.accelerator)
     is_mixed = str(resolved.trainer.precision).endswith("-mixed")
-    images = torch.randn(max(int(measured[0].images), 1), *data.image_shape, device=device)
+    assert measured[0].global_batch_size
+    size = max(measured[0].global_batch_size // measured[0].replicas, 1)
+    images = torch.randn(size, *data.image_shape, device=device)
     backward, gradients = profile_gradients(model.to(device), images, is_mixed)
     return fit_step(measured, backward, make_buckets(gradients)), batch
 
@@ -86,18 +87,6 @@ def run_steps(arguments: list[str]) -> Record:
     if record.time_per_step is None:
         raise UserError("the steps could not be timed: leave --trainer.profiler out")
     return record
-
-
-def timed(record: Record) -> Timed:
-    """Convert a run record to step times, with the number of images per device."""
-    rates = record.throughput
-    windows = (1.0, 1.0)
-    if rates.median and rates.min and rates.max:
-        windows = rates.median / rates.max, rates.median / rates.min
-    assert record.global_batch_size
-    images = record.global_batch_size / record.replicas
-    taken = taken_cores(record.others_cores, record.hardware)
-    return Timed(images, vars(record.time_per_step), windows, taken)
 
 
 def read_records(paths: list[str]) -> list[Record]:

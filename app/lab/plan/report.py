@@ -44,9 +44,10 @@ def recommendation(table: pd.DataFrame, step: Step) -> str:
     devices = f"{row['devices']} devices"
     if row["nodes"] > 1:
         devices += f" of {row['nodes']} nodes"
-    gain = f"{row['speed_up']:.2f} × one device"
-    span = f"{row['speed_up_low']:.2f}–{row['speed_up_high']:.2f}"
-    text = f"take ddp on {devices}: {gain} ({span}), predicted"
+    text = (
+        f"take ddp on {devices}: {row['speed_up']:.2f} × one device "
+        f"({row['speed_up_low']:.2f}–{row['speed_up_high']:.2f}), predicted"
+    )
     if step.taken:
         text += " on a busy machine"
     if not step.launch_known:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import pandas as pd
-
 from app.lab.verify.differences import TOLERANCE, Difference, Recorded, apart, weights_apart
 from app.record.words import listed
 
@@ -73,6 +71,10 @@ class Case(NamedTuple):
         """Whether the network sees smaller batches than in the reference."""
         return self.replicas > 1 or self.accumulates
 
+    def first_step(self, column: str) -> int | None:
+        """Return the first step that differs in a column; None if the column has no such step."""
+        return getattr(self.differences.get(column), "step", None)
+
     def differs(self, *columns: str) -> bool:
         """Return whether the variant differs in one of the columns."""
         return not self.differences.keys().isdisjoint(columns)
@@ -96,14 +98,12 @@ def _samples(case: Case) -> Cause | None:
     """Return why a step's samples differ from the reference's, or None."""
     variant = case.variant
     reference = case.reference
-    place = case.differences.get("samples")
-    if place is None or place.step is None:
+    number = case.first_step("samples")
+    if number is None:
         return None
     world = len(variant.ranks)
-    batches = variant.facts["batches"]
-    lengths = f"an epoch has {batches} batches, {reference.facts['batches']} in the reference"
-    here = variant.steps[place.step].samples
-    there = reference.steps[place.step].samples
+    here = variant.steps[number].samples
+    there = reference.steps[number].samples
     is_per_rank = world > 1 and len(here) == world * len(there)
     if _split(case) and not is_per_rank:  # `_split` already explains the different samples
         return None
@@ -116,7 +116,7 @@ def _samples(case: Case) -> Cause | None:
         )
     if variant.resumed_at is not None:
         return Cause(
-            f"the order of samples is lost on resume, from step {place.step + 1} on",
+            f"the order of samples is lost on resume, from step {number + 1} on",
             "use a seeded loader with a state_dict, such as torchdata's StatefulDataLoader; or "
             f"{OURS}",
         )
@@ -129,7 +129,10 @@ def _samples(case: Case) -> Cause | None:
             "leave --trainer.use_distributed_sampler on, or have an iterable data set give each "
             "rank its share",
         )
-    sizes = f"{len(here)} samples a step, {len(there)} in the reference ({lengths})"
+    sizes = (
+        f"{len(here)} samples a step, {len(there)} in the reference (an epoch has "
+        f"{variant.facts['batches']} batches, {reference.facts['batches']} in the reference)"
+    )
     if is_per_rank:
         return Cause(
             f"the batch size is that of each rank: {sizes}",
@@ -170,13 +173,12 @@ def _other_pixels(case: Case) -> bool:
     In this case, every step has the reference's labels. A sample's id is a digest of its pixels. So
     the new ids in the first step that differs occur nowhere in the reference.
     """
-    place = case.differences.get("samples")
-    if place is None or place.step is None:
+    number = case.first_step("samples")
+    if number is None:
         return False
     for here, there in zip(case.variant.steps, case.reference.steps, strict=False):
         if not here.labels or Counter(here.labels) != Counter(there.labels):
             return False
-    number = place.step
     new = {*case.variant.steps[number].samples} - {*case.reference.steps[number].samples}
     return bool(new) and new.isdisjoint(case.reference.trained)
 
@@ -206,28 +208,28 @@ def _rates(case: Case) -> Cause | None:
     """Return why the learning rates differ from the reference's, or None."""
     variant = case.variant
     reference = case.reference
-    place = case.differences.get("learning rate")
-    if place is None or place.step is None:
+    number = case.first_step("learning rate")
+    if number is None:
         return None
     if case.accumulates:
         return Cause(
             "the learning rate advances with each of the batches that a step accumulates",
             "advance it once per optimizer step, as Lightning does with interval: step",
         )
-    here: Any = variant.rates.loc[place.step]
-    there: Any = reference.rates.loc[place.step]
+    here: Any = variant.rates.loc[number]
+    there: Any = reference.rates.loc[number]
     ratios = (here / there)[there != 0].round(6).unique()
     # a warm-up starts at 0
-    is_first = not reference.rates[: place.step].any(axis=None)
+    is_first = not reference.rates[:number].any(axis=None)
     if is_first and len(ratios) == 1:
         return Cause(
             f"the learning rate is {ratios[0]:g} times the reference's from the first step on, on "
             f"{len(variant.ranks)} ranks: it is scaled by their number, or by another setting",
             "keep it if the global batch is the same; scale it only with the global batch",
         )
-    if variant.resumed_at is not None and place.step >= variant.resumed_at:
+    if variant.resumed_at is not None and number >= variant.resumed_at:
         return Cause(
-            f"the schedule is lost on resume: {place}",
+            f"the schedule is lost on resume: {case.differences['learning rate']}",
             "return the scheduler from configure_optimizers, so that Lightning saves it; or save "
             "its state",
         )
@@ -364,9 +366,8 @@ def _state(case: Case) -> Iterator[Cause]:
             "reduce their inputs over all ranks",
             changes_loss=False,
         )
-    attributes = pd.Series(variant.facts["attributes"], dtype=float)
-    expected = pd.Series(reference.facts["attributes"], dtype=float)
-    sizes = apart(attributes, expected)[expected.index]
+    expected = reference.attributes
+    sizes = apart(variant.attributes, expected)[expected.index]
     lost = list(sizes.index[sizes > TOLERANCE])
     has_effect = case.differs("loss", "gradients", "weights", "evaluation")
     if not lost or not has_effect or case.differs("samples"):

@@ -40,10 +40,8 @@ def run(arguments: list[str]) -> int:
     prover.folder = claim_version(Path(options.root, "verify"))
     verdict = prover.run()
     verdict.show(console)
-    command = str(CommandLine(["verify", *arguments]))
-    console.print(
-        f"report  {write_report(verdict, command, prover.folder)}", soft_wrap=True, highlight=False
-    )
+    file = write_report(verdict, str(CommandLine(["verify", *arguments])), prover.folder)
+    console.print(f"report  {file}", soft_wrap=True, highlight=False)
     if options.json is not None:
         write_json(Path(options.json), verdict.as_json())
     return int(not verdict)

@@ -44,6 +44,7 @@ class Recorded:
         metrics: Metrics of the last validation, a row for each rank.
         rates: Learning rates, a row for each step, a column for each parameter group.
         gradients: Norms of the parameters' gradients, a row for each step.
+        attributes: Numeric attributes of the modules and callbacks after training.
         optimizers: Numbers in the optimizers' and schedulers' states, in one row.
         trained: Number of times that each sample was trained on, over all ranks.
         first_epoch: The same in the first epoch.
@@ -67,15 +68,15 @@ class Recorded:
                 here["steps"] = before["steps"] + here["steps"]
         ranks: Any = pd.DataFrame(self.ranks)
         self.steps: list[Step] = list(map(Step, zip(*ranks["steps"], strict=False)))
-        self.losses = pd.Series([step.loss for step in self.steps])
+        rows: Any = pd.DataFrame(map(vars, self.steps), columns=["loss", "rates", "gradients"])
+        self.losses = rows["loss"]
+        self.rates = pd.DataFrame(list(rows["rates"])).add_prefix("learning rate of group ")
+        self.gradients = pd.DataFrame(list(rows["gradients"])).add_prefix("norm of ")
         self.evaluated = Counter(ranks["evaluation"].sum())  # a sum of lists
         # some metrics are logged only on rank zero
         metrics = [self.facts["metrics"] | values for values in ranks["metrics"]]
         self.metrics = pd.DataFrame(metrics)
-        rates = pd.DataFrame([step.ranks[0].get("rates", []) for step in self.steps])
-        self.rates = rates.add_prefix("learning rate of group ")
-        gradients = pd.DataFrame([step.ranks[0]["gradients"] for step in self.steps])
-        self.gradients = gradients.add_prefix("norm of ")
+        self.attributes = pd.Series(self.facts["attributes"], dtype=float)
         self.optimizers = pd.DataFrame([self.facts["optimizers"]])
         self.trained = Counter(_chained(self.steps))
         self.first_epoch = Counter(_chained(self.epoch(0)))
@@ -106,6 +107,8 @@ class Step:
         loss: Loss that the optimizer minimises: the mean of the ranks' losses.
         losses: Loss of each batch, over all ranks and micro-batches.
         counts: Number of samples of each batch, over all ranks and micro-batches.
+        rates: Learning rate of each parameter group, on rank zero.
+        gradients: Norm of each parameter's gradient, on rank zero.
     """
 
     def __init__(self, ranks: Sequence[dict[str, Any]]) -> None:
@@ -119,6 +122,8 @@ class Step:
         self.micro_batches = len(ranks[0]["samples"])
         self.loss = rows["loss"].mean(skipna=False)
         self.losses = rows["losses"].sum()
+        self.rates = ranks[0].get("rates", [])
+        self.gradients = ranks[0]["gradients"]
 
 
 def _chained(steps: Sequence[Step]) -> list[Any]:
@@ -249,13 +254,10 @@ def weights_apart(reference: Recorded, variant: Recorded) -> pd.Series:
     """Return the largest difference of each weight and buffer after training, by name."""
     sizes = pd.Series(dtype=float)
     for name, expected in reference.facts["weights"].items():
-        here = variant.facts["weights"].get(name, torch.empty(0)).double()
-        there = expected.double()
-        if here.shape != there.shape:
-            sizes[name] = math.inf
-        elif here.numel():
-            relative = (here - there).abs() / there.abs().clamp(min=1)
-            sizes[name] = float(relative.nan_to_num(nan=math.inf).max())
+        weight = variant.facts["weights"].get(name, torch.empty(0))
+        here = pd.Series(weight.double().flatten().numpy())
+        there = pd.Series(expected.double().flatten().numpy())
+        sizes[name] = apart(here, there).max()
     return sizes
 
 

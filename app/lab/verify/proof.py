@@ -152,9 +152,10 @@ class Prover:
         Raises:
             UserError: When `fit` rejects the flags.
         """
-        words = [f"{flag}={value}" for flag, value in more.items()]
+        for flag, value in more.items():
+            name += f" {flag}={value}"
         flags = {**self.device, **self.typed, **flags, **more}
-        variant = Variant.of_flags(" ".join([name, *words]), flags, self.configs)
+        variant = Variant.of_flags(name, flags, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
             variant.lacking = None  # replicas that share cores are slow, but train the same
         return variant
@@ -229,18 +230,16 @@ class Prover:
             earlier: Recording of the run that this run resumes, or None.
         """
         self.say(variant.name)
-        recording = {
-            "trainer.callbacks+": "app.lab.verify.recording.Recording",
-            "trainer.callbacks.steps": steps or self.settings.steps,
-            "trainer.callbacks.epoch_steps": self.epoch_steps,
-            "trainer.callbacks.bits": str(self.settings.bits).lower(),
-            "run.wandb": "false",
-            "run.warmup_epochs": 0,
-            "run.on_nonfinite": "warn",
-        }
-        arguments = variant.arguments[1:]
-        for flag, value in recording.items():
-            arguments.append(f"--{flag}={value}")
+        arguments = [
+            *variant.arguments[1:],
+            "--trainer.callbacks+=app.lab.verify.recording.Recording",
+            f"--trainer.callbacks.steps={steps or self.settings.steps}",
+            f"--trainer.callbacks.epoch_steps={self.epoch_steps}",
+            f"--trainer.callbacks.bits={self.settings.bits}",
+            "--run.wandb=false",
+            "--run.warmup_epochs=0",
+            "--run.on_nonfinite=warn",
+        ]
         folder = self.folder / "runs" / variant.slug
         record = run_fit(arguments, self.settings.time_limit, folder, variant.nodes())
         result = Result(variant.name, variant.arguments)
@@ -278,16 +277,17 @@ class Prover:
             result.remedied = _outcome(more, after)
             if after.recorded is None:
                 return
-            known = {cause.kind for cause in (*result.causes, *result.behind)}
+            known = {cause.kind for cause in result.causes}
             remaining = {cause.kind for cause in after.causes}
             for cause in after.causes:
                 if cause.kind not in known:
-                    result.behind.append(cause)
-            for cause in (*result.causes, *result.behind):
+                    result.causes.append(cause)
+            for cause in result.causes:
                 if cause.changes_loss and cause.kind in remaining:
                     cause.effect = after.effect
                 elif cause.changes_loss and cause.effect is None:
                     cause.effect = max(0.0, before.effect - after.effect)
+            result.causes.sort(key=lambda cause: -(cause.effect or 0.0))
             before = after
 
     def _repeat_in_float64(self, result: Result, more: Mapping[str, Any]) -> None:

@@ -185,7 +185,7 @@ class Recording(Callback):
 def digest(value: Tensor) -> str:
     """Return a short digest of the bytes of a tensor."""
     plain = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(plain.numpy().tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(plain.numpy().data, digest_size=8).hexdigest()
 
 
 def loss_of(outputs: Any) -> float:
@@ -292,7 +292,7 @@ def numbers(state: Any, path: str = "") -> dict[str, float]:
     """Return the numbers of a nested structure by path, and the norms of its tensors."""
     if isinstance(state, Tensor):
         return {path: norm(state)}
-    if isinstance(state, bool | int | float):
+    if isinstance(state, int | float):
         return {path: float(state)}
     leaves: dict[str, float] = {}
     if isinstance(state, list | tuple):
@@ -343,6 +343,6 @@ def attributes(trainer: Trainer, module: LightningModule) -> dict[str, float]:
         if isinstance(owner, Metric):
             continue
         for name, value in vars(owner).items():
-            if not name.startswith("_") and isinstance(value, bool | int | float | Tensor):
+            if not name.startswith("_") and isinstance(value, int | float | Tensor):
                 values[f"{path}.{name}".lstrip(".")] = value
     return numbers(values)

@@ -22,30 +22,24 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         command: The command line.
         folder: Folder of the report.
     """
-    recorded = {"one device": verdict.reference}
+    recorded = {"one device": verdict.reference.losses}
     for result in verdict.results:
         if result.recorded is not None:
-            recorded[result.name] = result.recorded
-    losses = pd.DataFrame({name: run.losses for name, run in recorded.items()})
+            recorded[result.name] = result.recorded.losses
+    losses = pd.DataFrame(recorded)
     losses.index += 1
-    reference = losses.pop("one device")
-    differences = losses.sub(reference, axis="index")
-    largest: Any = differences.abs()[differences.abs() < math.inf].max(axis=None)
+    differences = losses.sub(losses["one device"], axis="index")
+    sizes = differences.abs()
+    largest: Any = sizes[sizes < math.inf].max(axis=None)
 
     def draw_lines(lines: pd.DataFrame, label: str, axes: Axes) -> None:
-        for name, line in lines.items():
-            axes.plot(line, label=name, linewidth=1.2)
+        reference, *_ = axes.plot(lines, label=[*lines], linewidth=1.2)
+        reference.set(color=PALE, linewidth=5)
         axes.set(xlabel="step", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(axis="y")
 
-    def draw_losses(axes: Axes) -> None:
-        axes.plot(reference, color=PALE, linewidth=5, label="one device")
-        draw_lines(losses, "training loss", axes)
-
-    title = "No difference"
-    if largest > 0:
-        title = f"Difference from one device: at most {largest:.1g}"
+    title = f"Difference from one device: at most {largest:.1g}"
     header, *rows = verdict.table()
     pictures = f"![Training loss of each step](losses)\n![{title}](differences)"
     sections = [
@@ -56,7 +50,7 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
     ]
     steps = f"{len(verdict.reference.steps)} steps in {len(recorded)} variants, against one device."
     figures = {
-        "losses": draw(draw_losses),
+        "losses": draw(partial(draw_lines, losses, "training loss")),
         "differences": draw(partial(draw_lines, differences, "difference")),
     }
     file = folder / "report.html"

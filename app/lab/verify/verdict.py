@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from rich.console import Console
@@ -27,13 +28,14 @@ class Result:
         differences: Difference from one device, by column; see
             `app.lab.verify.differences.differences`.
         effect: Largest difference of a step's loss from the reference.
-        causes: Known causes of the differences.
+        causes: Known causes of the differences, the largest effect on the loss first. Those of one
+            run are in the order of training; further ones were found by repeating the variant with
+            flags that remove known causes.
         first_bits: First output or gradient whose bits differ; only with `--bits true`.
         rounding: Differences that are only rounding, by column.
         in_float64: Largest difference in float64, if the variant was repeated in float64.
         failed: Reason of a failure, or None.
         skipped: Reason of a skip, or None.
-        behind: Further causes, found by repeating the variant with flags that remove `causes`.
         remedied: Outcome of the last repetition with flags that remove causes, or None.
     """
 
@@ -49,7 +51,6 @@ class Result:
     in_float64: float | None = None
     failed: str | None = None
     skipped: str | None = None
-    behind: list[Cause] = field(default_factory=list)
     remedied: str | None = None
 
     @property
@@ -57,18 +58,13 @@ class Result:
         """Whether the variant trains as the reference does. True for a skipped variant."""
         return self.failed is None and not self.differences
 
-    @property
+    @cached_property
     def fault(self) -> str:
-        """Key that is equal for variants with the same failure or causes."""
+        """Key that is equal for variants with the same failure or causes of their first run."""
         if self.same:
             return self.name
         kinds = [cause.kind for cause in self.causes]
         return "; ".join([self.failed or "", *(kinds or self.differences)])
-
-    @property
-    def by_effect(self) -> list[Cause]:
-        """All causes, the largest effect on the loss first."""
-        return sorted([*self.causes, *self.behind], key=lambda cause: -(cause.effect or 0.0))
 
     def cell(self, column: str) -> str:
         """Return the variant's table cell for a column."""
@@ -96,11 +92,10 @@ class Result:
         for column, difference in self.differences.items():
             yield f"  {column}, {difference}"
         if self.in_float64 is not None and not self.rounding:
-            size = f"{self.in_float64:.1g}"
-            yield f"  in float64 the difference is {size}; rounding would nearly vanish"
+            yield f"  in float64 they differ by {self.in_float64:.1g}; rounding would nearly vanish"
         if self.first_bits:
             yield f"  first different bits: {self.first_bits}"
-        for cause in self.by_effect:
+        for cause in self.causes:
             change = ""
             if cause.effect:
                 change = f" (changes the loss by up to {cause.effect:.1g})"
@@ -116,8 +111,8 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as a JSON object, without the recording."""
-        row = asdict(replace(self, recorded=None, reference=None, causes=self.by_effect))
-        del row["recorded"], row["reference"], row["behind"]
+        row = asdict(replace(self, recorded=None, reference=None))
+        del row["recorded"], row["reference"]
         return {**row, "same": self.same}
 
 
@@ -189,7 +184,7 @@ class Verdict:
         header, *rows = self.table()
         table = Table(*header, box=None, padding=(0, 1, 0, 0))
         for row in rows:
-            table.add_row(*map(_coloured, row))
+            table.add_row(*map(escape, row))
         console.print(table)
         console.print(LEGEND, style="dim", highlight=False)
         for line in self.explained():
@@ -204,8 +199,3 @@ class Verdict:
             "steps": len(self.reference.steps),
             "variants": [result.as_json() for result in self.results],
         }
-
-
-def _coloured(text: str) -> str:
-    text = escape(text)
-    return f"[red]{text}[/red]" if text.startswith("✗") else text
