@@ -231,7 +231,7 @@ class Parser(LightningArgumentParser):
             cls = find_class(section, name)
             if cls is not None:
                 settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
-        return page(self.prog, settings._actions + self._actions, self.chosen, self.is_short)
+        return page(self.prog, settings._actions + self._actions, self.is_short)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise a UserError with jsonargparse's message in one line."""
