@@ -8,20 +8,16 @@ DESCRIPTIONS = {  # replaces Lightning's descriptions
     "config": "Config file; later files and flags override it",
     "seed_everything": "Seed of all random numbers (default: 42)",
     "model": "The LightningModule: CIFARCNN, FashionMLP, a network of torchvision such as "
-    "resnet50, or the import path "
-    "of your own class (default: CIFARCNN)",
+    "resnet50, or the import path of your own class (default: CIFARCNN)",
     "data": "The LightningDataModule: CIFAR10, FashionMNIST, HuggingFace, ImageFolder, "
-    "ImageTable, Synthetic, or "
-    "the import path of your own class (default: CIFAR10)",
+    "ImageTable, Synthetic, or the import path of your own class (default: CIFAR10)",
     "ckpt_path": "Checkpoint to start from: a file or a run's folder; `last` or `best` of the run "
-    "whose config.yaml "
-    "--config names, else of the newest run of --run.name; `auto`: the newest readable one of "
-    "--run.name, if any",
+    "whose config.yaml --config names, else of the newest run of --run.name; `auto`: the newest "
+    "readable one of --run.name, if any",
     "trainer.strategy": "`auto`, `ddp`, `ddp_spawn`, `ddp_fork`, `dp`, `ddp_fp16`, `ddp_bf16`, "
     "`ddp_ring`, `fsdp` (GPUs), or a class (default: auto)",
     "trainer.devices": "Number or list of devices on each node: `2`, `0,1`, `auto` (default: "
-    "auto, which is one for "
-    "--trainer.strategy auto)",
+    "auto, which is one for --trainer.strategy auto)",
     "trainer.num_nodes": "Number of nodes (default: 1)",
     "trainer.precision": "`32-true`, `bf16-mixed`, `16-mixed`, `bf16-true`, `16-true` or "
     "`64-true` (default: 32-true)",
@@ -57,14 +53,13 @@ MORE = (  # other help pages; jsonargparse prints those of classes
     "--data.augment.help RandAugment",
     "--trainer.strategy.help app.training.DDP",
 )
-END = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # end of a sentence
 
 
 def _entry(action: argparse.Action, is_short: bool) -> argparse.Action:
     """Return an action that argparse prints as a flag, its value, description and default."""
     text = " ".join((action.help or "").split()).replace("``", "`")
     if is_short:
-        text = END.split(text)[0]
+        text = re.split(r"(?<=[a-z`)]{2}\.)\s", text)[0]  # the first sentence
     text = text.rstrip(".")
     default = action.default
     if isinstance(default, Mapping):
