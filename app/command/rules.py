@@ -112,7 +112,7 @@ def _compiler(s: Resolved) -> Iterator[str]:
     if s.accelerator == "cuda":
         known = os.environ.get("CC", "gcc clang cc")
     if s.compiled and not any(map(shutil.which, known.split())):
-        yield f"--model.compile: torch needs a compiler ({known}): install one, or leave it out"
+        yield f"--model.compile: torch needs a compiler ({known}): install it, or leave the flag out"
 
 
 def _starter(s: Resolved) -> Iterator[str]:
