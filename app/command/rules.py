@@ -112,9 +112,8 @@ def _compiler(s: Resolved) -> Iterator[str]:
     if s.accelerator == "cuda":
         known = os.environ.get("CC", "gcc clang cc")
     if s.compiled and not any(map(shutil.which, known.split())):
-        names = known.replace(" ", " or ")
         yield (
-            f"--model.compile: torch needs a compiler ({names}): install it, or leave the flag out"
+            f"--model.compile: torch needs a compiler ({known}): install it, or leave the flag out"
         )
 
 
