@@ -174,14 +174,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     def last_part(name: str) -> str:
         return name.rpartition(".")[2].lstrip("-").lower()
 
-    matches: dict[str, set[str]] = {}
-    for candidate in known:
-        matches.setdefault(last_part(candidate), set()).add(candidate)
+    names = sorted(set(known))
     word = last_part(name)
     if name.startswith("--"):
         word = last_part(SYNONYMS.get(word, word))
-    for match in difflib.get_close_matches(word, matches, 1):
-        return f": did you mean {' or '.join(sorted(matches[match])[:3])}?"
+    for match in difflib.get_close_matches(word, map(last_part, names), 1):
+        near = [name for name in names if last_part(name) == match]
+        return f": did you mean {' or '.join(near[:3])}?"
     return ""
 
 

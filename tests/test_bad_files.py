@@ -95,9 +95,8 @@ def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
     good = tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt"
     other = ["--model.network", "resnet18", "--ckpt_path", good]
     for command in ("fit", "test"):
-        assert "of another model than CIFARCNN: network.conv1.weight" in error_of(
-            *app(command, *SMALL, *other)
-        )
+        message = error_of(*app(command, *SMALL, *other))
+        assert 'state_dict for CIFARCNN: Missing key(s) in state_dict: "network.conv1' in message
 
 
 def test_records_with_odd_values(app: App, tmp_path: Path) -> None:

@@ -113,7 +113,6 @@ WRONG = [
         "--model.netwrk x",
         "--model.netwrk: the chosen class has no such setting: did you mean --model.network?",
     ),
-    ("--epochs 3", "did you mean --trainer.max_epochs?"),
     ("--lr 0.1", "--lr: there is no such flag: did you mean --model.optimizer.lr?"),
     (
         "--model.network lent",
@@ -153,6 +152,8 @@ WRONG = [
     ("--config", "expected one argument"),
     ("--data.cache --data.flip", "--data.cache needs a value"),
     ("--model.optimizer.lr 1e-3x", "--model.optimizer.lr 1e-3x: expected a number"),
+    ("--model.optimizer.lr nan", "--model.optimizer.lr nan: expected a number"),
+    ("--model.optimizer.lr 1e400", "--model.optimizer.lr inf: give a finite number"),
     (f"--model '{NESTED}'", "--model.optimizer.lr 1e-3x: expected a number"),
     ("--model Small", "--model Small: there is no such class: did you mean mine.Small?"),
     (
@@ -186,7 +187,6 @@ BAD_CONFIGS = [
     (b"a: [b", "cannot be read"),
     (b"\xff\xfe\x00\x81", "cannot be read"),
     (b"", "not a config"),
-    (b"trainr: {max_epochs: 3}", "there is no such flag: did you mean --trainer.max_epochs?"),
     (
         b"trainer: {max_epoch: 3}",
         "--trainer.max_epoch: there is no such flag: did you mean --trainer.max_epochs?",
@@ -197,6 +197,10 @@ BAD_CONFIGS = [
     ),
     (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
     (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
+    (
+        b"model: {class_path: FashionMLP, init_args: {hidden: [8, 0]}}",
+        "--model.hidden 0: give more than 0",
+    ),
     (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),
 ]
 
@@ -229,7 +233,7 @@ def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path: Path) 
         f"error: {tmp_path / root}/LeNet-Synthetic/version_0 cannot be created ("
     )
     assert message.endswith("): give another --run.root")
-    message = error_of(*app("compare", *SMALL[2:], "--root", tmp_path / root))
+    message = error_of(*app("compare", *SMALL[1:], "--root", tmp_path / root))
     assert message.startswith(f"error: {tmp_path / root}")
 
 

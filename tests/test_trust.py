@@ -57,26 +57,10 @@ def test_no_flag_accepts_functions_or_foreign_classes_of_the_libraries() -> None
     assert not accepted
 
 
-FUNCTIONS = {
-    "torch.utils.collect_env.run": {"command": "touch ran"},
-    "torch.hub.load": {"repo_or_dir": ".", "model": "x", "source": "local"},
-    "app.system.files.write_text": {"path": "ran", "text": "x"},
-    "torch.os.system": {"command": "touch ran"},
-    "mine.optimizer": {"parameters": "ran"},
-}
-
-
-@pytest.mark.parametrize("path", FUNCTIONS)
-def test_function_instead_of_class_is_rejected(path: str, app: App) -> None:
-    settings = {"class_path": path, "init_args": FUNCTIONS[path]}
-    for flag in ("--trainer.callbacks", "--data.augment", "--model"):
-        assert path.rpartition(".")[2] in error_of(
-            *app("fit", *TINY, flag, yaml.safe_dump(settings))
-        )
-    assert not Path("ran").exists()
-
-
+SYSTEM = {"class_path": "torch.os.system", "init_args": {"command": "touch ran"}}
 PLACES = [
+    ({"trainer": {"callbacks": SYSTEM}}, "posix.system: its code is not trusted"),
+    ({"model": {"class_path": "mine.optimizer"}}, "mine.optimizer: expected a subclass of"),
     (
         {"model": RUNS},
         "--model torch.utils.collect_env.run: expected a subclass of LightningModule",

@@ -1,6 +1,5 @@
 """Command line as tokens, with the content of its config files."""
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -19,19 +18,8 @@ from app.system.files import open_file
 from app.system.torch_files import check_exists
 
 STRATEGY = "--trainer.strategy"
-SECTIONS = (
-    "trainer",
-    "model",
-    "data",
-    "run",
-    "cluster",
-    "best_checkpoint",
-    "last_checkpoint",
-    "lr_monitor",
-)
 # jsonargparse's own loader, which `app.command.parser` replaces by `load_yaml`
 PLAIN_LOADER = get_loader("yaml")
-YAML = (".yaml", ".yml")
 MOST_VALUES = 100_000  # values of a config
 
 
@@ -118,14 +106,12 @@ class Arguments:
     def __init__(self, argv: Sequence[str]) -> None:
         self.configs: dict[str, dict[str, Any]] = {}
         tokens = [self._read(token) for token in tokenise(argv[1:])]
-        # a later --trainer.strategy replaces an earlier one, with its settings
-        chosen = [index for index, token in enumerate(tokens) if token.name == STRATEGY]
-        self.tokens: list[Token] = []
-        for index, token in enumerate(tokens):
-            is_setting = token.flag.startswith(f"{STRATEGY}.")
-            if not (is_setting and chosen and chosen[0] <= index < chosen[-1]):
-                self.tokens.append(token)
         names = [token.name for token in tokens]
+        if STRATEGY in names:  # a later one replaces an earlier one, with its settings
+            first = names.index(STRATEGY)
+            last = len(names) - names[::-1].index(STRATEGY) - 1
+            kept = [token for token in tokens[first:last] if not token.flag.startswith(STRATEGY)]
+            tokens[first:last] = kept
 
         def place(token: Token) -> tuple[int, int]:
             """Sort configs first, then classes that have settings, the outer ones first."""
@@ -136,7 +122,7 @@ class Arguments:
                 return 1, token.name.count(".")
             return 2, 0
 
-        self.tokens.sort(key=place)
+        self.tokens = sorted(tokens, key=place)
 
     def _read(self, token: Token) -> Token:
         """Read the config file of a `--config` token; return other tokens unchanged."""
@@ -175,7 +161,12 @@ class Arguments:
         for flag, value in self.tokens:
             if value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", flag):
                 raise UserError(f"{flag} needs a value")
-            if flag != "--data" or value is None or value in classes or value.endswith(YAML):
+            if (
+                flag != "--data"
+                or value is None
+                or value in classes
+                or value.endswith((".yaml", ".yml"))
+            ):
                 continue
             is_file = value.endswith(".csv") or ("/" in value and "{" not in value)
             if is_file or os.path.isdir(value):
@@ -185,11 +176,11 @@ class Arguments:
                 )
         for file, config in self.configs.items():
             for section, content in config.items():
-                is_class = isinstance(content, str) and section in ("model", "data")
-                if section in SECTIONS and not is_class and not isinstance(content, dict):
-                    value = json.dumps(content, default=str)[:50]
+                has_settings = section not in ("seed_everything", "ckpt_path")
+                if has_settings and not isinstance(content, dict | str):
                     raise UserError(
-                        f"{section}: {value} in --config {file}: give its settings, or leave it out"
+                        f"{section}: {str(content)[:50]} in --config {file}: give its settings, or "
+                        "leave it out"
                     )
 
     def spell_out_strategy(self) -> None:
@@ -202,16 +193,17 @@ class Arguments:
         """
         classes = [cls.__name__ for cls in subclasses(Strategy)]
         name = self.chosen("trainer.strategy") or "auto"
-        is_class = "." in name or name in classes
+        is_help = self.chosen("trainer.strategy.help") is not None
+        is_class = is_help or "." in name or name in classes
         spelt: list[Token] = []
         for token in self.tokens:
-            flag, value = token
-            is_option = flag.startswith(f"{STRATEGY}.") and token.name != STRATEGY
-            if is_option and flag != f"{STRATEGY}.help" and not is_class:
+            if token.name == STRATEGY and is_class:
+                token = Token(f"{STRATEGY}.class_path", token.value)
+            elif token.flag.startswith(f"{STRATEGY}.") and not is_class:
                 if name not in StrategyRegistry:
                     near = nearest(name, StrategyRegistry)
                     raise UserError(
-                        f"{flag}: give --trainer.strategy ddp, or another one, before it{near}"
+                        f"{token.flag}: give {STRATEGY} ddp, or another one, before it{near}"
                     )
                 registered = StrategyRegistry[name]
                 cls = registered["strategy"]
@@ -219,8 +211,6 @@ class Arguments:
                 for option, implied in registered["init_params"].items():
                     spelt.append(Token(f"{STRATEGY}.{option}", str(implied)))
                 is_class = True
-            if token.name == STRATEGY and value and ("." in value or value in classes):
-                token = Token(f"{STRATEGY}.class_path", value)
             spelt.append(token)
         self.tokens = spelt
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.cli import LightningArgumentParser
 
 from app.command.checkpoint_file import CheckpointFiles
-from app.command.resolved import Resolved
+from app.command.resolved import Resolved, as_list
 from app.command.run_options import is_recorded
 from app.launch.cluster_environment import environment_of
 from app.launch.signals import Signals, StopTogether
@@ -28,13 +28,6 @@ from app.training import DDP
 from app.training.step import StraightLoop
 from app.training.step_patches import WindowLoop
 from app.training.virtual_devices import ShardedLoop
-
-
-def as_list(value: Any) -> list[Any]:
-    """Wrap a value in a list; return a list unchanged, and an empty list for None."""
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
 
 
 def trainer_arguments(config: Namespace, resolved: Resolved, command: str) -> dict[str, Any]:

@@ -35,17 +35,16 @@ class CheckpointFiles(TorchCheckpointIO):
         file = Path(path)
         torch.save(checkpoint, buffer)
         try:
-            try:
-                _write(buffer, file)
-            except FileNotFoundError:  # another process has deleted the folder: create it again
-                _write(buffer, file)
+            with whole(file) as stream:
+                stream.write(buffer.getbuffer())
+                stream.flush()
+                os.fsync(stream.fileno())
+                if file.name == LAST and file.exists():
+                    _keep(file, file.with_name(PREVIOUS))
         except OSError as error:
-            kept = "no previous one exists"
-            if file.exists():
-                kept = "the previous one is kept"
             raise UserError(
-                f"{file}: the checkpoint cannot be written ({error.strerror}), and {kept}: "
-                "make room there, or give another --run.root"
+                f"{file}: the checkpoint cannot be written ({error.strerror}), and a previous one "
+                "is kept: make room there, or give another --run.root"
             ) from error
 
     def load_checkpoint(
@@ -55,15 +54,6 @@ class CheckpointFiles(TorchCheckpointIO):
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)
         return load(Path(path), FLAG)
-
-
-def _write(buffer: io.BytesIO, file: Path) -> None:
-    with whole(file) as stream:
-        stream.write(buffer.getbuffer())
-        stream.flush()
-        os.fsync(stream.fileno())
-        if file.name == LAST and file.exists():
-            _keep(file, file.with_name(PREVIOUS))
 
 
 def _keep(file: Path, name: Path) -> None:

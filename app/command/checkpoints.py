@@ -2,19 +2,16 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.nn.parameter import is_lazy
 
 from app.command.checkpoint_file import FLAG, read
 from app.data import ImageData
@@ -29,14 +26,15 @@ from app.system.patches import expects
 from app.system.torch_files import check_exists
 
 WEIGHTS_ALONE = "it holds only weights"
-NEWEST = (
-    "keeping the newest checkpoint: give --best_checkpoint.monitor NAME, and for a loss "
-    "--best_checkpoint.mode min"
-)
 _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 
 
-@expects(f"{_CHECKPOINT}._should_skip_saving_checkpoint", f"{_CHECKPOINT}._save_topk_checkpoint")
+@expects(
+    f"{_CHECKPOINT}._every_n_train_steps",
+    f"{_CHECKPOINT}._save_topk_checkpoint",
+    f"{_CHECKPOINT}._should_skip_saving_checkpoint",
+    f"{_CHECKPOINT}._train_time_interval",
+)
 class RunCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, adapted to resumed runs and to any model.
 
@@ -44,21 +42,6 @@ class RunCheckpoint(ModelCheckpoint):
     `val_acc`, the best checkpoint is the one with the lowest `val_loss`; if the model logs neither
     metric, the newest checkpoint is kept.
     """
-
-    def __init__(
-        self,
-        *,
-        every_n_train_steps: NonNegativeInt | None = None,
-        train_time_interval: timedelta | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            every_n_train_steps=every_n_train_steps,
-            train_time_interval=train_time_interval,
-            **kwargs,
-        )
-        self._every = every_n_train_steps or 0
-        self._saves_within_epoch = self._every > 0 or train_time_interval is not None
 
     @cached_property
     def state_key(self) -> str:
@@ -95,7 +78,7 @@ class RunCheckpoint(ModelCheckpoint):
         ended. A checkpoint from before the validation would make a resumed run skip the validation.
         """
         if not trainer.is_last_batch:
-            if self._saves_within_epoch:
+            if self._every_n_train_steps or self._train_time_interval is not None:
                 super().on_train_batch_end(trainer, *args, **kwargs)
             self._save_if_stopped(trainer)
 
@@ -116,7 +99,8 @@ class RunCheckpoint(ModelCheckpoint):
         `ModelCheckpoint.on_train_batch_end`.
         """
         step = trainer.global_step
-        is_due = self._every > 0 and trainer.is_last_batch and step % self._every == 0
+        every = self._every_n_train_steps
+        is_due = every > 0 and trainer.is_last_batch and step % every == 0
         is_complete = 0 <= trainer.max_steps <= step
         if self.monitor is None and (is_stopped(trainer) or is_complete or is_due):
             names = {**trainer.callback_metrics, "epoch": torch.tensor(trainer.current_epoch)}
@@ -129,7 +113,10 @@ class RunCheckpoint(ModelCheckpoint):
         logged = trainer.callback_metrics
         if not trainer.sanity_checking and self.monitor == "val_acc" and "val_acc" not in logged:
             loss = None
-            kept = NEWEST
+            kept = (
+                "keeping the newest checkpoint: give --best_checkpoint.monitor NAME, and for a "
+                "loss --best_checkpoint.mode min"
+            )
             if "val_loss" in logged:
                 loss = "val_loss"
                 kept = "the best checkpoint is the one with the lowest val_loss"
@@ -284,66 +271,38 @@ def check_checkpoint(
     path: str,
     model: LightningModule,
     data: LightningDataModule,
-    resumed_by: Trainer | None,
+    trainer: Trainer | None,
     may_be_finished: bool,
 ) -> None:
-    """Check that a checkpoint fits model and data, and that training can resume from it.
+    """Check that a checkpoint fits the data, and that training can resume from it.
+
+    Whether its weights fit the model is known when Lightning loads them.
 
     Args:
         path: Path of the checkpoint.
         model: The model.
         data: The data module.
-        resumed_by: Trainer that resumes the checkpoint's training, or None.
+        trainer: Trainer that resumes the checkpoint's training, or None.
         may_be_finished: Accept a checkpoint whose training has already reached `max_epochs` or
             `max_steps`.
 
     Raises:
         UserError: When the file is missing or damaged, or training cannot resume from it. When
-            model, classes or optimizer settings differ; the message names the first difference.
+            classes or optimizer settings differ; the message names a difference.
             When the checkpoint's training has already reached `max_epochs` or `max_steps`, and
             `may_be_finished` is false.
     """
     checkpoint = read(Path(path))
-    trained = (checkpoint.get("images") or {}).get("class_names")
-    if trained and isinstance(data, ImageData) and trained != list(data.class_names):
-        difference = sorted(set(trained).symmetric_difference(data.class_names))
+    classes = (checkpoint.get("images") or {}).get("class_names")
+    if classes and isinstance(data, ImageData) and classes != list(data.class_names):
+        difference = sorted(set(classes).symmetric_difference(data.class_names))
         raise UserError(
             f"--ckpt_path {path} was trained on other classes "
             f"({listed(difference) or 'in another order'}) than --data has: give images with the "
             "same class names"
         )
-    saved = checkpoint["state_dict"]
-    weights = model.state_dict()
-    known = [key for key, value in weights.items() if not is_lazy(value)]
-    # these hooks may create layers
-    later = is_overridden("configure_model", model) or is_overridden("setup", model)
-    is_whole = model.strict_loading and known == list(weights) and not later
-    if is_whole or isinstance(model, ImageClassifier):
-        keys = [*weights, *saved]
-    else:
-        keys = [key for key in known if key in saved]
-    for key in keys:
-        here = getattr(weights.get(key), "shape", "missing")
-        there = getattr(saved.get(key), "shape", "missing")
-        if here != there:
-            raise UserError(
-                f"--ckpt_path {path} is of another model than {type(model).__name__}: "
-                f"{key} is {there} in the checkpoint and {here} in the model: "
-                "give the --model (or --config) that it was trained with"
-            )
-    if resumed_by is not None:
-        _check_resumable(path, checkpoint, model, resumed_by, may_be_finished)
-
-
-def _check_resumable(
-    path: str,
-    checkpoint: dict[str, Any],
-    model: LightningModule,
-    trainer: Trainer,
-    may_be_finished: bool,
-) -> None:
-    """Reject a checkpoint that training cannot resume from, or that contradicts the flags."""
-    groups: list[dict[str, Any]] = []
+    if trainer is None:
+        return
     try:
         loop = checkpoint["loops"]["fit_loop"]
         steps = checkpoint["global_step"]
@@ -352,8 +311,8 @@ def _check_resumable(
         progress = loop["epoch_loop.batch_progress"]
         trained = progress["current"]["processed"]
         is_last = progress["is_last_batch"]
-        for optimizer in checkpoint["optimizer_states"]:
-            groups += map(dict, optimizer["param_groups"])
+        optimizers = checkpoint["optimizer_states"]
+        group = dict(optimizers[0]["param_groups"][0]) if optimizers else {}
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"--ckpt_path {path}: training cannot resume from it (it has no {error}): give another"
@@ -371,38 +330,31 @@ def _check_resumable(
     if trained % every and not is_last:
         raise UserError(
             f"--trainer.accumulate_grad_batches {every}: {path} was saved after batch {trained} "
-            "of an epoch, "
-            "inside an optimizer step: give another one, or the number that it was trained with"
+            "of an epoch, inside an optimizer step: give another one, or the number that it was "
+            "trained with"
         )
     # another number of shards or threads rounds sums differently
     for name, value in getattr(trainer.fit_loop.epoch_loop, "kept", {}).items():
         if state.get(name, value) != value:
             raise UserError(
                 f"--run.{name} {value}: {path} was trained with {state[name]}, which affects "
-                "rounding: "
-                f"give --run.{name} {state[name]}, or leave --run.virtual_devices out"
+                f"rounding: give --run.{name} {state[name]}, or leave --run.virtual_devices out"
             )
     has_own = is_overridden("configure_optimizers", model, ImageClassifier)
     if isinstance(model, ImageClassifier) and not has_own:
-        _check_optimizer(path, groups, model)
+        _check_optimizer(group, model)
 
 
-def _check_optimizer(path: str, groups: list[dict[str, Any]], model: ImageClassifier) -> None:
+def _check_optimizer(saved: dict[str, Any], model: ImageClassifier) -> None:
     here = model.make_optimizer().param_groups[0]
-    saved = groups[0] if groups else {}
-    if not here.keys() - IMPLEMENTATION <= saved.keys():  # not `==`, because a scheduler adds keys
-        raise UserError(
-            f"--ckpt_path {path} is of another optimizer: give the --model.optimizer that it was "
-            "made with"
-        )
     # do not compare settings that schedulers change
     ignored = {"params", *IMPLEMENTATION}
     if "initial_lr" in saved:
         ignored |= {"lr", "momentum", "betas"}
     for key in here.keys() - ignored:
-        if saved[key] != here[key]:
+        value = saved.get(key, "missing")
+        if value != here[key]:
             raise UserError(
                 f"--model.optimizer.{key} {here[key]}: a resumed run uses the checkpoint's "
-                "optimizer, "
-                f"whose value is {saved[key]}: leave it out, or start a new run"
+                f"optimizer, whose value is {value}: give its settings, or start a new run"
             )

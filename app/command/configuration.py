@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace, capture_parser
+from jsonargparse._util import CaptureParserException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import app.data
 import app.modules
-from app.command.arguments import Arguments, Token, leaves, tokenise
+from app.command.arguments import Arguments, Token, leaves
 from app.command.checkpoint_file import FLAG, read
 from app.command.checkpoints import RunCheckpoint, find_checkpoint
-from app.command.flag_rules import MADE, flag_problems
+from app.command.flag_rules import flag_problems, parameter_of
 from app.command.parser import Parser, find_class, import_trusted_only, parameters
 from app.command.resolved import Resolved
 from app.command.rules import check
@@ -28,7 +29,7 @@ from app.errors import ExitStatus, UserError, one_line
 from app.launch.rendezvous import Cluster
 from app.modules.weights import checkpoint_of, image_settings
 from app.monitor.loggers import SaveConfig
-from app.system.torch_files import check_exists
+from app.system.patches import expects
 from app.system.trust import trust_flags
 from app.training import register_strategies
 
@@ -39,22 +40,6 @@ FIT_FLAGS = (
     "--config",
 )  # undotted flags of fit that other commands accept
 DEFAULTS = {"model": "app.modules.CIFARCNN", "data": "app.data.CIFAR10"}
-
-# exceptions that jsonargparse raises for odd values. `Exception` would be too wide, because
-# `capture_parser` gets its parser from an exception that must propagate
-PARSING = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
 
 
 class Flags(LightningCLI):
@@ -148,8 +133,6 @@ class Flags(LightningCLI):
         self.config = _parse(parser, self.arguments)
         self.checkpoint = self.config.ckpt_path
         self.config.ckpt_path = None  # so that the saved config can start new runs
-        if self.checkpoint not in (None, "auto", "best", "last"):
-            check_exists(checkpoint_of(Path(self.checkpoint)), FLAG)
         self.resolved = check(self.command, self.config)
 
     def instantiate_classes(self) -> None:
@@ -193,11 +176,10 @@ def takes_classes_of_data(classes: dict[str, str]) -> bool:
 
 def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[Token]:
     """Set boolean flags without a value to true: `--data.flip` becomes `--data.flip=true`."""
-    sections = MADE | {section: find_class(section, path) for section, path in classes.items()}
+    sections = {section: find_class(section, path) for section, path in classes.items()}
     completed = []
     for token in tokens:
-        section, _, name = token.flag.removeprefix("--").partition(".")
-        hint = getattr(parameters(sections.get(section)).get(name), "annotation", None)
+        hint = getattr(parameter_of(token.flag.removeprefix("--"), sections), "annotation", None)
         kinds = (hint, *get_args(hint))
         if token.value is None and bool in kinds and str not in kinds:
             token = Token(token.flag, "true")
@@ -216,6 +198,7 @@ def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
             arguments.tokens.append(Token(f"--data.{name}", str(value)))
 
 
+@expects("jsonargparse:_util.CaptureParserException")
 def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
     classes = classes_of(arguments)
     if arguments.chosen("model.num_classes") is not None and takes_classes_of_data(classes):
@@ -232,7 +215,9 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
         raise UserError(
             f"a module that the arguments name ends the process when it is imported ({end.code})"
         ) from end
-    except PARSING as error:  # raised by jsonargparse for odd values, or by the user's module
+    except (UserError, CaptureParserException):
+        raise
+    except Exception as error:  # raised by jsonargparse for odd values, or by the user's module
         raise UserError(
             f"{type(error).__name__}: {one_line(str(error))[:300]} (--verbose shows where)"
         ) from error
@@ -309,17 +294,12 @@ def split_flags(
         The words of the command's own arguments, and pairs of a flag of `fit` and its value.
 
     Raises:
-        UserError: When a flag has no value.
+        UserError: When a flag has no value, or a config cannot be read.
     """
     remaining: list[str] = []
     flags: list[tuple[str, str]] = []
-    tokens = tokenise(argv)
-    classes = DEFAULTS.copy()
-    for token in tokens:
-        section = token.name.removeprefix("--")
-        if section in classes and token.value:
-            classes[section] = token.value
-    for flag, value in with_switches(tokens, classes):
+    arguments = Arguments(["fit", *argv])
+    for flag, value in with_switches(arguments.tokens, classes_of(arguments)):
         if not flag.startswith("--") or ("." not in flag and flag not in (*FIT_FLAGS, *others)):
             remaining.append(flag)
             if value is not None:

@@ -31,8 +31,6 @@ TRAINING = (  # prefixes of flags that define a training
     "run.virtual_devices",
     "run.global_order",
 )
-# exceptions to TRAINING, by suffix: settings that a resumed run may change
-EXECUTION = (*PLACES, "model.channels_last", "model.compile", "model.matmul_precision")
 
 
 def decide(cli: Flags, launchers: list[str]) -> dict[str, Any]:
@@ -92,24 +90,21 @@ def _folder(cli: Flags, new: Path, checkpoint: str | None) -> tuple[Path, Record
     run = cli.config.run
     is_chosen = run.name is not None or run.root != Run.root
     is_elsewhere = is_chosen and used.parent.resolve() != new.resolve()
-    if checkpoint is None or is_elsewhere or not (used / "run.json").exists():
+    if checkpoint is None or is_elsewhere or not (used / "config.yaml").exists():
         return _held(claim_version(new)), None
     if cli.command != "fit":
         return _held(claim_version(used, cli.command)), None
-    record = read_earlier(used / "run.json")
-    before = {}
-    if (used / "config.yaml").is_file():
-        before = _settings(read_yaml(str(used / "config.yaml")))
-    dumped = cli.parser.dump(cli.config, skip_none=False)
+    before = _settings(read_yaml(str(used / "config.yaml")))
+    here = _settings(load_yaml(cli.parser.dump(cli.config, skip_none=False)))
     reason = None
     if not is_newest(Path(checkpoint)):
         reason = "it has newer checkpoints"
-    for name, value in _settings(load_yaml(dumped)).items():
+    for name, value in here.items():
         if before.get(name, value) != value:
             reason = f"--{name} differs"
     if reason is None:
         try:
-            return _held(used), record
+            return _held(used), read_earlier(used / "run.json")
         except BlockingIOError:
             reason = "it is still running"
     rank_zero_info(f"not continuing {used}: {reason}")
@@ -147,7 +142,9 @@ def release_folders() -> None:
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config's flags that define the training."""
     settings = {}
+    # a resumed run may change these
+    execution = (*PLACES, "model.channels_last", "model.compile", "model.matmul_precision")
     for flag, value in leaves(config):
-        if flag.startswith(TRAINING) and not flag.endswith(EXECUTION):
+        if flag.startswith(TRAINING) and not flag.endswith(execution):
             settings[flag] = value
     return settings

@@ -3,7 +3,7 @@
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from types import NoneType
 from typing import Any, get_args
@@ -15,7 +15,6 @@ from app.command.arguments import leaves
 from app.command.parser import parameters
 from app.command.resolved import Resolved, class_of
 from app.command.run_options import LimitedTrainer, Run
-from app.data import ImageData
 from app.data.shares import shards_beyond
 from app.errors import nearest
 from app.launch.rendezvous import Cluster
@@ -32,9 +31,6 @@ MADE = {
 }
 
 COMPILES = (SingleDeviceStrategy, DDPStrategy)  # strategies that work with torch.compile
-SHARDED = (SingleDeviceStrategy, DDP)  # strategies that work with virtual devices
-# characters that change what a terminal or a log shows; a tab may separate the columns of a table
-CONTROL = re.compile(r"[\0-\x08\x0a-\x1f\x7f-\x9f]")
 
 
 def flag_problems(s: Resolved) -> Iterator[str]:
@@ -44,18 +40,26 @@ def flag_problems(s: Resolved) -> Iterator[str]:
     known = ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(name, str) and name not in known:
         yield f"--trainer.strategy {name}: unknown{nearest(name, known)}"
-    for rule in (_values, _strategy_options, _execution, _order):
+    for rule in (_values, _strategy, _order):
         yield from rule(s)
+
+
+def parameter_of(flag: str, classes: Mapping[str, type | None]) -> Any:
+    """Return jsonargparse's parameter of a flag without dashes, or None.
+
+    Args:
+        flag: The flag, such as `data.flip`.
+        classes: The chosen classes of model and data, by section.
+    """
+    section, _, name = flag.partition(".")
+    return parameters(MADE.get(section, classes.get(section))).get(name)
 
 
 def _nulls(s: Resolved) -> Iterator[str]:
     """Reject null for a flag whose type does not allow it, because jsonargparse accepts it."""
-    classes: dict[str, Any] = dict(MADE)
-    for section in ("model", "data"):
-        classes[section] = class_of(s.config.get(section))
+    classes = {"model": class_of(s.config.get("model")), "data": class_of(s.config.get("data"))}
     for flag, value in leaves(s.config):
-        section, _, name = flag.partition(".")
-        parameter = parameters(classes.get(section)).get(name)
+        parameter = parameter_of(flag, classes)
         if value is None and parameter is not None and parameter.default is not None:
             hint = parameter.annotation
             is_open = hint in (Any, NoneType, inspect.Parameter.empty)
@@ -67,7 +71,8 @@ def _values(s: Resolved) -> Iterator[str]:
     for flag, value in leaves(s.checked):
         if isinstance(value, float) and not math.isfinite(value):
             yield f"--{flag} {value}: give a finite number"
-        if isinstance(value, str) and CONTROL.search(value):
+        # they change what a terminal or a log shows; a tab may separate the columns of a table
+        if isinstance(value, str) and re.search(r"[\0-\x08\x0a-\x1f\x7f-\x9f]", value):
             yield f"--{flag} {value}: contains a control character: leave it out"
     seed = s.config.get("seed_everything")
     if seed is not None and not 0 <= seed < 2**32:
@@ -80,25 +85,21 @@ def _values(s: Resolved) -> Iterator[str]:
         )
 
 
-def _strategy_options(s: Resolved) -> Iterator[str]:
+def _strategy(s: Resolved) -> Iterator[str]:
+    """Reject options of the strategy, and a compilation, that do not work with it."""
     for name in ("ddp_comm_state", "ddp_comm_wrapper"):
         if s.hook is None and s.options.get(name) is not None:
             yield f"--trainer.strategy.{name} has no effect without a hook: give ddp_comm_hook, too"
     if s.hook is not None and "bucket" not in inspect.signature(s.hook).parameters:
-        hook = s.hook.__qualname__
         yield (
-            f"--trainer.strategy.ddp_comm_hook {hook}: not a hook: give a function of state and "
-            "bucket"
+            f"--trainer.strategy.ddp_comm_hook {s.hook.__qualname__}: not a hook: give a function "
+            "of state and bucket"
         )
     if s.options.get("static_graph") and s.trainer.accumulate_grad_batches > 1:
         yield (
             "--trainer.strategy.static_graph true: torch fails where gradients are accumulated: "
             "leave it out"
         )
-
-
-def _execution(s: Resolved) -> Iterator[str]:
-    """Reject compilation that does not work with the strategy or with other flags."""
     splits = issubclass(s.strategy, DataParallelStrategy) or not issubclass(s.strategy, COMPILES)
     if s.compiled and splits:
         yield (
@@ -116,24 +117,22 @@ def _order(s: Resolved) -> Iterator[str]:
     """Reject settings that contradict virtual devices or the global order."""
     run = s.config.run
     count = s.virtual_devices
-    exact = s.trainer.deterministic
+    exact = str(s.trainer.deterministic).lower()
     if count is not None:
-        cannot_shard = s.strategy not in SHARDED or s.hook is not None
-        ddp = "use --trainer.strategy ddp"
-        norm = "each shard is normalised by itself: leave it out"
+        cannot_shard = s.strategy not in (SingleDeviceStrategy, DDP) or s.hook is not None
+        is_inexact = exact in ("false", "warn")
         cudnn = "cuDNN would ignore determinism: leave it out"
         straight = "only the straight loop has shards: leave it out"
-        for flag, is_set, remedy in (
-            (f"trainer.strategy {s.name}", cannot_shard, ddp),
-            ("trainer.sync_batchnorm", s.trainer.sync_batchnorm, norm),
-            ("model.compile reduce-overhead", s.reduces_overhead, "use default"),
-            ("trainer.benchmark", s.trainer.benchmark, cudnn),
-            ("trainer.deterministic false", exact is False, "give true, or leave it out"),
-            ("trainer.deterministic warn", exact == "warn", "give true, or leave it out"),
-            ("run.loop lightning", run.loop == "lightning", straight),
+        for flag, is_set in (
+            (f"trainer.strategy {s.name}: use --trainer.strategy ddp", cannot_shard),
+            ("trainer.sync_batchnorm: leave it out", s.trainer.sync_batchnorm),
+            ("model.compile reduce-overhead: use default", s.reduces_overhead),
+            (f"trainer.benchmark: {cudnn}", s.trainer.benchmark),
+            (f"trainer.deterministic {exact}: give true, or leave it out", is_inexact),
+            (f"run.loop lightning: {straight}", run.loop == "lightning"),
         ):
             if is_set:
-                yield f"--run.virtual_devices {count} does not work with --{flag}: {remedy}"
+                yield f"--run.virtual_devices {count} does not work with --{flag}"
         size = s.given("data.batch_size")
         if isinstance(size, int) and 0 < size < count:
             yield shards_beyond(count, size)
@@ -144,11 +143,10 @@ def _order(s: Resolved) -> Iterator[str]:
             )
     elif run.balance:
         yield "--run.balance true distributes shards: add --run.virtual_devices 8"
-    if run.global_order and issubclass(class_of(s.config.get("data")) or object, ImageData):
-        data = s.config.data.class_path
+    if run.global_order and s.given("data.batch_size") is not None:
         yield (
-            f"--run.global_order true has no effect on {data}, which has a global order already: "
-            "leave it out"
+            f"--run.global_order true has no effect on {s.config.data.class_path}, which has a "
+            "global order already: leave it out"
         )
     if run.global_order and run.loop == "lightning":
         yield (

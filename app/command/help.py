@@ -6,23 +6,18 @@ from collections.abc import Iterable, Mapping
 
 DESCRIPTIONS = {  # replaces Lightning's descriptions
     "config": "Config file; later files and flags override it",
-    "print_config": "Print all settings as a config file, and exit",
     "seed_everything": "Seed of all random numbers (default: 42)",
     "model": "The LightningModule: CIFARCNN, FashionMLP, a network of torchvision such as "
-    "resnet50, or the import path "
-    "of your own class (default: CIFARCNN)",
+    "resnet50, or the import path of your own class (default: CIFARCNN)",
     "data": "The LightningDataModule: CIFAR10, FashionMNIST, HuggingFace, ImageFolder, "
-    "ImageTable, Synthetic, or "
-    "the import path of your own class (default: CIFAR10)",
+    "ImageTable, Synthetic, or the import path of your own class (default: CIFAR10)",
     "ckpt_path": "Checkpoint to start from: a file or a run's folder; `last` or `best` of the run "
-    "whose config.yaml "
-    "--config names, else of the newest run of --run.name; `auto`: the newest readable one of "
-    "--run.name, if any",
+    "whose config.yaml --config names, else of the newest run of --run.name; `auto`: the newest "
+    "readable one of --run.name, if any",
     "trainer.strategy": "`auto`, `ddp`, `ddp_spawn`, `ddp_fork`, `dp`, `ddp_fp16`, `ddp_bf16`, "
     "`ddp_ring`, `fsdp` (GPUs), or a class (default: auto)",
     "trainer.devices": "Number or list of devices on each node: `2`, `0,1`, `auto` (default: "
-    "auto, which is one for "
-    "--trainer.strategy auto)",
+    "auto, which is one for --trainer.strategy auto)",
     "trainer.num_nodes": "Number of nodes (default: 1)",
     "trainer.precision": "`32-true`, `bf16-mixed`, `16-mixed`, `bf16-true`, `16-true` or "
     "`64-true` (default: 32-true)",
@@ -49,84 +44,62 @@ COMMON = (
     "trainer.precision",
     "run.name",
     "ckpt_path",
-    "print_config",
 )
 MORE = (  # other help pages; jsonargparse prints those of classes
     "--help_all: all flags, also of the chosen --model and --data",
+    "--print_config: all settings, as a config file",
     "--model.optimizer.help AdamW",
     "--model.scheduler.help StepLR",
     "--data.augment.help RandAugment",
     "--trainer.strategy.help app.training.DDP",
 )
-END = re.compile(r"(?<=[a-z`)]{2}\.)\s")  # end of a sentence
 
 
 def _entry(action: argparse.Action, is_short: bool) -> argparse.Action:
     """Return an action that argparse prints as a flag, its value, description and default."""
-    flag = max(action.option_strings, key=len).removesuffix("+")
-    text = " ".join((action.help or "").split()).rstrip(".").replace("``", "`")
+    text = " ".join((action.help or "").split()).replace("``", "`")
     if is_short:
-        text = END.split(text)[0].rstrip(".")
-    metavar = action.dest.rpartition(".")[2].upper()
-    if isinstance(action.metavar, str) and action.metavar.startswith("{"):  # choices
-        metavar = action.metavar
-    nargs = None
-    if action.nargs == 0 or action.dest == "print_config":
-        nargs = 0
+        text = re.split(r"(?<=[a-z`)]{2}\.)\s", text)[0]  # the first sentence
+    text = text.rstrip(".")
     default = action.default
     if isinstance(default, Mapping):
-        default = str(default.get("class_path", "")).rpartition(".")[2]
-    if isinstance(default, bool):
-        default = str(default).lower()
-    if default not in (None, argparse.SUPPRESS, "", ()) and nargs is None:
+        default = str(default.get("class_path")).rpartition(".")[2]
+    if default not in (None, argparse.SUPPRESS, ()):
         text += f" (default: {default})"
     text = DESCRIPTIONS.get(action.dest, text).replace("%", "%%")
-    return argparse.Action([flag], action.dest, nargs, help=text, metavar=metavar)
+    metavar = action.dest.rpartition(".")[2].upper()
+    if str(action.metavar).startswith("{"):  # choices
+        metavar = str(action.metavar)
+    return argparse.Action([f"--{action.dest}"], action.dest, help=text, metavar=metavar)
 
 
-def page(
-    prog: str, actions: Iterable[argparse.Action], classes: Mapping[str, str], is_short: bool
-) -> str:
+def page(prog: str, actions: Iterable[argparse.Action], is_short: bool) -> str:
     """Return a help page of a command.
 
     Args:
         prog: The command, such as `python -m app fit`.
         actions: Flags of the command, and of the chosen model and data.
-        classes: Names of the chosen model and data classes, by section.
         is_short: Whether to print only the flags of `COMMON`.
     """
-    flags: dict[str, argparse.Action] = {}
+    flags = {}
     sections: dict[str, list[argparse.Action]] = {"general": []}
     for action in actions:
-        if not action.option_strings or action.option_strings[0].endswith(("help", "help_all")):
-            continue
-        section, dot, _ = action.dest.partition(".")
-        sections.setdefault(section if dot else "general", []).append(action)
-        flags[action.dest] = action
-    if "model.optimizer" in flags:
-        flags["model.optimizer.lr"] = _learning_rate(flags["model.optimizer"])
+        section, _, name = action.dest.rpartition(".")
+        if name not in ("help", "help_all", "print_config"):
+            sections.setdefault(section.partition(".")[0] or "general", []).append(action)
+            flags[action.dest] = action
+    optimizer = flags.get("model.optimizer")
+    if optimizer is not None and isinstance(optimizer.default, Mapping):
+        name = "model.optimizer.lr"
+        rate = optimizer.default["init_args"].get("lr")
+        flags[name] = argparse.Action([], name, default=rate, help="Learning rate")
     if is_short:
         sections = {"most used": [flags[flag] for flag in COMMON if flag in flags]}
     formatter = argparse.HelpFormatter(prog, max_help_position=28)
     formatter.add_usage(f"{prog} [--config FILE] [--FLAG VALUE ...]", [], [])
     for section, members in sections.items():
-        title = section
-        if section in classes:
-            title = f"--{section} {classes[section].rpartition('.')[2]}"
-        formatter.start_section(title)
+        formatter.start_section(section)
         for action in members:
             formatter.add_argument(_entry(action, is_short))
         formatter.end_section()
-    text = formatter.format_help()
-    if is_short:
-        text += "\n  ".join(["\nmore:", *MORE]) + "\n"
-    return text
-
-
-def _learning_rate(optimizer: argparse.Action) -> argparse.Action:
-    """Return the learning rate's flag, with the default of the default optimizer."""
-    flag = "model.optimizer.lr"
-    rate = None
-    if isinstance(optimizer.default, Mapping):
-        rate = optimizer.default["init_args"].get("lr")
-    return argparse.Action([f"--{flag}"], flag, default=rate, help="Learning rate")
+    return formatter.format_help() + "\n  ".join(["\nmore:", *MORE]) + "\n"

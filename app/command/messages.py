@@ -1,18 +1,12 @@
 """One-line messages for jsonargparse's errors, which have many lines."""
 
-import importlib.util
 import re
 from collections.abc import Collection, Mapping
 
 from app.errors import nearest, one_line
+from app.system.trust import distrust
 
-TYPES = {
-    "int": "a number",
-    "float": "a number",
-    "tuple": "list",
-    "Sequence": "list",
-    "Iterable": "list",
-}
+TYPES = {"int": "a number", "float": "a number", "tuple": "list"}
 REASONS = {  # patterns of jsonargparse's messages, and what follows the flag in ours
     r"Not of type \w+: [^']*'([^']*)'": r" \1: expected a number",
     r"following arguments are required: (\w+)": r": its \1 is required",
@@ -23,8 +17,6 @@ REASONS = {  # patterns of jsonargparse's messages, and what follows the flag in
     ),
     r"Unable to load config ['\"](.*?)['\"]": r" \1: neither a file nor settings",
 }
-TYPE = re.compile(r"Expected (?:an? )?<class '(?:\w+\.)*(\w+)'>")
-LITERAL = re.compile(r"Expected (?:an? )?typing\.Literal\[([^\]]*)\]")
 NESTED = re.compile(
     r"- --([\w.]+)(.*?)"
     r"(?: - (?:Expected a <class 'NoneType'>|Option|Not a valid)| Given value type|$)"
@@ -48,9 +40,9 @@ def rejection(
         classes: Names of the classes that a flag accepts, by the flag.
     """
     text = one_line(message)
-    match = re.match(r"Group '(.+)' does not accept option '(.+)'", text)
-    if match:
-        text = f"unrecognized arguments: --{match[1]}.{match[2]}"
+    text = re.sub(
+        "^Group '(.+)' does not accept option '(.+)'", r"unrecognized arguments: --\1.\2", text
+    )
     match = re.match(r"unrecognized arguments: ([^\s=]+)", text)
     if match and match[1].endswith((".yaml", ".yml")):
         return f"{match[1]}: a value without a flag: did you mean --config {match[1]}?"
@@ -72,9 +64,8 @@ def rejection(
     if inner:  # message of a nested parser
         end = f".{inner[1]}"
         if not flag.endswith(end):
-            within = [known for known in flags if known.startswith(f"{flag}.")]
-            within = [known for known in within if known.endswith(end)]
-            flag = min(within, key=len, default=flag + end)
+            within = re.compile(rf"{flag}\b.*{re.escape(end)}")
+            flag = min(filter(within.fullmatch, flags), key=len, default=flag + end)
         return flag + inner[2]
     match = re.search(r": (?:(\S+) )?does not conform to restriction (v\S+(?: and v\S+)?)", text)
     if match:
@@ -90,12 +81,9 @@ def rejection(
         if flag not in flags:
             near = nearest(flag, flags)
         return f"{flag}: the chosen class has no such setting{near}"
-    match = re.search(r"Importing '((\w+)[^']*)' is not allowed", text)
+    match = re.search(r"Importing '([^']+)' is not allowed", text)
     if match:
-        remedy = f"its code is not trusted: give --trust {match[2]} to run it"
-        if importlib.util.find_spec(match[2]) is None:
-            remedy = f"No module named '{match[2]}'"
-        return f"{flag} {match[1]}: {remedy}"
+        return f"{flag} {match[1]}: {distrust(match[1])}"
     for pattern, template in REASONS.items():
         match = re.search(pattern, text)
         if match:
@@ -108,7 +96,8 @@ def rejection(
 
 def _unexpected(text: str, flag: str, value: str, classes: Mapping[str, Collection[str]]) -> str:
     """Return the line for a value that has not the flag's type."""
-    expected = [TYPES.get(name, name) for name in TYPE.findall(text) if name != "NoneType"]
+    names = re.findall(r"Expected (?:an? )?<class '(?:\w+\.)*(\w+)'>", text)
+    expected = [TYPES.get(name, name) for name in names if name != "NoneType"]
     match = re.search(r"dot import path string: (\S+)", text)
     if match and "a number" not in expected:
         known: list[str] = []
@@ -118,7 +107,8 @@ def _unexpected(text: str, flag: str, value: str, classes: Mapping[str, Collecti
         near = nearest(match[1], known)
         near = near or ": give its import path, package.module.Class"
         return f"{flag} {match[1]}: there is no such class{near}"
-    choices = re.findall(r"'([^']*)'", " ".join(LITERAL.findall(text)))
+    literals = re.findall(r"Expected (?:an? )?typing\.Literal\[([^\]]*)\]", text)
+    choices = re.findall(r"'([^']*)'", " ".join(literals))
     if choices:
         expected.append(f"one of {', '.join(dict.fromkeys(choices))}")
     errors = text.partition("Errors:")[2]

@@ -46,7 +46,6 @@ BASES: dict[str, type] = {  # base of the classes that a flag accepts
     "data.augment": v2.Transform,
     "trainer.callbacks": Callback,
 }
-SUGGESTED = ("model", "data", "model.optimizer", "trainer.strategy")  # whose settings are suggested
 # modules whose functions such a parameter takes, too
 HOOKS = ("app.training.comm_hooks", "torch.distributed.algorithms.ddp_comm_hooks")
 
@@ -187,6 +186,7 @@ def import_trusted_only(creates_in_any: bool = True) -> None:
     guard_types()
 
 
+@expects("argparse:ArgumentParser._actions", "argparse:ArgumentParser._option_string_actions")
 class PlainParser(ArgumentParser):
     """jsonargparse's parser with one-line errors."""
 
@@ -204,16 +204,10 @@ class PlainParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise a UserError with jsonargparse's message in one line."""
-        raise UserError(rejection(message, flags_of(self))) from ex
+        raise UserError(rejection(message, self._option_string_actions)) from ex
 
 
-@expects("argparse:ArgumentParser._actions")
-def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return a parser's flags, with their dashes."""
-    names = itertools.chain.from_iterable(action.option_strings for action in parser._actions)
-    return [name for name in names if name.startswith("--")]
-
-
+@expects("argparse:ArgumentParser._actions", "argparse:ArgumentParser._option_string_actions")
 class Parser(LightningArgumentParser):
     """Lightning's parser with one-line errors and a short help page."""
 
@@ -231,17 +225,17 @@ class Parser(LightningArgumentParser):
             cls = find_class(section, name)
             if cls is not None:
                 settings.add_class_arguments(cls, section, fail_untyped=False, skip={"num_classes"})
-        return page(self.prog, settings._actions + self._actions, self.chosen, self.is_short)
+        return page(self.prog, settings._actions + self._actions, self.is_short)
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Raise a UserError with jsonargparse's message in one line."""
-        flags = flags_of(self)
+        flags = list(self._option_string_actions)
         names = {}
         here = _classes_here()
         for flag, base in BASES.items():
             classes = [base, *subclasses(base)]
             names[f"--{flag}"] = here + [cls.__name__ for cls in classes]
-            if flag in SUGGESTED:
+            if flag in ("model", "data", "model.optimizer", "trainer.strategy"):
                 for cls in classes:
                     flags += [f"--{flag}.{name}" for name in parameters(cls)]
         names["--model"] += names_of_torchvision()

@@ -34,10 +34,11 @@ def class_of(section: Any) -> type | None:
     return pkgutil.resolve_name(path) if path else None
 
 
-def classes_of(sections: Any) -> list[type]:
-    """Return the classes of one section or of a list of sections."""
-    classes = map(class_of, sections if isinstance(sections, list) else [sections])
-    return [cls for cls in classes if cls is not None]
+def as_list(value: Any) -> list[Any]:
+    """Wrap a value in a list; return a list unchanged, and an empty list for None."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ class Resolved:
         if text == "auto" and trainer.strategy == "auto" and trainer.num_nodes == 1:
             return 1
         if text in ("auto", "-1"):
-            available = self.accelerator_class.auto_device_count() if self.accelerator_class else 1
-            return max(available, 1)
+            cls = self.accelerator_class
+            return max(cls.auto_device_count(), 1) if cls else 1
         count = 0
         if isinstance(trainer.devices, list) or "," in text:
             count = len(text.strip("[],").split(","))
@@ -182,7 +183,7 @@ class Resolved:
     @property
     def world_size(self) -> int:
         """Number of processes on all nodes."""
-        return self.nodes * self.processes if issubclass(self.strategy, ParallelStrategy) else 1
+        return self.nodes * self.processes
 
     @property
     def spawns(self) -> bool:
@@ -204,8 +205,9 @@ class Resolved:
     @property
     def stands_alone(self) -> bool:
         """Whether the process runs without a launcher and without a cluster plugin."""
+        plugins = map(class_of, as_list(self.trainer.plugins))
         return self.launcher is None and not any(
-            issubclass(plugin, ClusterEnvironment) for plugin in classes_of(self.trainer.plugins)
+            issubclass(plugin or object, ClusterEnvironment) for plugin in plugins
         )
 
     # -- model and data

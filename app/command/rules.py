@@ -4,10 +4,9 @@ The rules of `flag_rules` hold on every machine.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from itertools import chain
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from jsonargparse import Namespace
@@ -22,7 +21,6 @@ from app.errors import UserError, nearest
 from app.launch.cluster_environment import OWN_AGENT, launched
 from app.launch.process import ADDRESSES, RANKS, is_task_of_srun
 
-SLURM_SIZES = {"SLURM_NTASKS": "tasks", "SLURM_JOB_NUM_NODES": "nodes"}
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # variables of mpirun
 
 
@@ -37,23 +35,15 @@ def check(command: str, config: Namespace) -> Resolved:
         UserError: When the flags break a rule.
     """
     resolved = Resolved(config, command, launched())
-    for problem in chain(flag_problems(resolved), machine_problems(resolved)):
+    for problem in problems(resolved):
         raise UserError(problem)
     return resolved
 
 
-def machine_problems(s: Resolved) -> Iterator[str]:
-    """Yield messages about flags that cannot work on this machine, each with a remedy."""
-    for rule in (
-        _devices,
-        _needs_cuda,
-        _compiler,
-        _starter,
-        _rendezvous,
-        _strategy,
-        _sync_batchnorm,
-        _sizes,
-    ):
+def problems(s: Resolved) -> Iterator[str]:
+    """Yield messages about flags that cannot work, here or anywhere, each with a remedy."""
+    yield from flag_problems(s)
+    for rule in (_devices, _needs_cuda, _compiler, _starter, _rendezvous, _strategy, _sizes):
         yield from rule(s)
     size = s.given("data.batch_size")
     divides = s.command == "fit" and s.virtual_devices is None and isinstance(size, int)
@@ -78,10 +68,8 @@ def _sizes(s: Resolved) -> Iterator[str]:
     if started != (s.nodes, s.processes) and (s.world_size, launcher.world_size) != (1, 1):
         yield (
             f"{launcher.by} started {launcher.nodes} node(s) of {launcher.per_node} process(es), "
-            "but "
-            f"the run is --trainer.num_nodes {s.nodes} of {s.processes}: leave "
-            "--trainer.num_nodes and "
-            f"--trainer.devices out to follow {launcher.by}"
+            f"but the run is --trainer.num_nodes {s.nodes} of {s.processes}: leave "
+            f"--trainer.num_nodes and --trainer.devices out to follow {launcher.by}"
         )
 
 
@@ -124,9 +112,8 @@ def _compiler(s: Resolved) -> Iterator[str]:
     if s.accelerator == "cuda":
         known = os.environ.get("CC", "gcc clang cc")
     if s.compiled and not any(map(shutil.which, known.split())):
-        names = known.replace(" ", " or ")
         yield (
-            f"--model.compile: torch needs a compiler ({names}): install it, or leave the flag out"
+            f"--model.compile: torch needs a compiler ({known}): install it, or leave the flag out"
         )
 
 
@@ -149,7 +136,7 @@ def _starter(s: Resolved) -> Iterator[str]:
             )
         meets = cluster.init_method is not None or "NODE_RANK" in os.environ
         if "SLURM_JOB_ID" in os.environ and not is_task_of_srun() and not meets:
-            for variable, unit in SLURM_SIZES.items():
+            for variable, unit in (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes")):
                 count = os.environ.get(variable, "1")
                 if count != "1":
                     yield (
@@ -166,8 +153,7 @@ def _starter(s: Resolved) -> Iterator[str]:
         if cluster[flag] and by != OWN_AGENT and (by or not s.agent_processes):
             yield (
                 f"--cluster.{flag} {cluster[flag]} has no effect: {by or 'no agent'} starts the "
-                "processes "
-                "of this run: leave it out"
+                "processes of this run: leave it out"
             )
 
 
@@ -178,23 +164,21 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
     if not s.stands_alone or s.nodes == 1 or s.traits.single_process:
         return
     method = s.config.cluster.init_method or "env://"
-    if not _is_address(method):
+    if not re.fullmatch(r"env://|file:///.+|tcp://\S+:[1-6]?\d{1,4}", method):
         yield f"--cluster.init_method {method}: give tcp://HOST:PORT, file:///PATH or env://"
     if method == "env://":
         missing = [name for name in ADDRESSES if not os.environ.get(name)]
         if missing:
             yield (
                 f"--trainer.num_nodes {s.nodes}: where do the nodes meet? give "
-                "--cluster.init_method "
-                f"tcp://HOST:PORT, or set {' and '.join(missing)}, or use torchrun or srun"
+                f"--cluster.init_method tcp://HOST:PORT, or set {' and '.join(missing)}, or use "
+                "torchrun or srun"
             )
         elif not 0 < int(os.environ["MASTER_PORT"]) < 2**16:
             port = os.environ["MASTER_PORT"]
             yield f"MASTER_PORT={port} in the environment: give a port, 1 to 65535"
-    where = "--cluster.node_rank"
     rank = s.config.cluster.node_rank
     if rank is None:
-        where = "NODE_RANK"
         rank = os.environ.get("NODE_RANK")
     if rank is None:
         yield (
@@ -202,31 +186,19 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
             "set NODE_RANK"
         )
     elif int(rank) >= s.nodes:
-        yield f"{where} {rank}: the nodes are 0 to {s.nodes - 1}, for --trainer.num_nodes {s.nodes}"
-
-
-def _is_address(method: str) -> bool:
-    url = urlsplit(method)
-    if url.scheme == "file":
-        return bool(url.path) and not url.netloc
-    try:
-        return method == "env://" or bool(url.scheme == "tcp" and url.hostname and url.port)
-    except ValueError:  # the port is out of range
-        return False
+        yield (
+            f"--cluster.node_rank or NODE_RANK {rank}: the nodes are 0 to {s.nodes - 1}, for "
+            f"--trainer.num_nodes {s.nodes}"
+        )
 
 
 def _strategy(s: Resolved) -> Iterator[str]:
-    """Reject a strategy that does not fit the launcher, the devices or the number of processes."""
+    """Reject strategies and options that do not fit the launcher, the devices or the processes."""
     flag = f"--trainer.strategy {s.name}"
     backend = s.options.get("process_group_backend")
-    if s.launcher and s.launcher.world_size > 1 and s.traits.single_process:
+    if s.launcher and (s.spawns or (s.launcher.world_size > 1 and s.traits.single_process)):
         yield (
-            f"{flag} is one process, but {s.launcher.by} started several: use --trainer.strategy "
-            "ddp"
-        )
-    if s.launcher and s.spawns:
-        yield (
-            f"{flag} starts processes, which {s.launcher.by} has done already: use "
+            f"{flag} does not work with {s.launcher.by}, which has started the processes: use "
             "--trainer.strategy ddp"
         )
     usable = ["gloo"]
@@ -250,20 +222,11 @@ def _strategy(s: Resolved) -> Iterator[str]:
             f"{flag}: torch sends bfloat16 only where it was built with NCCL: use "
             "--trainer.strategy ddp_fp16"
         )
-
-
-def _sync_batchnorm(s: Resolved) -> Iterator[str]:
-    if not s.trainer.sync_batchnorm:
-        return
-    if s.traits.single_process:
-        yield (
-            "--trainer.sync_batchnorm has no effect under dp, whose replicas do not communicate: "
-            "use ddp"
-        )
-    if s.world_size == 1:
-        yield (
-            "--trainer.sync_batchnorm has no effect in one process: use --trainer.strategy ddp, or "
-            "leave it out"
-        )
-    if s.accelerator == "cpu":
-        yield "--trainer.sync_batchnorm works on GPUs only: leave it out on CPU"
+    if s.trainer.sync_batchnorm:
+        if s.world_size == 1:
+            yield (
+                f"--trainer.sync_batchnorm has no effect under {s.name} in one process: use "
+                "--trainer.strategy ddp, or leave it out"
+            )
+        if s.accelerator == "cpu":
+            yield "--trainer.sync_batchnorm works on GPUs only: leave it out on CPU"

@@ -39,6 +39,7 @@ from app.system.torch_patches import end_process_group
 from app.system.tracebacks import MADE_BY
 
 
+@error_file()
 def run(argv: Sequence[str]) -> int:
     """Run fit, validate, test or predict. A rank of torch elastic writes an error file.
 
@@ -52,11 +53,6 @@ def run(argv: Sequence[str]) -> int:
         UserError: For an error that the user can correct.
         RankError: When another rank has failed.
     """
-    with error_file():
-        return _run(argv)
-
-
-def _run(argv: Sequence[str]) -> int:
     lightning_patches.hide_lines()
     note(PROCESS, str(os.getpid()))
     try:
@@ -187,9 +183,14 @@ def add_record(cli: Flags, decided: dict[str, Any]) -> RunRecord:
     earlier = decided["earlier"]
     mode = tracking_mode(run.wandb) if cli.command == "fit" else "off"
     folder = Path(run.root, decided["folder"])
-    tracker = earlier and earlier.tracker
-    sorting = {"project": run.project, "group": run.group, "tags": run.tags}
-    loggers = make_loggers(folder, mode, tracker, **sorting)
+    loggers = make_loggers(
+        folder,
+        mode,
+        earlier and earlier.tracker,
+        project=run.project,
+        group=run.group,
+        tags=run.tags,
+    )
     trainer.loggers = loggers + trainer.loggers
     recorder = next(each for each in trainer.callbacks if isinstance(each, RunRecord))
     recorder.record.resumed_from = decided["checkpoint"]
@@ -235,7 +236,7 @@ def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> i
             elif cli.command == "predict":
                 trainer.predict(cli.model, return_predictions=False, **arguments)
             else:
-                evaluate = trainer.test if cli.command == "test" else trainer.validate
+                evaluate = getattr(trainer, cli.command)
                 evaluate(cli.model, verbose=verbose, **arguments)
         finally:
             rank_zero_only(close)(

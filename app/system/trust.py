@@ -77,6 +77,8 @@ def distrust(name: str) -> str | None:
     if is_within(name, trusted_modules()):
         return None
     module = name.partition(".")[0]
+    if importlib.util.find_spec(module) is None:
+        return f"No module named '{module}'"
     return f"its code is not trusted: give --trust {module} to run it"
 
 
