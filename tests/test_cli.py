@@ -233,7 +233,7 @@ def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path: Path) 
         f"error: {tmp_path / root}/LeNet-Synthetic/version_0 cannot be created ("
     )
     assert message.endswith("): give another --run.root")
-    message = error_of(*app("compare", *SMALL[1:], "--root", tmp_path / root))
+    message = error_of(*app("compare", *SMALL[2:], "--root", tmp_path / root))
     assert message.startswith(f"error: {tmp_path / root}")
 
 

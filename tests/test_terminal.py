@@ -36,7 +36,7 @@ def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.Mon
 
 def test_each_epoch_has_a_line(app: App) -> None:
     """A run prints a line for each epoch, also into a pipe."""
-    out = output_of(*app("fit", *SMALL[:5], "--trainer.max_epochs", "2", "--run.test", "false"))
+    out = output_of(*app("fit", *SMALL[:4], "--trainer.max_epochs", "2", "--run.test", "false"))
     lines = [line for line in out.splitlines() if line.startswith("epoch ")]
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
     for line in lines:

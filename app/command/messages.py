@@ -101,9 +101,9 @@ def _unexpected(text: str, flag: str, value: str, classes: Mapping[str, Collecti
     match = re.search(r"dot import path string: (\S+)", text)
     if match and "a number" not in expected:
         known: list[str] = []
-        for accepting, names in classes.items():
+        for accepting, accepted in classes.items():
             if accepting.endswith(flag.lstrip("-")):  # a nested parser's flag lacks its section
-                known += names
+                known += accepted
         near = nearest(match[1], known)
         near = near or ": give its import path, package.module.Class"
         return f"{flag} {match[1]}: there is no such class{near}"

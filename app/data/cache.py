@@ -32,9 +32,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from app.data.image_files import REPLACE
-from app.data.sources import Errors, Source, Split, SplitName, problems
-from app.errors import UserError
+from app.data.sources import Source, Split, SplitName, problems
 from app.system.files import open_file, remove_parts, whole
 
 VERSION = 3  # raise this number when images are decoded to other pixels, or the format changes
@@ -47,21 +45,18 @@ class ImageCache:
     """Folder of files with decoded images.
 
     Args:
-        folder: Path of the folder; by default in the user's cache directory.
+        folder: Path of the folder; `auto`: in the user's cache directory.
     """
 
-    def __init__(self, folder: str | None = None) -> None:
+    def __init__(self, folder: str | bool = "auto") -> None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.folder = Path(folder or home / "data-parallel-lab")
+        self.folder = home / "data-parallel-lab"
+        if folder not in ("auto", True):
+            self.folder = Path(str(folder))
 
-    def open(self, source: Source, split: SplitName) -> Split | None:
+    def open(self, source: Source, split: SplitName, check_pixels: bool = False) -> Split | None:
         """Memory-map a split's decoded images; None if the file is missing, outdated or damaged."""
-        identity = self._identify(source, split, source.encoded(split))
-        return self._map(source, split, *identity)
-
-    def _map(
-        self, source: Source, split: SplitName, path: Path, key: str, check_pixels: bool = False
-    ) -> Split | None:
+        path, key = self._identify(source, split)
         if not os.path.isfile(path):
             return None
         try:
@@ -88,15 +83,16 @@ class ImageCache:
         except Exception:  # a damaged file may raise any type
             rank_zero_info(f"{path} is damaged, or of another version")
             return None
+        geometry = source.ragged(split)
         sizes = None
         shape: Sequence[int] = source.image_shape
-        if source.ragged(split):
+        if geometry is not None:
             sizes = torch.tensor(table["sizes"])
-            shape = source.image_shape[:1]
+            shape = shape[:1]
         made = Split(images.view(-1, *shape), torch.tensor(table["labels"]), table["names"], sizes)
         made.mapped = True
         made.left_out = table["left_out"]
-        made.ragged = source.ragged(split)
+        made.ragged = geometry
         made.image_shape = source.image_shape
         return made
 
@@ -110,33 +106,24 @@ class ImageCache:
 
         Raises:
             OSError: When the file cannot be written.
-            UserError: When an image is unreadable; if the source skips unreadable images, only when
-                all are unreadable.
+            UserError: As for `Split.decoded`.
         """
-        files = source.encoded(split)
-        if not files:
+        if self.open(source, split, check_pixels=True) or not source.encoded(split):
             return
-        path, key = self._identify(source, split, files)
-        if self._map(source, split, path, key, check_pixels=True) is not None:
-            return
+        path, key = self._identify(source, split)
         with whole(path) as file:
             remove_parts(self.folder)
             images = source.load(split)
             self._check_room(source, split, len(images))
-            plural = "s" * (len(images) != 1)
-            rank_zero_info(f"Decoding {len(images):,} image{plural}, once, into {path}")
-            wrong: Errors = {}
+            rank_zero_info(f"Decoding {len(images):,} images, once, into {path}")
             sizes = []
-            for image in images.decoded(num_workers, wrong):
+            for image in images.decoded(num_workers, source.skips):
                 if images.ragged is not None:
                     sizes.append(image.shape[1:])
                     image = image.permute(1, 2, 0)
                 file.write(image.contiguous().numpy().data)
             file.flush()
-            if wrong and not source.skips:
-                raise UserError(f"{problems(wrong)}: {REPLACE}")
-            if len(wrong) == len(images):
-                raise UserError(f"none of {len(images):,} images can be read: {problems(wrong)}")
+            wrong = images.wrong
             if wrong:
                 rank_zero_info(
                     f"{len(wrong):,} of {len(images):,} images are skipped: {problems(wrong)}"
@@ -168,24 +155,28 @@ class ImageCache:
             size = f"{needed / 2**30:.1f} GiB"
             raise OSError(errno.ENOSPC, f"{size} are over half of the free space")
 
-    def _identify(self, source: Source, split: SplitName, files: Sequence[str]) -> tuple[Path, str]:
+    def _identify(self, source: Source, split: SplitName) -> tuple[Path, str]:
         """Return the path of a split's cache file, and the key of an up-to-date file."""
         place: Any = os.path.abspath(source.root)
         if split == "predict" and source.predict_dir:
             place = source.predict_dir
-        made_from = [type(source).__name__, split, place, *source.settings(split)]
-        digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+        digest = _digest(type(source).__name__, split, place, *source.settings(split))
+        files = source.encoded(split)
         folders = sorted(set(map(os.path.dirname, files)))
-        targets = list(map(os.path.realpath, folders))
-        key = hashlib.sha256(json.dumps([VERSION, list(source.class_names), targets]).encode())
         if os.path.isfile(source.root):  # a table, which has the labels
             files = [source.root, *files]
+        states = []
         for file in files:
             with suppress(OSError):  # ignored here, because decoding reports it
                 state = os.stat(file)
-                seen = [file, state.st_size, state.st_mtime_ns]
-                key.update(json.dumps(seen).encode())
-        return self.folder / f"{split}-{digest[:16]}", key.hexdigest()
+                states.append((file, state.st_size, state.st_mtime_ns))
+        targets = list(map(os.path.realpath, folders))
+        key = _digest(VERSION, list(source.class_names), targets, states)
+        return self.folder / f"{split}-{digest[:16]}", key
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _mapped(path: Path | BinaryIO, size: int) -> Tensor:

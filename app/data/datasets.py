@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from app.data.geometry import RATIO, SCALE, Geometry
+from app.data.geometry import Geometry
 from app.data.hugging_face import HuggingFaceSource
 from app.data.image_files import EncodedSource, FolderSource
 from app.data.module import ImageData
@@ -76,8 +76,8 @@ class EncodedImages(ImageData):
         resize: int | Literal["squash"] | None = None,
         interpolation: Literal["bilinear", "bicubic"] = "bilinear",
         crop: Literal["none", "random", "random_resized"] = "none",
-        scale: tuple[float, float] = SCALE,
-        ratio: tuple[float, float] = RATIO,
+        scale: tuple[float, float] = Geometry.scale,
+        ratio: tuple[float, float] = Geometry.ratio,
         cache_size: PositiveInt | None = None,
         predict_dir: str | list[str] | None = None,
         on_bad_image: Literal["error", "skip"] = "error",

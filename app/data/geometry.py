@@ -8,9 +8,6 @@ from torchvision.transforms import v2
 
 from app.errors import UserError
 
-SCALE = (0.08, 1.0)  # torchvision's defaults
-RATIO = (3 / 4, 4 / 3)
-
 
 @dataclass(frozen=True)
 class Geometry:
@@ -34,8 +31,8 @@ class Geometry:
     resize: int | Literal["squash"] | None = None
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     crop: Literal["none", "random", "random_resized"] = "none"
-    scale: tuple[float, float] = SCALE
-    ratio: tuple[float, float] = RATIO
+    scale: tuple[float, float] = (0.08, 1.0)  # torchvision's default, like `ratio`
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
     cache_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -45,8 +42,9 @@ class Geometry:
             raise UserError(
                 f"--data.resize {self.resize} is smaller than --data.size {max(self.size)}"
             )
-        for name, default in (("scale", SCALE), ("ratio", RATIO), ("cache_size", None)):
-            if getattr(self, name) != default and self.crop != "random_resized":
+        for name in ("scale", "ratio", "cache_size"):
+            is_default = getattr(self, name) == getattr(Geometry, name)
+            if self.crop != "random_resized" and not is_default:
                 raise UserError(f"--data.{name} works with --data.crop random_resized only")
 
     @property

@@ -28,7 +28,6 @@ from torchvision.transforms.functional import pil_to_tensor
 from app.data.geometry import Geometry
 from app.data.sources import (
     EMBEDDED,
-    Errors,
     Source,
     Split,
     SplitName,
@@ -148,15 +147,13 @@ class FileSplit(Split):
             remedy = "give --data.placement disk, or a smaller --data.size"
             check_memory(len(self), self.image_shape, remedy)
             images = torch.empty((len(self), *self.image_shape), dtype=torch.uint8)
-            wrong: Errors = {}
-            for place, image in zip(images, self.decoded(num_workers, wrong), strict=False):
+            for place, image in zip(images, self.decoded(num_workers), strict=True):
                 place.copy_(image)
-            if wrong:
-                raise UserError(f"{problems(wrong)}: {REPLACE}")
             self._images = images
         return self._images
 
-    def decoded(self, num_workers: int, wrong: Errors) -> Iterator[Tensor]:  # noqa: D102
+    def decoded(self, num_workers: int, skips: bool = False) -> Iterator[Tensor]:  # noqa: D102
+        self.wrong = {}
         batches = list(BatchSampler(range(len(self)), BATCH, drop_last=False))
         workers = Workers(self.__getitem__, batches, _arrays, min(num_workers, len(batches)))
         console = get_console()
@@ -171,9 +168,13 @@ class FileSplit(Split):
         )
         for index, image in enumerate(images):
             if isinstance(image, UserError):
-                wrong[index] = image
+                self.wrong[index] = image
             else:
                 yield torch.from_numpy(image)
+        if self.wrong and not skips:
+            raise UserError(f"{problems(self.wrong)}: {REPLACE}")
+        if len(self.wrong) == len(self):
+            raise UserError(f"none of {len(self):,} images can be read: {problems(self.wrong)}")
 
 
 class EncodedSource(Source):

@@ -148,10 +148,8 @@ class ImageData(LightningDataModule):
         self.transform = Transform(source.mean, source.std, crop_padding, bool(flip), cutout)
         self.alternate = flip == "alternate"
         self.cache: ImageCache | None = None
-        if cache in ("auto", True):
-            self.cache = ImageCache()
-        elif cache not in ("off", False):  # YAML reads an unquoted `off` as false
-            self.cache = ImageCache(str(cache))
+        if cache not in ("off", False):  # YAML reads an unquoted `off` as false
+            self.cache = ImageCache(cache)
         self.class_names = source.class_names
         self.image_shape = source.image_shape
         self._prepared: set[SplitName] = set()

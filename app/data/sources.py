@@ -124,6 +124,7 @@ class Split(Dataset[Tensor]):
     Attributes:
         ragged: Geometry of the training crop if items have different sizes (C, h, w); else None.
         image_shape: Shape of an image that the network gets, (C, H, W).
+        wrong: Errors of unreadable images, by index.
         left_out: Number of images that could not be read.
         mapped: Whether the images are memory-mapped from one file, which a node's ranks share.
     """
@@ -131,6 +132,7 @@ class Split(Dataset[Tensor]):
     ragged: Geometry | None = None
     left_out = 0
     mapped = False
+    wrong: Errors = {}  # noqa: RUF012
 
     def __init__(
         self,
@@ -167,12 +169,16 @@ class Split(Dataset[Tensor]):
         assert self._images is not None
         return self._images
 
-    def decoded(self, num_workers: int, wrong: Errors) -> Iterator[Tensor]:
+    def decoded(self, num_workers: int, skips: bool = False) -> Iterator[Tensor]:
         """Return an iterator over all readable images, in order.
 
         Args:
             num_workers: Number of processes that decode.
-            wrong: Dictionary that collects the errors of unreadable images, by index.
+            skips: Whether to skip unreadable images. Otherwise, the end of the iterator raises
+                their errors.
+
+        Raises:
+            UserError: When images are unreadable and not skipped, or all are unreadable.
         """
         return iter(self.tensor())
 

@@ -78,7 +78,7 @@ def star(x: Floats, y: Floats, kind: Floats) -> Floats:
     # vector of the edge from a tip at (1, 0) to the next inner corner, which lies at radius `inner`
     ey = inner * math.sin(fifth / 2)
     ex = inner * math.cos(fifth / 2) - 1
-    norm = np.sqrt(ex * ex + ey * ey)
+    norm = _length(ex, ey)
     radius = _length(x, y)
     return (radius * np.cos(angle) - 1) * (ey / norm) - radius * np.sin(angle) * (ex / norm)
 
@@ -178,11 +178,12 @@ class SyntheticSource(Source):
         labels[:] = rng.integers(len(SHAPES), size=BLOCK)[:n]
         draws = rng.random((14, BLOCK), np.float32)[:, :n, None, None, None]
         kind, size, cx, cy, turn, slope, heading, grain, paper, contrast, *tints = draws
-        y, x = np.mgrid[:height, :width].astype(np.float32) - (height - 1) / 2  # (H, W)
+        x = np.arange(width, dtype=np.float32) - (width - 1) / 2
+        y = x[:, None]  # images are square
         radius = (0.24 + 0.18 * size) * height
         room = height - 1.7 * radius
-        left = x[:1] - (cx - 0.5) * room
-        top = y[:, :1] - (cy - 0.5) * room
+        left = x - (cx - 0.5) * room
+        top = y - (cy - 0.5) * room
         angle = 1.2 * (turn - 0.5)
         cos = np.cos(angle) / radius
         sin = np.sin(angle) / radius
@@ -201,7 +202,7 @@ class SyntheticSource(Source):
             ink = ink + (30 + 60 * tints[0]) * np.cos(rainbow + 2 * np.pi * tints[1])
             paper = paper + 50 * tints[2] * np.cos(rainbow + 2 * np.pi * tints[3])
         heading = 2 * np.pi * heading
-        shade = slope * 2 * (np.cos(heading) * x[:1] + np.sin(heading) * y[:, :1])
+        shade = slope * 2 * (np.cos(heading) * x + np.sin(heading) * y)
         noise = rng.integers(2**64, size=images.size // 8, dtype=np.uint64).view(np.uint8)
         grain = 0.05 + 0.35 * grain
         image = cover * (ink - paper) + (paper - 127.5 * grain)

@@ -4,6 +4,7 @@ Each run is a `python -m app fit …`. Every setting of the experiment file is a
 fit, such as --data.root or --trainer.precision, are added to every variant.
 """
 
+import os
 import shlex
 import time
 from dataclasses import asdict, dataclass
@@ -87,6 +88,7 @@ def run(arguments: list[str]) -> int:
         "command": str(CommandLine(["compare", *arguments])),
         "usable_cores": usable_cores(),
         "hardware": hardware(),
+        "load": os.getloadavg()[0],
         "driver": driver(),
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
