@@ -260,13 +260,22 @@ def _count_values(node: yaml.Node | None, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
+# removed settings, and their former defaults
+REMOVED = {
+    "cuda_graph": False,
+    "micro_batch": None,
+    "cache_size": None,
+    "ratio": [3 / 4, 4 / 3],
+}
+
+
 def _update(section: Any) -> None:
-    """Rename Synthetic's `size` in a config, and drop removed settings that were off."""
+    """Rename Synthetic's `size` in a config, and drop removed settings of no effect."""
     settings = section.get("init_args") if isinstance(section, dict) else None
     if not isinstance(settings, dict):
         return
-    for name in ("cuda_graph", "micro_batch"):
-        if not settings.get(name, True):
+    for name, default in REMOVED.items():
+        if name in settings and settings[name] == default:
             del settings[name]
     if "size" in settings and str(section.get("class_path")).endswith("Synthetic"):
         settings["images"] = settings.pop("size")

@@ -56,9 +56,6 @@ class EncodedImages(ImageData):
             crop to `size` at a random place. `random_resized`: crop a random area, then resize it
             to `size`. `none`: crop the centre, as in evaluation.
         scale: Range of the area of a `random_resized` crop, relative to the image's area.
-        ratio: Range of width / height of a `random_resized` crop.
-        cache_size: Shorter side to which larger images are reduced before `random_resized` crops;
-            by default 1.15 times `resize`.
         predict_dir: Images and folders of images for `predict`, which needs no labels; by default
             the test split.
         on_bad_image: Reaction to an unreadable image. `error`: stop. `skip`: skip it on all ranks,
@@ -77,15 +74,13 @@ class EncodedImages(ImageData):
         interpolation: Literal["bilinear", "bicubic"] = "bilinear",
         crop: Literal["none", "random", "random_resized"] = "none",
         scale: tuple[float, float] = Geometry.scale,
-        ratio: tuple[float, float] = Geometry.ratio,
-        cache_size: PositiveInt | None = None,
         predict_dir: str | list[str] | None = None,
         on_bad_image: Literal["error", "skip"] = "error",
         **kwargs: Any,
     ) -> None:
         height, width = np.broadcast_to(size, 2).tolist()
         sides = (height, width)
-        source.geometry = Geometry(sides, resize, interpolation, crop, scale, ratio, cache_size)
+        source.geometry = Geometry(sides, resize, interpolation, crop, scale)
         source.image_shape = (channels, height, width)
         source.other_files = {}
         source.mean = mean or [0.5] * channels

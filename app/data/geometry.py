@@ -20,8 +20,6 @@ class Geometry:
         interpolation: Interpolation of all resizing.
         crop: Training crop.
         scale: Range of the area of `random_resized`, relative to the image's area.
-        ratio: Range of width / height of `random_resized`.
-        cache_size: Shorter side to which larger images are reduced before `random_resized` crops.
 
     Raises:
         UserError: When a setting is out of range, or settings contradict each other.
@@ -31,9 +29,7 @@ class Geometry:
     resize: int | Literal["squash"] | None = None
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     crop: Literal["none", "random", "random_resized"] = "none"
-    scale: tuple[float, float] = (0.08, 1.0)  # torchvision's default, like `ratio`
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    cache_size: int | None = None
+    scale: tuple[float, float] = (0.08, 1.0)  # torchvision's default
 
     def __post_init__(self) -> None:
         if min(self.size) < 1:
@@ -42,10 +38,8 @@ class Geometry:
             raise UserError(
                 f"--data.resize {self.resize} is smaller than --data.size {max(self.size)}"
             )
-        for name in ("scale", "ratio", "cache_size"):
-            is_default = getattr(self, name) == getattr(Geometry, name)
-            if self.crop != "random_resized" and not is_default:
-                raise UserError(f"--data.{name} works with --data.crop random_resized only")
+        if self.crop != "random_resized" and self.scale != Geometry.scale:
+            raise UserError("--data.scale works with --data.crop random_resized only")
 
     @property
     def _cover(self) -> tuple[int, int]:
@@ -58,7 +52,7 @@ class Geometry:
         """Height and width that a resized training image covers before its random crop."""
         if self.crop != "random_resized":
             return self._cover
-        side = self.cache_size or round(1.15 * max(self._cover))
+        side = round(1.15 * max(self._cover))
         return side, side
 
     def keep(self, image: Tensor) -> Tensor:
@@ -82,9 +76,8 @@ class Geometry:
         """Return a module that crops a resized training image, uint8 (C, h, w) to (C, H, W)."""
         if self.crop == "random":
             return v2.RandomCrop(self.size)
-        return v2.RandomResizedCrop(
-            self.size, self.scale, self.ratio, v2.InterpolationMode(self.interpolation)
-        )
+        interpolation = v2.InterpolationMode(self.interpolation)
+        return v2.RandomResizedCrop(self.size, self.scale, interpolation=interpolation)
 
     def _resize(self, image: Tensor, size: tuple[int, ...]) -> Tensor:
         return v2.functional.resize(image, list(size), v2.InterpolationMode(self.interpolation))

@@ -104,13 +104,10 @@ def busy() -> str | None:
 
 def busy_seconds(cores: Collection[int] = ()) -> float:
     """Return the CPU seconds of all programs since boot, over the given cores or all cores."""
-    times = [psutil.cpu_times()]
-    if 0 < len(cores) < (os.cpu_count() or 1):
-        every = psutil.cpu_times(percpu=True)
-        times = [every[core] for core in cores]
+    every = psutil.cpu_times(percpu=True)
     total = 0.0
-    for figures in times:
-        for name, seconds in figures._asdict().items():
+    for core in cores or range(len(every)):
+        for name, seconds in every[core]._asdict().items():
             # guests are excluded, because user time includes them
             if name not in ("idle", "iowait", "guest", "guest_nice"):
                 total += seconds

@@ -32,32 +32,21 @@ def load(path: Path, flag: str = "") -> Any:
     check_exists(path, flag)
     try:
         with open_file(path) as file:
-            reason = _damage(file)
-            if reason is None:
+            damaged = None
+            if file.read(2) == b"PK":  # torch's old format has no checksums
+                damaged = zipfile.ZipFile(file).testzip()
+            if damaged is None:
                 file.seek(0)
                 # many published files hold the training's options as a Namespace
                 allowed = torch.serialization.safe_globals([Namespace])
                 with allowed, warnings.catch_warnings(action="ignore"):
                     return torch.load(file, "cpu", weights_only=True)
+            reason = f"damaged ({damaged})"
     except OSError as error:
         reason = f"it cannot be read ({error.strerror or error})"
     except Exception as error:  # unpickling arbitrary bytes can raise anything
         reason = _refusal(str(error)) or f"not a checkpoint, or damaged ({type(error).__name__})"
     raise UserError(f"{flag} {path}: {reason}".lstrip())
-
-
-def _damage(file: Any) -> str | None:
-    """Verify a file's checksums, and return a description of the damage, or None."""
-    if file.read(2) != b"PK":
-        return None  # torch's old format, which has no checksums
-    try:
-        with zipfile.ZipFile(file) as archive:
-            member = archive.testzip()
-    except Exception:  # zipfile raises many types on a damaged file
-        return "damaged or truncated"
-    if member is None:
-        return None
-    return f"damaged ({member})"
 
 
 def _refusal(message: str) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms.functional import to_pil_image
 
 from app.command.arguments import read_yaml
 from app.command.checkpoint_file import read
@@ -113,22 +114,20 @@ class Classifier(nn.Module):
         """Return an image in the training's shape, uint8 (C, H, W)."""
         if isinstance(item, str):
             return FileSplit([item], [-1], self.image_shape, self.geometry)[0]
-        if isinstance(item, Image.Image):
-            return self.geometry.evaluated(pixels(item, self.image_shape[0]))
         if isinstance(item, Tensor):
             if item.shape == self.image_shape and item.dtype == torch.uint8:
                 return item
             item = item.movedim(0, -1).cpu()
-        array = np.asarray(item)
-        is_image = array.ndim == 3 and array.shape[2] in (1, 3, 4) and array.size > 0
-        if array.dtype != np.uint8 or not is_image:
-            raise UserError(
-                f"an image of {array.dtype} and shape {array.shape}: "
-                "give pixels of uint8, 0 to 255: arrays (H, W, C), tensors (C, H, W)"
-            )
-        if array.shape[2] == 1:
-            array = array[:, :, 0]
-        return self.geometry.evaluated(pixels(Image.fromarray(array), self.image_shape[0]))
+        if not isinstance(item, Image.Image):
+            array = np.asarray(item)
+            is_image = array.ndim == 3 and array.shape[2] in (1, 3, 4) and array.size > 0
+            if array.dtype != np.uint8 or not is_image:
+                raise UserError(
+                    f"an image of {array.dtype} and shape {array.shape}: "
+                    "give pixels of uint8, 0 to 255: arrays (H, W, C), tensors (C, H, W)"
+                )
+            item = to_pil_image(array)
+        return self.geometry.evaluated(pixels(item, self.image_shape[0]))
 
 
 def load(run: str | Path, device: torch.device | str | None = None) -> Classifier:
