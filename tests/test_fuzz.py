@@ -97,13 +97,6 @@ def refused(call: Any, *args: Any) -> str | None:
     return None
 
 
-def written(place: pytest.TempPathFactory, content: str) -> Path:
-    """Write a file with this content; characters that UTF-8 cannot encode become `?`."""
-    path = place.getbasetemp() / "example.yaml"
-    path.write_bytes(content.encode(errors="replace"))
-    return path
-
-
 def settle(command: str, argv: list[str]) -> None:
     check(command, resolve([command, *argv]))
 
@@ -112,11 +105,9 @@ def settle(command: str, argv: list[str]) -> None:
 @examples(2)
 @given(st.sampled_from(COMMANDS), flags)
 def test_command_lines(command: str, pairs: list[tuple[str, str]]) -> None:
-    argv = [
-        "--data",
-        "Synthetic",
-        *(word for flag, value in pairs for word in (f"--{flag}", value)),
-    ]
+    argv = ["--data", "Synthetic"]
+    for flag, value in pairs:
+        argv += [f"--{flag}", value]
     message = refused(settle, command, argv)
     names = [word for flag, _ in pairs for word in flag.split(".")]
     values = [value[:20] for _, value in pairs]
@@ -146,14 +137,6 @@ settings_of = st.dictionaries(
 configs = st.dictionaries(sections, trees | settings_of, max_size=3)
 
 
-@pytest.mark.slow
-@examples(1)
-@given(configs)
-def test_configs(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
-    path = written(tmp_path_factory, yaml.safe_dump(content, allow_unicode=True))
-    refused(settle, "fit", ["--config", str(path)])
-
-
 experiments = st.fixed_dictionaries(
     {},
     optional={
@@ -170,13 +153,25 @@ experiments = st.fixed_dictionaries(
 )
 
 
+def read_config(path: Path) -> None:
+    settle("fit", ["--config", str(path)])
+
+
 def read_experiment(path: Path) -> None:
     _, experiment, typed = parse_compare(["--experiment", str(path)])
     expand(experiment, typed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("read", "contents"), [(read_config, configs), (read_experiment, experiments)]
+)
 @examples(1)
-@given(experiments)
-def test_experiments(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
-    refused(read_experiment, written(tmp_path_factory, yaml.safe_dump(content, allow_unicode=True)))
+@given(st.data())
+def test_files(
+    tmp_path_factory: pytest.TempPathFactory, read: Any, contents: Any, data: Any
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "example.yaml"
+    content = yaml.safe_dump(data.draw(contents), allow_unicode=True)
+    path.write_bytes(content.encode(errors="replace"))  # UTF-8 cannot encode all characters
+    refused(read, path)

@@ -46,7 +46,7 @@ def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
 
 
 MODES = [
-    ("", "", "offline"), ("", "online", "online"), ("", "dryrun", "offline"),
+    ("", "", "offline"), ("", "online", "online"),
     ("", "disabled", "off"),
     ("online", "", "online"), ("online", "offline", "offline"), ("offline", "online", "offline"),
     ("off", "online", "off"), ("true", "", "offline"), ("false", "online", "off"),

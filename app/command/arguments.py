@@ -261,12 +261,7 @@ def _count_values(node: yaml.Node | None, known: dict[int, int]) -> int:
 
 
 # removed settings, and their former defaults
-REMOVED = {
-    "cuda_graph": False,
-    "micro_batch": None,
-    "cache_size": None,
-    "ratio": [3 / 4, 4 / 3],
-}
+REMOVED = {"cuda_graph": False, "micro_batch": None, "cache_size": None, "ratio": [3 / 4, 4 / 3]}
 
 
 def _update(section: Any) -> None:

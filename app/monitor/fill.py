@@ -55,7 +55,7 @@ def fill_configuration(record: Record, trainer: Trainer) -> None:
         record.virtual_devices = loop.virtual_devices
     data = getattr(trainer, "datamodule", None)
     if isinstance(data, ImageData):
-        place = getattr(data.source, "root", None) or getattr(data.source, "like", "")
+        place = data.source.root or getattr(data.source, "like", "")
         record.data = DataSet(
             type(data).__name__,
             data.num_classes,

@@ -1,6 +1,5 @@
 """Variants of `ddp` that compress gradients, or use an explicit ring all-reduce."""
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class BF16(FixedHook):
     fixed_hook = staticmethod(default_hooks.bf16_compress_hook)
 
 
-def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> int:
+def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Sum a tensor over all ranks, in place, in a ring: each rank has two neighbours.
 
     First a reduce-scatter: the buffer is cut into N chunks, one per rank. In each of N−1 steps, a
@@ -59,9 +58,6 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> i
     Args:
         buffer: Tensor of shape (n,). If n is below the number of ranks, empty chunks are not sent.
         group: Process group; by default all ranks.
-
-    Returns:
-        Number of bytes that this rank sent; all ranks together send 2(N−1) times the buffer.
     """
     rank = dist.get_rank(group)
     world = dist.get_world_size(group)
@@ -69,31 +65,25 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> i
     previous = (rank - 1) % world
     chunks = buffer.tensor_split(world)
     received = torch.empty_like(chunks[0])  # no chunk is longer than the first
-    sent = 0
     for step in range(world - 1):
         out = chunks[(rank - step) % world]
         mine = chunks[(rank - step - 1) % world]
         other = received[: len(mine)]
         exchange({following: out}, {previous: other}, group)
         mine += other
-        sent += out.nbytes
     for step in range(world - 1):
         out = chunks[(rank - step + 1) % world]
         exchange({following: out}, {previous: chunks[(rank - step) % world]}, group)
-        sent += out.nbytes
-    return sent
 
 
-def ring_hook(traffic: Counter[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients by `ring_all_reduce`, and count the traffic.
+def ring_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients by `ring_all_reduce`.
 
     For learning and measuring only. This hook blocks the backward pass. The all-reduce of torch
     overlaps with the backward pass, and should be faster.
     """
     buffer = bucket.buffer().div_(dist.get_world_size())  # divide before the sum, to avoid overflow
-    traffic.update(
-        sent=ring_all_reduce(buffer), gradients=buffer.nbytes, steps=int(bucket.is_last())
-    )
+    ring_all_reduce(buffer)
     future: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[buffer.device] if buffer.is_cuda else None
     )
@@ -107,19 +97,16 @@ class Ring(FixedHook):
     strategy_name = "ddp_ring"
     fixed_hook = staticmethod(ring_hook)
 
-    def comm_state(self) -> Counter[str]:
-        """Return new counters of steps, bytes of gradients, and bytes sent by this rank."""
-        self.traffic = Counter[str]()
-        return self.traffic
-
     def on_train_end(self) -> None:
         """Print the traffic per step."""
         super().on_train_end()
-        steps = self.traffic["steps"]
-        if steps:
-            sent = self.traffic["sent"] / steps / 1e6
-            gradients = self.traffic["gradients"] / steps / 1e6
-            rank_zero_info(
-                f"ddp_ring: rank 0 sent {sent:.4g} MB a step, "
-                f"2(N−1)/N of {gradients:.4g} MB of gradients, N = {self.world_size}"
-            )
+        assert self.lightning_module is not None
+        gradients = 0.0
+        for parameter in self.lightning_module.parameters():
+            if parameter.requires_grad:
+                gradients += parameter.nbytes / 1e6
+        sent = gradients * 2 * (self.world_size - 1) / self.world_size
+        rank_zero_info(
+            f"ddp_ring: each rank sent {sent:.4g} MB a step, "
+            f"2(N−1)/N of {gradients:.4g} MB of gradients, N = {self.world_size}"
+        )

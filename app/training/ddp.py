@@ -115,7 +115,7 @@ class DDP(Traits, DDPStrategy):
         if hook and self.hook_wrapper:
             hook = self.hook_wrapper(hook)
         if hook:
-            self.model.register_comm_hook(self.comm_state(), hook)
+            self.model.register_comm_hook(self.hook_state, hook)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks; compute the mean of integers in floating point."""
@@ -123,7 +123,3 @@ class DDP(Traits, DDPStrategy):
         if is_tensor and reduce_op == "mean" and not tensor.is_floating_point():
             tensor = tensor.float()
         return super().reduce(tensor, group, reduce_op)
-
-    def comm_state(self) -> object | None:
-        """Return the hook's first argument. Called once, after the processes are connected."""
-        return self.hook_state
