@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import app
-from app.errors import ExitStatus, RankError, UserError, nearest, printable, shortage
+from app.errors import ExitStatus, RankError, UserError, nearest, printable, shortage, unusable
 from app.launch.process import AGENT, BEGAN, begin, check_environment, is_task_of_srun, is_worker
 from app.system.program import set_up
 from app.system.tracebacks import users_part
@@ -110,8 +110,8 @@ def _report(error: BaseException) -> int:
     trace = "".join(traceback.format_exception(error))
     excerpt = users_part(trace)
     is_known = isinstance(error, UserError | RankError | KeyboardInterrupt) or shortage(error)
-    if not is_known and not excerpt and isinstance(error, OSError) and error.filename:
-        message = f"{error.filename} cannot be used ({error.strerror}): give another path"
+    message = unusable(error)
+    if message and not is_known and not excerpt:
         error = UserError(message)
         is_known = True
     if "APP_DEBUG" in os.environ and not isinstance(error, KeyboardInterrupt):

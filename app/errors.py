@@ -152,6 +152,13 @@ def shortage(error: BaseException) -> str | None:
     return out_of_memory(error)
 
 
+def unusable(error: BaseException) -> str | None:
+    """Return a message for a path that a program cannot use; None for other errors."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename} cannot be used ({error.strerror}): give another path"
+    return None
+
+
 SYNONYMS = {  # flag names of other programs
     "gpus": "--trainer.devices",
     "nproc_per_node": "--trainer.devices",

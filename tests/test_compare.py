@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
     ids = re.findall(r' id="([^"]+)"', html)
     assert len(ids) == len(set(ids)), "an id is that of one thing"
     verdict = head["verdict"]
-    assert verdict["said"] in html.partition("<h1>")[2].partition("</h1>")[0]
+    assert escape(verdict["said"]) in html.partition("<h1>")[2].partition("</h1>")[0]
     assert "was the fastest, in a single run of each" in verdict["said"]
     assert html.index("<svg") < html.index("<table") < html.index("<details>")
     assert by_name(path)[verdict["taken"]]["command"] in out.splitlines()

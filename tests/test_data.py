@@ -298,7 +298,11 @@ def test_workers_follow_the_cores(
 ) -> None:
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 6)
     data = Synthetic(images=10)
-    environment = LightningEnvironment() if slurm is None else Slurm()
+    environment = LightningEnvironment()
+    if slurm is not None:
+        for name, value in (("STEP_NODELIST", "node"), ("JOB_ID", "1"), ("STEP_ID", "0")):
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        environment = Slurm()  # type: ignore[assignment]
     data.trainer = SimpleNamespace(  # type: ignore[assignment]
         world_size=2 * ranks, num_nodes=2, strategy=SimpleNamespace(cluster_environment=environment)
     )

@@ -136,7 +136,7 @@ def test_samples_are_ranked_by_the_loss_of_the_user_s_training_step(
 
 REFUSED = [
     (["--step", "3"], "--config: name the config.yaml of a run"),
-    (["--config", "none.yaml"], "--config none.yaml: run.json cannot be read"),
+    (["--config", "none.yaml"], "--config none.yaml: there is no such file"),
     (["--config", "CONFIG", "--step", "0"], "--step"),
     (["--config", "CONFIG", "--step", "99"], "--step 99: the run took 4 steps"),
     (["--config", "CONFIG"], "--step worst: the run took no step"),
@@ -150,7 +150,7 @@ def test_impossible_replay_is_rejected(
     flags: list[str], message: str, app: App, tmp_path: Path
 ) -> None:
     config = tmp_path / "config.yaml"
-    config.touch()
+    config.write_text("{}")
     words = list(flags)
     if "CONFIG" in flags:
         words[1] = str(config)

@@ -12,7 +12,7 @@ from app.record import Record
 
 FLAGS = ["--data=Synthetic", "--data.images=200", "--data.batch_size=20", "--run.wandb=off"]
 DAMAGED = [
-    ('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\[0\].train_loss"),
+    ('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\.0\.train_loss"),
     ("{", "line 1"),
     ("null", ""),
 ]

@@ -115,6 +115,6 @@ def close(
     if record.run_dir and (record.status == "completed" or record.train_s is not None):
         stages = ["test", "validate", "predict"]
         if record.tested or record.test:
-            stages.reverse()
+            stages = ["predict", "test", "validate"]
         following = next((stage for stage in stages if can(stage, model, data)), None)
         print("\n".join(["", *report(record, trainer.loggers, fitted, following)]))

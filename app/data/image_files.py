@@ -171,6 +171,7 @@ class FileSplit(Split):
                 self.wrong[index] = image
             else:
                 yield torch.from_numpy(image)
+        del images, workers  # ends the processes, although an error keeps this frame
         if self.wrong and not skips:
             raise UserError(f"{problems(self.wrong)}: {REPLACE}")
         if len(self.wrong) == len(self):

@@ -23,6 +23,7 @@ from app.errors import (
     UserError,
     one_line,
     shortage,
+    unusable,
 )
 from app.launch import watchdog
 from app.system.files import write_json
@@ -112,6 +113,8 @@ def explained(
     if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
         return error
     message = shortage(error)
+    if message is None and not users_part("".join(traceback.format_exception(error))):
+        message = unusable(error)
     if message:
         return UserError(message)
     if flags is None:
