@@ -33,16 +33,7 @@ class UserError(Exception):
 
 
 class RankError(Exception):
-    """Failure of a process of the run.
-
-    Args:
-        message: Reason of the failure.
-        exit_code: Exit code of the command.
-    """
-
-    def __init__(self, message: str, exit_code: int = 1) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    """Failure of a process of the run."""
 
 
 class RankLostError(RankError):
@@ -88,7 +79,7 @@ class ExitStatus:
         if isinstance(error, KeyboardInterrupt):
             return cls.stopped_by("Ctrl-C")
         if isinstance(error, RankError):
-            return cls(error.exit_code, "failed", str(error))
+            return cls(1, "failed", str(error))
         message = str(error) if isinstance(error, UserError) else shortage(error)
         if message:
             return cls(2, "failed", message)

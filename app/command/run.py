@@ -135,8 +135,8 @@ def connect_ranks(cli: Flags) -> None:
     trainer = cli.trainer
     timeout = cli.config.cluster.timeout
     lightning_patches.set_timeout(trainer.strategy, timeout)
-    method = lightning_patches.start_method(trainer.strategy)
-    if method:
+    method = getattr(trainer.strategy, "start_method", "popen")
+    if method != "popen":
         rank_timeout = None if trainer.world_size == 1 else timeout
         launcher = SpawnLauncher(trainer.strategy, method, rank_timeout)
         trainer.strategy.own_launcher = launcher  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> i
         stacks = Path(str(trainer.loggers[0].log_dir), "stacks")
     if isinstance(launcher, SpawnLauncher):
         launcher.stacks = stacks
-        if lightning_patches.start_method(trainer.strategy) == "fork":
+        if trainer.strategy.start_method == "fork":  # type: ignore[attr-defined]
             for tracker in trackers(trainer.loggers):
                 tracker.share_with_forks()
     elif trainer.world_size > 1:

@@ -112,14 +112,15 @@ def explained(
         return rank_error
     if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
         return error
+    is_users = users_part("".join(traceback.format_exception(error))) is not None
     message = shortage(error)
-    if message is None and not users_part("".join(traceback.format_exception(error))):
+    if message is None and not is_users:
         message = unusable(error)
     if message:
         return UserError(message)
     if flags is None:
         return blamed(error, complaint(error)) or error
-    if users_part("".join(traceback.format_exception(error))):
+    if is_users:
         return blamed(error) or error
     return _setting_error(error, flags)
 

@@ -130,13 +130,12 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows) -> Non
 
 def metrics_of(trainer: Trainer, split: str) -> Metrics:
     """Return the loss and accuracy that the model logged for a split."""
-    logged = trainer.callback_metrics
-    metrics = Metrics()
-    if f"{split}_loss" in logged:
-        metrics.loss = logged[f"{split}_loss"].item()
-    if f"{split}_acc" in logged:
-        metrics.acc = logged[f"{split}_acc"].item()
-    return metrics
+    values = {}
+    for name in ("loss", "acc"):
+        value = trainer.callback_metrics.get(f"{split}_{name}")
+        if value is not None:
+            values[name] = value.item()
+    return Metrics(**values)
 
 
 def memory_of(trainer: Trainer) -> list[DeviceMemory]:

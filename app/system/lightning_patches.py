@@ -185,9 +185,3 @@ def set_timeout(strategy: Strategy, seconds: float) -> None:
     """Set the timeout of collective calls. A flag cannot set it, because it is a timedelta."""
     if hasattr(strategy, "_timeout"):
         strategy._timeout = timedelta(seconds=seconds)
-
-
-def start_method(strategy: Strategy) -> str | None:
-    """Return the start method of the strategy's processes, such as `spawn`; None for `popen`."""
-    method = getattr(strategy, "start_method", None)
-    return None if method == "popen" else method
