@@ -194,9 +194,3 @@ def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     message = error_of(*app("fit", *SMALL, *on_cpu("ddp_bf16")))
     assert "use --trainer.strategy ddp_fp16" in message
-
-
-def test_a_backend_that_torch_lacks_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
-    message = error_of(*app("fit", *SMALL, *forked("process_group_backend=mpi")))
-    assert "process_group_backend mpi: on cpu use gloo" in message

@@ -297,24 +297,19 @@ MLP += options(accelerator="cpu", like="FashionMNIST", images=4000, batch_size=1
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("name", "rate", "steps", "least"), [("1gbit", 1e9, 200, 0.2), ("10mbit", 1e7, 16, 0.5)]
-)
-def test_step_on_two_hosts_takes_about_as_long_as_predicted(
-    name: str, rate: float, steps: int, least: float, hosts: Network, tmp_path: Path
-) -> None:
-    """A warning shows the difference."""
+def test_step_on_two_hosts_takes_about_as_long_as_predicted(hosts: Network, tmp_path: Path) -> None:
+    """The link is so slow that it takes nearly all the time; a warning shows the difference."""
     fit = ["fit", *MLP]
     both = [hosts.hosts["h1"], hosts.hosts["h2"]]
     step, _ = measure_step(fit, [], Resolved(resolve(fit)), print)
-    shape = f"tc qdisc replace dev eth0 root tbf rate {name} burst 64kb latency 500ms"
+    shape = "tc qdisc replace dev eth0 root tbf rate 10mbit burst 64kb latency 500ms"
     for host in both:
         host.run(*shape.split())
     fitted = fit_link(measure_all_reduce(), 2)
-    link = Link(min(fitted.bandwidth, rate / 8), fitted.latency)
-    flags = options(strategy="ddp", num_nodes=2, devices=1, max_epochs=-1, max_steps=steps)
+    link = Link(min(fitted.bandwidth, 1e7 / 8), fitted.latency)
+    flags = options(strategy="ddp", num_nodes=2, devices=1, max_epochs=-1, max_steps=16)
     flags += options(root=tmp_path, name="x", test=False, limit_val_batches=0)
-    flags += options(enable_checkpointing=False, log_every_n_steps=steps // 16)
+    flags += options(enable_checkpointing=False, log_every_n_steps=1)
     command = [sys.executable, "-m", "app", *fit, *QUIET, *flags]
     processes = []
     for node, host in enumerate(both):
@@ -325,5 +320,5 @@ def test_step_on_two_hosts_takes_about_as_long_as_predicted(
     predicted = step.ddp(128, 2, link)
     measured = 128 / record["throughput"]["median"]
     text = f"{1000 * predicted:.2f} ms predicted, {1000 * measured:.2f} ms measured a step"
-    warnings.warn(f"2 hosts at {name}: {text}", stacklevel=1)
-    assert least < predicted / measured < 2, "a slow link takes the time"
+    warnings.warn(f"2 hosts at 10 Mbit/s: {text}", stacklevel=1)
+    assert 0.5 < predicted / measured < 2, "a slow link takes the time"

@@ -339,14 +339,6 @@ def test_wrong_labels_of_hugging_face_are_refused(
     assert f"--data.path {path}: {problem}" in str(error.value)
 
 
-def test_several_images_in_a_row(tmp_path: Path) -> None:
-    features = datasets.Features({"image": List(Image()), "label": BOTH})
-    made = datasets.Dataset.from_dict({"image": [[None, None]], "label": [0]}, features=features)
-    made.save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match="column image has several images per sample"):
-        HuggingFace(str(tmp_path / "saved"), image_column="image")
-
-
 def test_a_row_that_is_no_image(saved: Path, image_root: Path) -> None:
     bad = {"image": [{"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": None}] * 3, "label": [0, 1, 0]}
     features = datasets.load_from_disk(str(saved))["train"].features
