@@ -1,6 +1,7 @@
 """The cache: images are decoded once, into a file that every rank maps."""
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -67,6 +68,7 @@ def test_the_second_start_decodes_nothing(
     image_root: Path, cache: Path, app: App, decoded: Callable[[], int]
 ) -> None:
     flags = [*folder(image_root, cache=cache), *STEPS]
+    gc.collect()  # ends the workers of other tests
     out = output_of(*app("fit", *flags))
     assert decoded() == 36 + 12, "train and test"
     assert f"Decoding 36 images, once, into {cache}" in out

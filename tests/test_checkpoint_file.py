@@ -117,7 +117,7 @@ def test_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.M
         os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     )
     with pytest.raises(
-        UserError, match=f"{last}: .*No space left on device.*a previous one is kept: make room"
+        UserError, match=f"{last}: .*No space left on device.*any previous one is kept"
     ):
         CheckpointFiles().save_checkpoint(content(2), last)
     monkeypatch.undo()

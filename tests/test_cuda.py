@@ -152,6 +152,7 @@ def fail(error: BaseException) -> None:
 LOST = torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0.")
 ERRORS = {
     RuntimeError("broken"): RuntimeError,
+    RuntimeError("Connection closed by peer [10.0.0.2]:51"): RankLostError,  # gloo's
     KeyboardInterrupt(): KeyboardInterrupt,
     SystemExit(143): SystemExit,
     LOST: RankLostError,

@@ -254,7 +254,7 @@ def block(root: Path, saves: bool) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: None)
     Record(status="running").save(root / "run.json")
-    with watched(60.0, root / "stacks", 0), signals.ended_in_time(root / "stacks"):
+    with watched(60.0, root / "stacks", 0), signals.ended_in_time():
         trainer = MagicMock(strategy=Mock(save_checkpoint=wait))
         Trainer.save_checkpoint(trainer, "last.ckpt") if saves else wait()
 

@@ -43,8 +43,8 @@ class CheckpointFiles(TorchCheckpointIO):
                     _keep(file, file.with_name(PREVIOUS))
         except OSError as error:
             raise UserError(
-                f"{file}: the checkpoint cannot be written ({error.strerror}), and a previous one "
-                "is kept: make room there, or give another --run.root"
+                f"{file}: the checkpoint cannot be written ({error.strerror}): make room there, or "
+                "give another --run.root; any previous one is kept"
             ) from error
 
     def load_checkpoint(

@@ -4,9 +4,9 @@ The rules of `flag_rules` hold on every machine.
 """
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from jsonargparse import Namespace
@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from app.command.flag_rules import flag_problems
 from app.command.resolved import Resolved
 from app.data.shares import unequal_shares
-from app.errors import UserError, nearest
+from app.errors import UserError, nearest, one_line
 from app.launch.cluster_environment import OWN_AGENT, launched
 from app.launch.process import ADDRESSES, RANKS, is_task_of_srun
 
@@ -89,7 +89,7 @@ def _devices(s: Resolved) -> Iterator[str]:
         try:
             cls.parse_devices(devices)
         except (MisconfigurationException, TypeError, ValueError) as error:
-            yield f"--trainer.devices {devices!r}: {error}"
+            yield f"--trainer.devices {devices!r}: {one_line(str(error))}: give a count"
 
 
 def _needs_cuda(s: Resolved) -> Iterator[str]:
@@ -164,7 +164,7 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
     if not s.stands_alone or s.nodes == 1 or s.traits.single_process:
         return
     method = s.config.cluster.init_method or "env://"
-    if not re.fullmatch(r"env://|file:///.+|tcp://\S+:[1-6]?\d{1,4}", method):
+    if not _is_address(method):
         yield f"--cluster.init_method {method}: give tcp://HOST:PORT, file:///PATH or env://"
     if method == "env://":
         missing = [name for name in ADDRESSES if not os.environ.get(name)]
@@ -190,6 +190,16 @@ def _rendezvous(s: Resolved) -> Iterator[str]:
             f"--cluster.node_rank or NODE_RANK {rank}: the nodes are 0 to {s.nodes - 1}, for "
             f"--trainer.num_nodes {s.nodes}"
         )
+
+
+def _is_address(method: str) -> bool:
+    url = urlsplit(method)
+    if url.scheme == "file":
+        return bool(url.path) and not url.netloc
+    try:
+        return method == "env://" or bool(url.scheme == "tcp" and url.hostname and url.port)
+    except ValueError:  # the port is out of range
+        return False
 
 
 def _strategy(s: Resolved) -> Iterator[str]:

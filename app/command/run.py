@@ -226,7 +226,7 @@ def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> i
     # draws weights would draw other ones in a run of one process
     reset_seed()
     # errors are explained inside `watched`, because its stacks tell which rank hangs
-    with watched(timeout, stacks, trainer.global_rank), ended_in_time(stacks), explaining_errors():
+    with watched(timeout, stacks, trainer.global_rank), ended_in_time(), explaining_errors():
         try:
             arguments = {"datamodule": cli.datamodule, "ckpt_path": checkpoint}
             if cli.command == "fit":

@@ -157,7 +157,9 @@ class ImageCache:
 
     def _identify(self, source: Source, split: SplitName) -> tuple[Path, str]:
         """Return the path of a split's cache file, and the key of an up-to-date file."""
-        place: Any = os.path.abspath(source.root)
+        place: Any = source.root  # perhaps a name on the Hub
+        if os.path.exists(place):
+            place = os.path.abspath(place)
         if split == "predict" and source.predict_dir:
             place = source.predict_dir
         digest = _digest(type(source).__name__, split, place, *source.settings(split))

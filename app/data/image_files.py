@@ -1,5 +1,6 @@
 """Sources of a user's image files, and class folders."""
 
+import math
 import os
 import re
 from abc import abstractmethod
@@ -47,7 +48,7 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "JPEG2000
 # files with other suffixes are opened to see if they are images
 SUFFIXES = (*IMG_EXTENSIONS, ".avif", ".gif", ".jfif")
 MODES = {1: "L", 3: "RGB"}  # of PIL, by number of channels
-BATCH = 64  # images that a worker decodes at a time
+BLOCK = 2**20  # bytes of the images that a worker decodes at a time
 
 
 def open_image(file: str | BinaryIO) -> Image.Image:
@@ -154,7 +155,9 @@ class FileSplit(Split):
 
     def decoded(self, num_workers: int, skips: bool = False) -> Iterator[Tensor]:  # noqa: D102
         self.wrong = {}
-        batches = list(BatchSampler(range(len(self)), BATCH, drop_last=False))
+        size = self.image_shape[1:] if self.ragged is None else self.ragged.kept
+        count = max(BLOCK // (3 * math.prod(size)), 1)
+        batches = list(BatchSampler(range(len(self)), count, drop_last=False))
         workers = Workers(self.__getitem__, batches, _arrays, min(num_workers, len(batches)))
         console = get_console()
         silent = not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0"

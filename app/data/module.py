@@ -249,6 +249,11 @@ class ImageData(LightningDataModule):
         split = None
         if self.cache is not None:
             split = self.cache.open(self.source, name)
+        if split is None and self.source.skips and self.source.encoded(name):
+            raise UserError(
+                "--data.on_bad_image skip: decoded images are missing from --data.cache: start "
+                "again"
+            )
         if split is None:
             split = self.source.load(name)
         if self.class_names is not self.source.class_names:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from jsonargparse import Namespace
 
@@ -87,7 +88,8 @@ class Variant:
         common = inherited()
         if count == 1:
             return [common]
-        common["GLOO_SOCKET_IFNAME"] = "lo"
+        if "lo" in psutil.net_if_addrs():  # macOS has lo0
+            common["GLOO_SOCKET_IFNAME"] = "lo"
         if resolved.accelerator != "cuda":
             share = max(usable_cores() // self.replicas, 1)
             return [{"OMP_NUM_THREADS": str(share)} | common] * count

@@ -42,6 +42,7 @@ PEER = re.compile(r"(?:peer |remote=|error )\[(?!127\.|::1)([\w.:]+)\]")
 ANOTHER = "another rank"
 # exceptions with which libraries reject a setting
 SETTING = (MisconfigurationException, ValueError, TypeError, ImportError)
+_has_left = False  # whether `leave_nccl` has aborted the process group
 # exceptions of a rank that the command raises unchanged
 UNCHANGED = {error.__name__: error for error in (UserError, RankLostError, RankSilentError)}
 
@@ -78,7 +79,9 @@ def leave_nccl() -> None:
     The group's pending calls would block the move of the model to the host, and later the process's
     exit. Source: https://docs.pytorch.org/docs/stable/distributed.html#shutdown.
     """
+    global _has_left
     if distributed.is_initialized() and distributed.get_backend() == "nccl":
+        _has_left = True
         abort_process_group()
 
 
@@ -106,23 +109,24 @@ def explained(
             f"sys.exit() in {where} ended the run early: set trainer.should_stop to end it in order"
         )
     # gloo raises RuntimeError
-    is_gloos = type(error) is RuntimeError and distributed.is_initialized()
+    has_group = _has_left or distributed.is_initialized()
+    is_gloos = type(error) is RuntimeError and has_group
     rank_error = lost(str(error))
     if rank_error and (is_gloos or isinstance(error, distributed.DistError)):
         return rank_error
     if isinstance(error, UserError | RankError) or not isinstance(error, Exception):
         return error
-    is_users = users_part("".join(traceback.format_exception(error))) is not None
     message = shortage(error)
-    if message is None and not is_users:
-        message = unusable(error)
     if message:
         return UserError(message)
+    is_users = users_part("".join(traceback.format_exception(error))) is not None
+    if flags is not None and not is_users:
+        return _setting_error(error, flags)
     if flags is None:
-        return blamed(error, complaint(error)) or error
-    if is_users:
-        return blamed(error) or error
-    return _setting_error(error, flags)
+        message = complaint(error)
+    if not is_users:
+        message = message or unusable(error)
+    return blamed(error, message) or error
 
 
 def _setting_error(error: Exception, flags: Iterable[tuple[str, Any]]) -> UserError:
@@ -251,7 +255,8 @@ def error_file() -> Iterator[None]:
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        faulthandler.enable()
+        with suppress(Exception):  # stderr may be no file
+            faulthandler.enable()
     try:
         yield
     except Exception as error:

@@ -124,7 +124,7 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         UserError: When this machine cannot listen on the port.
     """
     listener = None
-    with suppress(OSError):
+    with suppress(OSError, OverflowError):
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if place[0] != "127.0.1.1":
             listener = socket.create_server(place[:2], family=family, backlog=1024)
@@ -132,7 +132,7 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
         address = "localhost"
         try:
             listener = socket.create_server(("", port), backlog=1024)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise UserError(
                 f"this machine cannot listen on port {port} ({error}): "
                 "end the program that uses it, or "
@@ -226,13 +226,15 @@ class NodeRendezvous(StaticTCPRendezvous):
         try:
             self._wait_for_all(store, deadline)
         finally:
-            if self.file and self.rank == 0:
+            place = self._place()
+            # another run may have written the file since then
+            if self.file and self.rank == 0 and place and place[-1] == self.run_id:
                 self.file.unlink(missing_ok=True)
         # block signals, because a starting rank would print a traceback on Ctrl-C; the rank
         # unblocks them in `process.begin`
         signal.pthread_sigmask(signal.SIG_BLOCK, CAUSES)
-        place = RendezvousStoreInfo(self.master_addr, self.master_port)
-        return RendezvousInfo(store, self.rank, self.world_size, place)
+        info = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(store, self.rank, self.world_size, info)
 
     def num_nodes_waiting(self) -> int:
         """Return 0, because nodes never join later.

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
@@ -107,14 +106,11 @@ class Signals(_SignalConnector):
 
 
 @contextmanager
-def ended_in_time(stacks: Path | None) -> Iterator[None]:
+def ended_in_time() -> Iterator[None]:
     """End this rank if, after a signal, it makes no progress for `GRACE` seconds and does not save.
 
     Ranks may wait for each other in different collective calls, where Python runs no handler. A
     second thread therefore reads the signals from Python's wakeup pipe.
-
-    Args:
-        stacks: Folder of the stacks in the run's directory, or None.
     """
     if watchdog.heartbeat is None:
         yield
@@ -125,7 +121,7 @@ def ended_in_time(stacks: Path | None) -> Iterator[None]:
     # workers must not use the pipe
     os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
     over = threading.Event()
-    arguments = (reader, watchdog.heartbeat, stacks, over)
+    arguments = (reader, watchdog.heartbeat, over)
     threading.Thread(target=_end_in_time, args=arguments, daemon=True).start()
     try:
         yield
@@ -135,9 +131,7 @@ def ended_in_time(stacks: Path | None) -> Iterator[None]:
         os.close(writer)  # ends the thread, which leaves the pipe open for further signals
 
 
-def _end_in_time(
-    reader: int, beat: watchdog.Heartbeat, stacks: Path | None, over: threading.Event
-) -> None:
+def _end_in_time(reader: int, beat: watchdog.Heartbeat, over: threading.Event) -> None:
     number = 0
     while number not in CAUSES:
         received = os.read(reader, 1)
@@ -159,8 +153,8 @@ def _end_in_time(
         last = now
     message = f"{end.reason}: no progress for {still} s, so this rank ends without saving"
     print(message, file=sys.stderr)
-    if beat.rank == 0 and stacks is not None:
-        mark_ended(str(stacks.parent), end)
+    if beat.rank == 0:
+        mark_ended(str(beat.folder.parent), end)
     os._exit(end.code)
 
 

@@ -188,7 +188,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
             with (
                 error_file(),
                 watched(self.timeout, self.stacks, index),
-                ended_in_time(self.stacks),
+                ended_in_time(),
                 explaining_errors(),
             ):
                 if self.timeout is not None:

@@ -27,7 +27,13 @@ from app.system.patches import expects
 from app.system.wandb_patches import forget_run
 
 MODES = ("off", "offline", "online")  # tracking modes, the most private first
-WANDB_MODES = {"disabled": "off", "offline": "offline", "online": "online"}
+WANDB_MODES = {
+    "disabled": "off",
+    "dryrun": "offline",
+    "offline": "offline",
+    "online": "online",
+    "run": "online",
+}
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:
@@ -184,7 +190,7 @@ class Tracker(WandbLogger):
     @_never_fatal
     def log_pictures(self, pictures: Iterable[Path]) -> None:
         """Log PNG files."""
-        for picture in pictures:
+        for picture in filter(Path.exists, pictures):
             self.log_image(f"{picture.stem}_picture", [str(picture)])
 
     @_never_fatal

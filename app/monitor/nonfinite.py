@@ -90,7 +90,8 @@ class NonFinite(Callback):
             finite = torch.stack([loss for _, loss in losses]).isfinite().flatten().tolist()
             if not all(finite):
                 first = losses[finite.index(False)][0] * trainer.world_size + trainer.global_rank
-        whole = int(all(weight.isfinite().all() for weight in weights))
+        flags = [weight.isfinite().all() for weight in weights]
+        whole = int(not flags or torch.stack(flags).all())
         if trainer.world_size > 1:
             checks = torch.tensor([first, whole], device=trainer.strategy.root_device)
             first, whole = trainer.strategy.reduce(checks, reduce_op="min").tolist()

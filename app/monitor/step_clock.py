@@ -283,7 +283,8 @@ class _PhaseProfiler(PassThroughProfiler):
         return list(spent.values())
 
     def detach(self) -> None:
-        self.trainer.profiler = self._before
+        if self.trainer.profiler is self:  # a callback may have set another one
+            self.trainer.profiler = self._before
         self._handle.remove()
 
     def start(self, action_name: str) -> None:

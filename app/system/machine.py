@@ -104,10 +104,13 @@ def busy() -> str | None:
 
 def busy_seconds(cores: Collection[int] = ()) -> float:
     """Return the CPU seconds of all programs since boot, over the given cores or all cores."""
-    every = psutil.cpu_times(percpu=True)
+    times = [psutil.cpu_times()]
+    every = psutil.cpu_times(percpu=True)  # in containers, perhaps numbered anew
+    if cores and max(cores) < len(every):
+        times = [every[core] for core in cores]
     total = 0.0
-    for core in cores or range(len(every)):
-        for name, seconds in every[core]._asdict().items():
+    for figures in times:
+        for name, seconds in figures._asdict().items():
             # guests are excluded, because user time includes them
             if name not in ("idle", "iowait", "guest", "guest_nice"):
                 total += seconds

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 
 
 def seed_of(*key: int) -> int:
@@ -24,7 +23,8 @@ def own_streams(device: torch.device | None = None) -> Iterator[Callable[[int], 
     gpu = None
     if device is not None and device.type != "cpu":
         gpu = torch.get_device_module(device)
-        before = gpu.get_rng_state(device)
+        before_on_gpu = gpu.get_rng_state(device)
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
     def seed(number: int) -> None:
         torch.default_generator.manual_seed(number)
@@ -33,7 +33,11 @@ def own_streams(device: torch.device | None = None) -> Iterator[Callable[[int], 
         if gpu:
             gpu.manual_seed(number)
 
-    with isolate_rng(include_cuda=False):
+    try:
         yield seed
-    if gpu:
-        gpu.set_rng_state(before, device)
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+        if gpu:
+            gpu.set_rng_state(before_on_gpu, device)

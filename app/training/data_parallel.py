@@ -7,6 +7,7 @@ output.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,9 @@ class Replica(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass on this replica."""
-        with torch.inference_mode(self.inference), self.autocast():
+        # not inference_mode(False), which would enable gradients
+        inference = torch.inference_mode() if self.inference else nullcontext()
+        with inference, self.autocast():
             # call the class's `forward`, because the strategy replaced the instance's
             if isinstance(self.module, LightningModule):
                 return type(self.module).forward(self.module, *args, **kwargs)

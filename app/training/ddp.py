@@ -24,8 +24,8 @@ class DDP(Traits, DDPStrategy):
     accumulation nodes stay, so that each backward pass waits for that stream. Source:
     https://github.com/Lightning-AI/pytorch-lightning/pull/21746.
 
-    With gloo, DDP has a process group of its own. Lightning uses the default group, which the
-    user's code shares.
+    With gloo, DDP has a process group of its own, except under a communication hook. Lightning uses
+    the default group, which the user's code shares.
 
     `self.log(…, sync_dist=True)` averages over the samples of all ranks. Lightning divides by the
     mean number of samples per rank, rounded down. Source: result.py, `_ResultMetric.compute`.
@@ -33,8 +33,8 @@ class DDP(Traits, DDPStrategy):
     At an upgrade: does `configure_ddp` still only wrap the model and register hooks?
 
     Args:
-        process_group_backend: Communication library: `gloo`, `nccl` or `mpi`; by default nccl on
-            CUDA, gloo on CPU.
+        process_group_backend: Communication library: `gloo` or `nccl`; by default nccl on CUDA,
+            gloo on CPU.
         ddp_comm_hook: Import path of a function that replaces the all-reduce of each bucket of
             gradients, such as
             `torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook`.

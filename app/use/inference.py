@@ -116,7 +116,7 @@ class Classifier(nn.Module):
             return FileSplit([item], [-1], self.image_shape, self.geometry)[0]
         if isinstance(item, Tensor):
             if item.shape == self.image_shape and item.dtype == torch.uint8:
-                return item
+                return item.cpu()
             item = item.movedim(0, -1).cpu()
         if not isinstance(item, Image.Image):
             array = np.asarray(item)
