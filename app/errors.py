@@ -152,7 +152,6 @@ def unusable(error: BaseException) -> str | None:
 
 SYNONYMS = {  # flag names of other programs
     "gpus": "--trainer.devices",
-    "nproc_per_node": "--trainer.devices",
     "amp": "--trainer.precision",
     "fp16": "--trainer.precision",
     "bf16": "--trainer.precision",

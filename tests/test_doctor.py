@@ -10,34 +10,11 @@ import torch
 from harness import App, output_of, running
 
 import app.lab.doctor
-from app.lab.doctor import ONE_STEP, environment
+from app.lab.doctor import ONE_STEP
 from app.lab.runs import run_fit
 from app.record import Record, TrainLoss
 from app.system import machine
 from app.system.machine import busy, usable_cores
-
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}
-ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "1"}
-LEFT = [
-    ({}, "green", "none"),
-    ({"RANK": "3", "MASTER_ADDR": "node7"}, "red", "left over: RANK MASTER_ADDR"),
-    (ADDRESS, "yellow", "set: MASTER_ADDR MASTER_PORT"),
-    (TORCHRUN, "green", "torchrun"),
-    ({"TORCHELASTIC_RUN_ID": "x"}, "red", "left over: TORCHELASTIC_RUN_ID"),
-    ({"SLURM_JOB_ID": "12"}, "green", "SLURM job 12"),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, "yellow", "MPI"),
-    ({"PMI_SIZE": "1"}, "green", "none"),
-]
-
-
-@pytest.mark.parametrize(("variables", "level", "message"), LEFT)
-def test_leftover_variables_of_launchers(
-    variables: dict[str, str], level: str, message: str
-) -> None:
-    check = environment(variables)
-    assert check.level == level
-    assert message in check.found
-    assert ("unset" in check.remedy) == ("node7" in variables.values() or level == "red")
 
 
 def levels_of(out: str) -> dict[str, str]:
@@ -51,13 +28,12 @@ def test_self_test_ignores_misleading_variables() -> None:
     left = {"LOCAL_RANK": "1", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "9"}
     with running("doctor", env=left) as run:
         out = run.on_loopback()
-    assert run.process.returncode == 1
+    assert run.process.returncode == 0
     levels = levels_of(out)
     assert levels.keys() >= {"accelerators", "processor", "room", "tracker"}
     assert levels.keys() >= {"auto x1", "dp x2", "ddp x2", "ddp_spawn x2"}
     assert re.search(r"versions +python 3\S+, torch \S+, .*glibc", out)
-    assert [name for name, level in levels.items() if level == "red"] == ["launcher"]
-    assert "unset LOCAL_RANK MASTER_ADDR MASTER_PORT" in out
+    assert "red" not in levels.values()
 
 
 # -- busy and slow machines
@@ -154,8 +130,7 @@ def test_report_on_a_terminal(quick: Records, app: App, monkeypatch: pytest.Monk
     one_device = ["--trainer.strategy=auto", "--trainer.devices=1"]
     quick["auto"] = run_fit([*ONE_STEP, *one_device], 120)
     set_load(monkeypatch, BUSY)
-    monkeypatch.setenv("RANK", "3")
-    lines = output_of(*app("doctor"), 1).splitlines()
+    lines = output_of(*app("doctor")).splitlines()
     assert re.match(r"yellow +processor +.* a load of 10000\.0 on \d+ of \d+ cores", lines[0])
     assert re.match(r" +→ ", lines[1]), "the remedy stands below"
-    assert re.match(r"1 of \d+ do not work, after \d+ s", lines[-1])
+    assert re.match(r"it works; look at the \d in yellow, after \d+ s", lines[-1])

@@ -128,14 +128,13 @@ def test_buckets_are_those_of_ddp() -> None:
     assert make_buckets(gradients) == [Bucket(mib, 0.2), Bucket(26 * mib, 0.8), Bucket(mib, 1.0)]
 
 
-def test_predictions_on_several_nodes_with_their_cost() -> None:
+def test_predictions_on_several_nodes() -> None:
     one = step(forward=Line(0.0, 0.01), backward=Line(0.0, 0.02), buckets=(Bucket(100, 1.0),))
-    machines = Machines(per_node=2, link=FREE, node_link=SLOW, price_per_hour=3.6)
+    machines = Machines(per_node=2, link=FREE, node_link=SLOW)
     table = predict(one, 100, [1, 2, 4], machines)
     assert list(table["nodes"]) == [1, 1, 2]
     alone, node, nodes = table.to_dict("records")
     assert alone["samples_per_s"] == pytest.approx(100 / 3)
-    assert alone["cost_per_million_samples"] == pytest.approx(1e6 * 3 / 100 * 0.001)
     assert node["speed_up"] == pytest.approx(2)
     assert node["efficiency"] == pytest.approx(1)
     assert node["waiting_ms"] == pytest.approx(0)
@@ -188,7 +187,7 @@ def test_plan_from_a_run_doubts_the_speed_up(app: App, run_dir: Path, tmp_path: 
     record["hardware"]["cores"] = 2
     (busy / "run.json").write_text(json.dumps(record))
     words = ["--run", busy, *NETWORK, "--node_bandwidth=100Mbit/s", "--per_node", "8"]
-    words += ["--max_devices=16384", "--price_per_hour=2.5", "--scale_batch=true"]
+    words += ["--max_devices=16384", "--scale_batch=true"]
     out = " ".join(output_of(*app("plan", "--root", tmp_path, *words)).split())
     assert "Other programs took 1.8 of 2 cores while the steps were measured" in out
     assert "predicted on a busy machine without the cost of launching a step" in out

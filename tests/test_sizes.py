@@ -77,7 +77,7 @@ def test_training_images_are_kept_larger(
     Two workers decode them; a damaged image is skipped, and each row still holds its own image.
     Validation always uses the centre crop of an image.
     """
-    monkeypatch.setattr("app.data.image_files.BATCH", 2)
+    monkeypatch.setattr("app.data.image_files.BLOCK", 3000)
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 2)
     damaged = image_root / "train" / "dog" / "04.jpg"
     damaged.write_bytes(damaged.read_bytes()[:300])

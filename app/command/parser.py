@@ -236,8 +236,10 @@ class Parser(LightningArgumentParser):
             classes = [base, *subclasses(base)]
             names[f"--{flag}"] = here + [cls.__name__ for cls in classes]
             if flag in ("model", "data", "model.optimizer", "trainer.strategy"):
-                for cls in classes:
-                    flags += [f"--{flag}.{name}" for name in parameters(cls)]
+                for cls in classes:  # no other class of a user, which this program has imported
+                    is_ours = cls.__module__.startswith(("app.", "torch."))
+                    if is_ours or cls.__name__ in str(self.chosen):
+                        flags += [f"--{flag}.{name}" for name in parameters(cls)]
         names["--model"] += names_of_torchvision()
         if self.chosen:  # a nested parser's message becomes a part of another one
             message = re.sub(

@@ -316,17 +316,13 @@ class TorchvisionSource(Source):
             data = self.dataset(self.root, train=split == "train")
             labels = torch.as_tensor(data.targets)
             images = torch.as_tensor(data.data).view(len(labels), height, width, channels)
-            highest = int(labels.max())
+            if labels.max() >= len(self.class_names):
+                raise ValueError("a label without a class")
         except Exception as error:  # torchvision raises many types
             reason = getattr(error, "strerror", None) or "truncated or corrupted files"
             raise UserError(
                 f"{self.place} cannot be read ({reason}): move it away to have it downloaded again"
             ) from error
-        if highest >= len(self.class_names):
-            raise UserError(
-                f"{self.place} has a label {highest}, of {len(self.class_names)} classes: "
-                "replace its files"
-            )
         return Split(images.permute(0, 3, 1, 2), labels)
 
 

@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import monotonic
 
@@ -19,15 +19,12 @@ import torch
 from rich.markup import escape
 
 from app.command.parser import PlainParser
-from app.command.rules import MPI_SIZES
 from app.lab.runs import run_fit
-from app.launch.process import ADDRESSES, RANKS
 from app.monitor.loggers import tracking_mode
 from app.record import Record
 from app.system.machine import GIB, busy, driver, hardware, usable_cores, versions
 from app.system.terminal import make_console
 
-LEVELS = ("green", "yellow", "red")
 LONGEST = 300.0  # timeout of a one-step run in seconds; a quiet machine with two cores needs 4 s
 ONE_STEP = (
     "--data=Synthetic",
@@ -73,7 +70,7 @@ def run(arguments: list[str]) -> int:
         for check in examine(status.update):
             levels.append(check.level)
             console.print(_line(check))
-    worst = max(levels, key=LEVELS.index)
+    worst = max(levels, key=("green", "yellow", "red").index)
     count = levels.count(worst)
     summaries = {
         "green": "everything works",
@@ -92,7 +89,7 @@ def _line(check: Check) -> str:
     return line
 
 
-def examine(show: Callable[[str], None] = print) -> Iterator[Check]:
+def examine(show: Callable[[str], None]) -> Iterator[Check]:
     """Yield all checks in order; the self-test comes last.
 
     Args:
@@ -114,7 +111,6 @@ def examine(show: Callable[[str], None] = print) -> Iterator[Check]:
     yield Check("versions", "green", f"{names}; {platform.platform()}")
     yield _accelerators()
     yield from _room()
-    yield environment(os.environ)
     yield Check("tracker", "green", f"Weights & Biases {tracking_mode(None)}")
     yield from _self_test(show)
 
@@ -147,26 +143,6 @@ def _room() -> Iterator[Check]:
             elif free < enough:
                 level = "yellow"
             yield Check("room", level, f"{free:.1f} GiB free in {folder}", remedy)
-
-
-def environment(variables: Mapping[str, str]) -> Check:
-    """Check whether launchers' variables come from a running launcher, or are left over."""
-    left = [name for name in RANKS if name in variables]
-    addresses = [name for name in ADDRESSES if name in variables]
-    names = " ".join(left + addresses)
-    if any(variables.get(name, "1") != "1" for name in MPI_SIZES):
-        return Check("launcher", "yellow", "MPI", "mpirun cannot start runs: use torchrun or srun")
-    if "SLURM_JOB_ID" in variables:
-        return Check("launcher", "green", f"SLURM job {variables['SLURM_JOB_ID']}")
-    if variables.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}:
-        return Check("launcher", "green", "torchrun")
-    if left:
-        remedy = f"a run would wait for other ranks: unset {names}"
-        return Check("launcher", "red", f"none, but left over: {names}", remedy)
-    if addresses:
-        remedy = f"ddp would connect to this address: right on several nodes, else unset {names}"
-        return Check("launcher", "yellow", f"none, but set: {names}", remedy)
-    return Check("launcher", "green", "none: runs start their own processes")
 
 
 def _self_test(show: Callable[[str], None]) -> Iterator[Check]:

@@ -27,13 +27,7 @@ from app.system.patches import expects
 from app.system.wandb_patches import forget_run
 
 MODES = ("off", "offline", "online")  # tracking modes, the most private first
-WANDB_MODES = {
-    "disabled": "off",
-    "dryrun": "offline",
-    "offline": "offline",
-    "online": "online",
-    "run": "online",
-}
+WANDB_MODES = {"disabled": "off", "dryrun": "offline", "offline": "offline", "online": "online"}
 
 
 def _never_fatal(method: Callable[..., None]) -> Callable[..., None]:

@@ -28,17 +28,14 @@ def versions() -> dict[str, str | None]:
     The commit ends in `-dirty` if the checkout is modified; it is None outside a checkout.
     """
     commit = _output("git", "-C", *app.__path__, "describe", "--always", "--dirty", "--abbrev=12")
-    cuda = None
     nccl = None
-    if torch.cuda.is_available():
-        cuda = torch.version.cuda
-        if torch.distributed.is_nccl_available():
-            nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
-        "cuda": cuda,
+        "cuda": torch.version.cuda,
         "nccl": nccl,
         "app": app.__version__,
         "commit": commit or None,

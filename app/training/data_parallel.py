@@ -40,7 +40,7 @@ class Replica(nn.Module):
         index: Number of this replica.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         self.module: nn.Module = module
         if (
@@ -106,7 +106,6 @@ class DataParallelStrategy(Traits, SingleDeviceStrategy):
     def setup(self, trainer: Any) -> None:
         """Move the model to the main device, and prepare the replicas."""
         super().setup(trainer)
-        assert self.lightning_module is not None
         self.replica = Replica(self.lightning_module)
         if self.root_device.type != "cuda":
             self._threads = [ThreadPoolExecutor(1) for _ in self.parallel_devices]
@@ -140,8 +139,7 @@ class DataParallelStrategy(Traits, SingleDeviceStrategy):
     def _spread(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        module = self.lightning_module
-        assert module is not None
+        module: Any = self.lightning_module
         before = self._forwards
         module.__dict__["forward"] = self._forward
         try:

@@ -211,7 +211,7 @@ class ShardedLoop(StraightLoop):
     """
 
     virtual_devices: int
-    sums: ShardSums | None = None
+    sums: Any = None  # ShardSums
     samples = 0
 
     def check(self, hooks: Hooks) -> None:
@@ -260,7 +260,6 @@ class ShardedLoop(StraightLoop):
     @torch.enable_grad()
     def compute(self) -> Tensor | None:
         """Compute loss and gradients over all shards, as the optimizer's closure."""
-        assert self.sums is not None
         module = self.trainer.lightning_module
         logged = Logged(module)
         self._buffers.save()
@@ -309,7 +308,6 @@ class ShardedLoop(StraightLoop):
         batch = self.batch
         trainer = self.trainer
         order = self.hooks.order
-        assert self.sums is not None
         assert order is not None
         changed: list[int] = []
         earlier: Gradients = []
@@ -359,7 +357,6 @@ class ShardedLoop(StraightLoop):
 
     def _begin(self) -> Gradients:
         """Zero the gradients before an optimizer step; return those accumulated so far."""
-        assert self.sums is not None
         if self.index % self.trainer.accumulate_grad_batches == 0:
             self.zero_gradients()
         earlier: Gradients = []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from jsonargparse import Namespace
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse.typing import PositiveInt
 from matplotlib.ticker import EngFormatter
 from rich.markdown import Markdown
 
@@ -80,7 +80,6 @@ class Settings:
         latency: Within a node, such as 20us; measured by default.
         node_bandwidth: Between nodes; by default --bandwidth.
         node_latency: Between nodes; by default --latency.
-        price_per_hour: Price of one device; adds the cost.
         root: Plans go to ROOT/plan.
     """
 
@@ -91,7 +90,6 @@ class Settings:
     latency: str | None = None
     node_bandwidth: str | None = None
     node_latency: str | None = None
-    price_per_hour: NonNegativeFloat | None = None
     root: str = "runs"
 
 
@@ -261,4 +259,4 @@ def _machines(options: Namespace, devices: int, cuda: bool, say: Callable[[str],
     node_link = None
     if between or len(within) == 2:
         node_link = replace(link, **between)
-    return Machines(per_node, link, node_link, spread, options.price_per_hour)
+    return Machines(per_node, link, node_link, spread)

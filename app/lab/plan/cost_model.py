@@ -205,14 +205,12 @@ class Machines:
         node_link: Link between nodes; None if unknown, so that only one node can be predicted.
         link_spread: Smallest and largest ratio of a measured all-reduce time to `link`'s
             prediction. The range always includes 1.
-        price_per_hour: Price of one device for an hour, or None.
     """
 
     per_node: int
     link: Link
     node_link: Link | None
     link_spread: tuple[float, float] = (1.0, 1.0)
-    price_per_hour: float | None = None
 
     def slowest(self, devices: int) -> Link:
         """Return a link with the lowest bandwidth and highest latency in a ring of devices."""
@@ -236,10 +234,9 @@ def predict(
         scale_batch: Whether the global batch grows with the devices.
 
     Returns:
-        A row for each number of devices, with step_ms, samples_per_s, speed_up, efficiency,
-        waiting_ms (communication that the backward pass does not hide) and, with a price,
-        cost_per_million_samples. Columns with the suffix `_low` or `_high` are the ends of the
-        prediction's range.
+        A row for each number of devices, with step_ms, samples_per_s, speed_up, efficiency
+        and waiting_ms (communication that the backward pass does not hide). Columns with the suffix
+        `_low` or `_high` are the ends of the prediction's range.
     """
     rows: list[dict[str, Any]] = []
     alone = batch / step.ddp(batch, 1, ALONE)
@@ -272,8 +269,5 @@ def predict(
             row[f"samples_per_s{end}"] = speed
             row[f"speed_up{end}"] = speed_up
             row[f"efficiency{end}"] = speed_up / count
-        if machines.price_per_hour is not None:
-            price = machines.price_per_hour / 3600 * count
-            row["cost_per_million_samples"] = 1e6 * time / images * price
         rows.append(row)
     return pd.DataFrame(rows)

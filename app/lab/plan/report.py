@@ -23,7 +23,6 @@ COLUMNS = {  # column of the predictions, and its format, by header
     "at most": ("samples_per_s_high", "{:,.0f}"),
     "speed-up": ("speed_up", "{:.2f}"),
     "efficiency": ("efficiency", "{:.0%}"),
-    "cost of 10⁶": ("cost_per_million_samples", "{:.4g}"),
 }
 
 
