@@ -1,4 +1,4 @@
-"""Machine-independent rules about flags."""
+"""Rules about flags and their values, and which of them work together."""
 
 import inspect
 import math

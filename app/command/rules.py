@@ -1,6 +1,6 @@
 """Rules that compare flags with this machine and this process's launcher, before anything is built.
 
-The rules of `flag_rules` hold on every machine.
+The rules of `flag_rules` compare flags with each other.
 """
 
 import os
@@ -25,11 +25,11 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # variables of mpirun
 
 
 def check(command: str, config: Namespace) -> Resolved:
-    """Check all rules before anything is built, and return the resolved configuration.
+    """Check all rules before anything is built, and return the `Resolved` configuration.
 
     Args:
         command: The command: `fit`, `validate`, `test` or `predict`.
-        config: The command's resolved configuration.
+        config: The command's configuration with all defaults.
 
     Raises:
         UserError: When the flags break a rule.

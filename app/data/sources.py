@@ -161,7 +161,7 @@ class Split(Dataset[Tensor]):
         return images[end - height * width : end].view(height, width, -1).permute(2, 0, 1)
 
     def tensor(self, num_workers: int = 0) -> Tensor:
-        """Return `images`.
+        """Return the images, as passed to the constructor.
 
         Args:
             num_workers: Number of processes that decode, if the images are encoded.

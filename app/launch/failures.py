@@ -91,8 +91,8 @@ def explained(
     """Replace an exception by one with a one-line message for the user, if its cause is known.
 
     `ExitStatus.of` maps the result to exit code and line. A communication error and `sys.exit(0)`
-    become a RankError. An out-of-memory error, an exception in an object that a flag created, and
-    a known complaint of Lightning become a UserError.
+    become a RankError. A shortage of memory or files, a path that cannot be used, an exception in
+    an object that a flag created, and a known complaint of Lightning become a UserError.
 
     Args:
         error: The exception.

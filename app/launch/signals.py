@@ -82,7 +82,7 @@ class Signals(_SignalConnector):
         handle(IN_SLURM if is_task_of_srun() else CAUSES, self._note)
 
     def teardown(self) -> None:
-        """Restore the earlier handlers, unless a signal has stopped training."""
+        """Restore the earlier handlers; after SIGTERM or SIGHUP, ignore further ones."""
         super().teardown()
         if self.noted in (signal.SIGTERM, signal.SIGHUP):
             stop_only_once()

@@ -47,7 +47,8 @@ class StepClock(Callback):
     * forward_backward: the model's `training_step` (forward) and its backward pass. The part in
       which the host issues work is called launch; on a CPU, launch is the whole phase.
     * communication: the wait above, and the ranks' agreement on stopping. Under dp, there is none:
-      scattering and gathering count as forward, and the sum of the gradients as backward.
+      scattering and gathering count as forward, and the sum of the gradients as backward. With
+      several ranks, data and communication are rank zero's data and wait over the windows.
     * optimizer: the update
     * rest: metrics, logging, and Python between the calls
 

@@ -1,4 +1,4 @@
-"""Patches that use Lightning's private names, one function or class per patch.
+"""Patches of Lightning, one function per patch, and its messages.
 
 When you upgrade Lightning, run `tests/test_patches.py`, which lists missing names, and make the
 checks that docstrings list.
@@ -115,7 +115,9 @@ def in_window(trainer: Trainer) -> bool:
 
 
 def check_saving(trainer: Trainer) -> None:
-    """Make `Trainer.save_checkpoint` call the callbacks' `before_saving` first.
+    """Make `Trainer.save_checkpoint` call the callbacks' `before_saving` first, and wait for steps.
+
+    Inside an accumulation window, it refuses to save: see `_save`.
 
     A callback's hook `on_save_checkpoint` is no alternative, because Lightning does not call it for
     a checkpoint that holds only weights.
