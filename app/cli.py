@@ -43,7 +43,7 @@ from app.system.trust import TRUST, chosen_modules
 # `--help` prints this module's docstring. Heavy imports stay inside functions, so that the help
 # appears at once.
 
-SYNONYMS = {"train": "fit", "eval": "validate", "benchmark": "compare"}
+SYNONYMS = {"train": "fit"}
 MODULES = {  # modules of the commands other than fit, validate, test and predict
     "export": "app.use.export",
     "compare": "app.lab.compare.command",

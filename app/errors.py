@@ -152,9 +152,6 @@ def unusable(error: BaseException) -> str | None:
 
 SYNONYMS = {  # flag names of other programs
     "gpus": "--trainer.devices",
-    "amp": "--trainer.precision",
-    "fp16": "--trainer.precision",
-    "bf16": "--trainer.precision",
     "epochs": "--trainer.max_epochs",
     "learning_rate": "--model.optimizer.lr",
     "output_dir": "--run.root",

@@ -264,7 +264,7 @@ class MetricsFile(CSVLogger):
             return
         size = 0
         try:
-            if set().union(*rows) <= set(self._columns):
+            if self._path.exists() and set().union(*rows) <= set(self._columns):
                 size = self._path.stat().st_size
                 with self._path.open("a", newline="") as file:
                     csv.DictWriter(file, self._columns).writerows(rows)

@@ -43,7 +43,7 @@ class BF16(FixedHook):
     fixed_hook = staticmethod(default_hooks.bf16_compress_hook)
 
 
-def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> int:
     """Sum a tensor over all ranks, in place, in a ring: each rank has two neighbours.
 
     First a reduce-scatter: the buffer is cut into N chunks, one per rank. In each of N−1 steps, a
@@ -58,6 +58,9 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> N
     Args:
         buffer: Tensor of shape (n,). If n is below the number of ranks, empty chunks are not sent.
         group: Process group; by default all ranks.
+
+    Returns:
+        Number of bytes that this rank sent.
     """
     rank = dist.get_rank(group)
     world = dist.get_world_size(group)
@@ -65,15 +68,19 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup | None = None) -> N
     previous = (rank - 1) % world
     chunks = buffer.tensor_split(world)
     received = torch.empty_like(chunks[0])  # no chunk is longer than the first
+    sent = 0
     for step in range(world - 1):
         out = chunks[(rank - step) % world]
         mine = chunks[(rank - step - 1) % world]
         other = received[: len(mine)]
         exchange({following: out}, {previous: other}, group)
         mine += other
+        sent += out.nbytes
     for step in range(world - 1):
         out = chunks[(rank - step + 1) % world]
         exchange({following: out}, {previous: chunks[(rank - step) % world]}, group)
+        sent += out.nbytes
+    return sent
 
 
 def ring_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
