@@ -25,7 +25,6 @@ from app.data import ImageData
 from app.errors import UserError
 from app.launch.cluster_environment import Launched
 from app.modules import ImageClassifier
-from app.training.traits import Traits
 
 
 def class_of(section: Any) -> type | None:
@@ -74,10 +73,10 @@ class Resolved:
                 flag = "ddp"
         return StrategyRegistry[flag.lower()]["strategy"]
 
-    @cached_property
-    def traits(self) -> type[Traits]:
-        """The strategy's traits."""
-        return self.strategy if issubclass(self.strategy, Traits) else Traits
+    @property
+    def single_process(self) -> bool:
+        """Whether all devices belong to one process, as under `dp`."""
+        return getattr(self.strategy, "single_process", False)
 
     @cached_property
     def name(self) -> str:
@@ -99,7 +98,7 @@ class Resolved:
     @property
     def hook(self) -> Callable | None:
         """The communication hook, or None."""
-        return self.traits.fixed_hook or self.options.get("ddp_comm_hook")
+        return getattr(self.strategy, "fixed_hook", None) or self.options.get("ddp_comm_hook")
 
     # -- devices and processes
 

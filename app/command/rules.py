@@ -159,9 +159,9 @@ def _starter(s: Resolved) -> Iterator[str]:
 
 def _rendezvous(s: Resolved) -> Iterator[str]:
     """Check the rendezvous address and this node's rank."""
-    if s.nodes > 1 and (s.traits.single_process or s.spawns):
+    if s.nodes > 1 and (s.single_process or s.spawns):
         yield (f"--trainer.strategy {s.name} works inside one node, not on {s.nodes}: use ddp")
-    if not s.stands_alone or s.nodes == 1 or s.traits.single_process:
+    if not s.stands_alone or s.nodes == 1 or s.single_process:
         return
     method = s.config.cluster.init_method or "env://"
     if not _is_address(method):
@@ -206,7 +206,7 @@ def _strategy(s: Resolved) -> Iterator[str]:
     """Reject strategies and options that do not fit the launcher, the devices or the processes."""
     flag = f"--trainer.strategy {s.name}"
     backend = s.options.get("process_group_backend")
-    if s.launcher and (s.spawns or (s.launcher.world_size > 1 and s.traits.single_process)):
+    if s.launcher and (s.spawns or (s.launcher.world_size > 1 and s.single_process)):
         yield (
             f"{flag} does not work with {s.launcher.by}, which has started the processes: use "
             "--trainer.strategy ddp"

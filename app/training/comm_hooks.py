@@ -1,5 +1,6 @@
 """Variants of `ddp` that compress gradients, or use an explicit ring all-reduce."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ class FixedHook(DDP):
     Args:
         kwargs: Arguments of `DDP`, except hook and state.
     """
+
+    fixed_hook: Callable[..., Any]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, **kwargs)

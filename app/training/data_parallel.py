@@ -24,7 +24,6 @@ from app.errors import UserError
 from app.modules import ImageClassifier
 from app.system.lightning_patches import set_device
 from app.system.torch_patches import shallow_copies
-from app.training.traits import Traits
 
 
 class Replica(nn.Module):
@@ -70,7 +69,7 @@ class Replica(nn.Module):
             return self.module(*args, **kwargs)
 
 
-class DataParallelStrategy(Traits, SingleDeviceStrategy):
+class DataParallelStrategy(SingleDeviceStrategy):
     """Strategy that splits every batch over the devices of one process.
 
     On CUDA it works as `torch.nn.DataParallel`: each forward pass creates new replicas. On a CPU,

@@ -10,11 +10,10 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from app.system.patches import expects
-from app.training.traits import Traits
 
 
 @expects("lightning.pytorch.strategies.ddp:DDPStrategy._timeout")
-class DDP(Traits, DDPStrategy):
+class DDP(DDPStrategy):
     """Lightning's DDP strategy, with four changes.
 
     Communication hooks work on every device. Lightning registers them only on CUDA, and drops them
