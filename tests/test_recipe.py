@@ -362,10 +362,11 @@ def test_schedules_by_hand() -> None:
 
 def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path) -> None:
     flags = tiny(40, 8, "CIFARCNN", val_size=0, max_epochs=2, test=False, log_every_n_steps=1)
-    flags += ["--model.schedule=cosine", "--model.warmup=1ep", "--model.ema=0.9"]
+    flags += ["--model.schedule=cosine", "--model.warmup=1ep", "--model.freeze=1"]
+    flags += ["--model.ema=0.9"]
     flags += options(flip=True, mixup=0.2, accumulate_grad_batches=2, name="x")
     out = output_of(*app("fit", *flags, *options(enable_model_summary=True)))
-    assert "recipe     ema 0.9, flip True, mixup 0.2\n" in out
+    assert "recipe     freeze 1, ema 0.9, flip True, mixup 0.2\n" in out
     assert "SGD, lr 0.001, momentum 0.9; cosine over 6 steps, 3 of them warm-up" in out
     rates = pd.read_csv(tmp_path / "runs/x/version_0/metrics.csv")["lr-SGD"].dropna()
     steps = [0.00025, 0.0005, 0.00075, 0.001, 0.00025]  # 0.00075 again is a duplicate

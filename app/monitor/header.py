@@ -1,5 +1,6 @@
 """Header printed before training: network, images, devices, batch, optimizer and folder."""
 
+import inspect
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from app.data.module import ImageData
 from app.modules import ImageClassifier
-from app.modules.recipe import rate
+from app.modules.recipe import Recipe, rate
 from app.monitor.fill import fill_configuration, fill_model
 from app.monitor.loggers import trackers
 from app.record import Record
@@ -76,6 +77,7 @@ def lines(trainer: Trainer, record: Record) -> Iterator[tuple[str, str]]:
 
 
 RECIPE = ("loss", "label_smoothing", "class_weights", "head_lr", "norm_bias_lr", "freeze", "ema")
+DEFAULTS = inspect.signature(Recipe).parameters
 
 
 def _recipe(model: LightningModule, data: Any) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def _recipe(model: LightningModule, data: Any) -> dict[str, Any]:
     if isinstance(model, ImageClassifier):
         for name in RECIPE:
             value = vars(model.recipe)[name]
-            if value not in ("cross_entropy", 1.0):  # defaults
+            if value != DEFAULTS[name].default:
                 recipe[name] = value
         recipe["no_decay"] = ",".join(sorted(model.recipe.no_decay))
         recipe["views"] = model.views
