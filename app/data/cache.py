@@ -80,8 +80,8 @@ class ImageCache:
                     file.seek(block * BLOCK)
                     _compare(file.read(min(BLOCK, pixels - block * BLOCK)), checksum)
                 images = _mapped(file, pixels)
-        except Exception:  # a damaged file may raise any type
-            rank_zero_info(f"{path} is damaged, or of another version")
+        except (OSError, ValueError, KeyError, OverflowError, struct.error) as error:
+            rank_zero_info(f"{path} cannot be used ({error})")
             return None
         geometry = source.ragged(split)
         sizes = None
