@@ -27,9 +27,9 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     launch      processes of a run: elastic (torch's agent starts them), spawn (Lightning starts
                 them), rendezvous and cluster_environment (they connect), agree (on checkpoint
                 and folder); signals, failures, watchdog and process (they end)
-    training    step (a fast training step), step_patches (Lightning's private names),
-                virtual_devices (the step over shards), buffers (of the module), tree (sums over
-                shards); strategies: data_parallel (dp), ddp, comm_hooks
+    training    step (a fast training step), hooks (that it calls), step_patches (Lightning's
+                private names), virtual_devices (the step over shards), buffers (of the module),
+                tree (sums over shards); strategies: data_parallel (dp), ddp, comm_hooks
     modules     LightningModules: classifier, networks, weights (pretrained), recipe (loss,
                 parameter groups, schedule, frozen blocks), execution (layout, precision,
                 compilation, fused updates), sums (of a logging window and of an epoch)

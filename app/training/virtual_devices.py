@@ -28,7 +28,8 @@ from app.errors import UserError
 from app.system.patches import expects
 from app.system.random_streams import own_streams, seed_of
 from app.training.buffers import Buffers
-from app.training.step import Hooks, StraightLoop
+from app.training.hooks import Hooks
+from app.training.step import StraightLoop
 from app.training.step_patches import in_hook
 from app.training.tree import Node, Tree
 
