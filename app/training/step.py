@@ -61,8 +61,11 @@ from app.training.step_patches import EPOCH_LOOP, LoggingLoop, identities
 interval_of = attrgetter("interval")
 
 
-@expects(f"{EPOCH_LOOP}._batches_that_stepped", f"{EPOCH_LOOP}._num_ready_batches_reached")
-@expects(f"{EPOCH_LOOP}._should_check_val_fx")
+@expects(
+    f"{EPOCH_LOOP}._batches_that_stepped",
+    f"{EPOCH_LOOP}._num_ready_batches_reached",
+    f"{EPOCH_LOOP}._should_check_val_fx",
+)
 class StraightLoop(LoggingLoop):
     """Lightning's loop over the batches of an epoch, with a step that calls only overridden hooks.
 
