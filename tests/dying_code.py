@@ -5,9 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from cluster.hosts import awaited
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from app.launch.elastic import ENDED
 
 
 def end(way: str) -> None:
@@ -69,3 +73,7 @@ class Ends(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert trainer.state.fn is not None
         self._reach(f"teardown {trainer.state.fn.value}", trainer)
+        if self.stage == "after rank 0" and trainer.state.fn == "test" and trainer.global_rank == 1:
+            folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]
+            awaited((folder / "0" / ENDED).exists, 60)
+            end(self.way)

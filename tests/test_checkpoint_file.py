@@ -125,6 +125,18 @@ def test_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == [LAST]
 
 
+def test_folder_renamed_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save creates the folder again; the renamed folder keeps the earlier file."""
+    path = tmp_path / "run" / LAST
+    CheckpointFiles().save_checkpoint(content(1), path)
+    monkeypatch.setattr(
+        "app.command.checkpoint_file._keep", lambda *_: path.parent.rename(tmp_path / "away")
+    )
+    CheckpointFiles().save_checkpoint(content(2), path)
+    assert read(path)["global_step"] == 2
+    assert read(tmp_path / "away" / LAST)["global_step"] == 1
+
+
 def test_unfinished_files_in_use_are_not_removed(tmp_path: Path) -> None:
     with files.whole(tmp_path / "x") as file:
         file.write(b"x")

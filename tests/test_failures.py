@@ -41,6 +41,7 @@ TELLING = [
     ("ddp_fork", "setup", "SIGTERM"),
     ("ddp_fork", "test end", "exit0"),
     ("ddp", "test end", "SIGKILL"),
+    ("ddp", "after rank 0", "SIGTERM"),
     ("auto", "step", "exit0"),  # a single process
     ("auto", "test end", "SIGHUP"),
 ]

@@ -35,12 +35,10 @@ class CheckpointFiles(TorchCheckpointIO):
         file = Path(path)
         torch.save(checkpoint, buffer)
         try:
-            with whole(file) as stream:
-                stream.write(buffer.getbuffer())
-                stream.flush()
-                os.fsync(stream.fileno())
-                if file.name == LAST and file.exists():
-                    _keep(file, file.with_name(PREVIOUS))
+            try:
+                _write(file, buffer)
+            except FileNotFoundError:  # somebody has just renamed the folder
+                _write(file, buffer)
         except OSError as error:
             raise UserError(
                 f"{file}: the checkpoint cannot be written ({error.strerror}): make room there, or "
@@ -54,6 +52,15 @@ class CheckpointFiles(TorchCheckpointIO):
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)
         return load(Path(path), FLAG)
+
+
+def _write(file: Path, content: io.BytesIO) -> None:
+    with whole(file) as stream:
+        stream.write(content.getbuffer())
+        stream.flush()
+        os.fsync(stream.fileno())
+        if file.name == LAST and file.exists():
+            _keep(file, file.with_name(PREVIOUS))
 
 
 def _keep(file: Path, name: Path) -> None:

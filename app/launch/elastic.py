@@ -106,10 +106,16 @@ class Ranks:
         for file in self.files(f"*/{RUN_DIR}"):
             self.on_end(file.read_text(), end)
 
-    def end_by(self, signal_name: str) -> int:
-        """Return the exit code after a signal. Ranks that ended in order have reported it."""
+    def end_by(self, signal_name: str, rank: int | None = None) -> int:
+        """Return the exit code after a signal. Ranks that ended in order have reported it.
+
+        Args:
+            signal_name: Name of the signal.
+            rank: The rank that the signal ended; None if the command received it.
+        """
         end = ExitStatus.stopped_by(signal_name)
-        if not self.files(f"0/{ENDED}"):
+        in_order = self.failures(ENDED)
+        if not self.files(f"0/{ENDED}") or (rank is not None and rank not in in_order):
             self.mark(end)
         return end.code
 
@@ -202,7 +208,7 @@ def launch(
             rank, failure = root_cause(failures, rendezvous.world_size)
             signal_name = stopped(failure)
             if signal_name:
-                return ranks.end_by(signal_name)
+                return ranks.end_by(signal_name, rank)
             error = explain(rank, failure)
             if type(error) is RankError and failure.local_rank:
                 ranks.print_output(rank, failure)
