@@ -21,7 +21,7 @@ from app.command.flag_rules import leaves
 from app.command.outcome import can, close, end_early, exit_code, record_of, stopped_by
 from app.command.run_options import decide, is_recorded, release_folders
 from app.data import ImageData
-from app.data.global_order import put_in_order
+from app.data.exact_loader import Exactness
 from app.errors import ExitStatus, UserError
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.elastic import ENDED, PROCESS, RUN_DIR, launch, note
@@ -113,6 +113,7 @@ def start_ranks(cli: Flags) -> int:
 def build(cli: Flags) -> None:
     """Build model, data and Trainer."""
     resolved = cli.resolved
+    run = cli.config.run
     with explaining_errors(leaves(cli.config)):
         cli.config_init = cli.parser.instantiate_classes(cli.config)
         cli.model = cli.config_init.model
@@ -128,10 +129,11 @@ def build(cli: Flags) -> None:
     has_our_data = isinstance(cli.datamodule, ImageData)
     if has_our_data and cli.command == "fit":
         cli.datamodule.virtual_devices = resolved.virtual_devices
-    elif cli.config.run.global_order:
+    elif run.loader == "exact":
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        cli.exactness = Exactness(resolved.virtual_devices, run.global_batch, seed)
         for owner in (cli.datamodule, cli.model):
-            put_in_order(owner, resolved.virtual_devices, seed)
+            cli.exactness.put_into(owner)
     if has_our_data and isinstance(cli.model, ImageClassifier):
         cli.model.check_image_shape(cli.datamodule.image_shape)
 

@@ -6,7 +6,7 @@ sample comes once.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils.data.sampler import (
 
 from app.data.shares import GlobalOrder, Shards, next_step, shards_beyond, stream
 from app.errors import UserError
-from app.system.random_streams import own_streams
+from app.system.random_streams import own_streams, seed_of
 
 SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 # settings of a user's loader that the exact loader keeps
@@ -78,6 +78,19 @@ def collate_parts(collate: Callable[[list[Any]], Any], sharded: bool, shards: An
     return shards if sharded else shards[0]
 
 
+class Flat:
+    """Samples of a batch sampler, one by one."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.batches)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.batches))
+
+
 class GlobalSampler(GlobalOrder):
     """Batch sampler that yields this rank's parts of each global batch, as pairs of index and seed.
 
@@ -97,7 +110,9 @@ class GlobalSampler(GlobalOrder):
     def _order(self) -> list[int]:
         sampler = copy.copy(self._sampler)
         sampler.generator = stream(self.seed, 1, self.epoch)
-        return list(sampler)
+        with own_streams() as seed:  # a user's sampler may draw from the process's streams
+            seed(seed_of(self.seed, 1, self.epoch))
+            return list(sampler)
 
     def __iter__(self) -> Iterator[Shards]:
         order = self._order()
@@ -241,8 +256,8 @@ class Exactness:
         is_training = name == "train"
         sampler = loader.sampler
         size = loader.batch_size
-        if size is None:  # a batch sampler of the user's own
-            sampler = list(chain.from_iterable(loader.batch_sampler))
+        if size is None:
+            sampler = Flat(loader.batch_sampler)
             size = len(next(iter(loader.batch_sampler)))
         virtual_devices = None
         parts = trainer.world_size

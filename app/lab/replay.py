@@ -27,7 +27,7 @@ from app.command.checkpoint_file import read
 from app.command.configuration import split_flags
 from app.command.parser import PlainParser
 from app.data.batches import GlobalBatches, tensors
-from app.data.global_order import GlobalSampler, order_of
+from app.data.exact_loader import GlobalSampler, order_of
 from app.data.shares import Shards
 from app.errors import UserError
 from app.lab.runs import CommandLine, run_fit

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app.data.batches import tensors
-from app.data.global_order import order_of
+from app.data.exact_loader import order_of
 from app.data.module import ImageData
 from app.errors import SMALLER, ExitStatus, RankError, UserError, out_of_memory
 from app.launch.agree import gather_objects

@@ -58,11 +58,11 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from app.data.global_order import GlobalSampler, order_of
+from app.data.exact_loader import GlobalSampler, order_of
 from app.errors import UserError
 from app.system.patches import expects
 from app.training.ddp import DDP
@@ -282,10 +282,11 @@ class StraightLoop(LoggingLoop):
         return self._hooks
 
     def check(self, hooks: Hooks) -> None:
-        """Raise a UserError if a flag needs this step, and another feature Lightning's."""
-        if self.reason and isinstance(hooks.order, GlobalSampler):
-            raise UserError(
-                f"--run.global_order true does not work with {self.reason}: leave one of them out"
+        """Print what is not exact, because a feature needs Lightning's step."""
+        order = hooks.order
+        if self.reason and isinstance(order, GlobalSampler) and order.is_uneven:
+            rank_zero_info(
+                f"not exact: with {self.reason}, the samples of a smaller batch count more"
             )
 
     def on_run_start(self, data_fetcher: Any) -> None:
