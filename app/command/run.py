@@ -131,7 +131,10 @@ def build(cli: Flags) -> None:
         cli.datamodule.virtual_devices = resolved.virtual_devices
     elif run.loader == "exact":
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        cli.exactness = Exactness(resolved.virtual_devices, run.global_batch, seed)
+        replaces_samplers = cli.config.trainer.use_distributed_sampler is not False
+        cli.exactness = Exactness(
+            resolved.virtual_devices, run.global_batch, seed, replaces_samplers
+        )
         for owner in (cli.datamodule, cli.model):
             cli.exactness.put_into(owner)
     if has_our_data and isinstance(cli.model, ImageClassifier):

@@ -22,12 +22,19 @@ from torch.utils.data.sampler import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from app.data.shares import GlobalOrder, Shards, next_step, shards_beyond, stream
 from app.errors import UserError
 from app.system.random_streams import own_streams, seed_of
 
-SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+SAMPLERS = (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
 # settings of a user's loader that the exact loader keeps
 KEPT = (
     "num_workers",
@@ -197,15 +204,23 @@ class Exactness:
         global_batch: Samples of a training step, or None for the loader's batch size times the
             number of processes or virtual devices.
         seed: Seed of the order and of the samples' streams.
+        replaces_samplers: Whether the Trainer may replace samplers.
 
     Attributes:
         exceptions: What is not exact and why, by the name of the loader.
     """
 
-    def __init__(self, virtual_devices: int | None, global_batch: int | None, seed: int) -> None:
+    def __init__(
+        self,
+        virtual_devices: int | None,
+        global_batch: int | None,
+        seed: int,
+        replaces_samplers: bool = True,
+    ) -> None:
         self.virtual_devices = virtual_devices
         self.global_batch = global_batch
         self.seed = seed
+        self.replaces_samplers = replaces_samplers
         self.exceptions: dict[str, str] = {}
 
     def put_into(self, owner: LightningDataModule | LightningModule) -> None:
@@ -227,7 +242,9 @@ class Exactness:
         trainer = owner.trainer
         where = f"{type(owner).__name__}.{name}_dataloader"
         reason = why_not(loader, name)
-        if trainer.overfit_batches:
+        if not self.replaces_samplers:
+            reason = "keeps its sampler (--trainer.use_distributed_sampler false)"
+        elif trainer.overfit_batches:
             reason = "repeats a few batches (--trainer.overfit_batches)"
         if reason is not None:
             self._except(where, reason, trainer, name)
@@ -259,6 +276,9 @@ class Exactness:
         if size is None:
             sampler = Flat(loader.batch_sampler)
             size = len(next(iter(loader.batch_sampler)))
+        elif isinstance(sampler, DistributedSampler):  # it would deal out a part of the samples
+            whole = RandomSampler if sampler.shuffle else SequentialSampler
+            sampler = whole(loader.dataset)  # type: ignore[arg-type]
         virtual_devices = None
         parts = trainer.world_size
         if is_training and self.virtual_devices is not None:
