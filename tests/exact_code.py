@@ -101,7 +101,7 @@ class Combined(Ordinary):
     """Training with Lightning's combination of loaders."""
 
     def train_dataloader(self) -> Any:
-        return CombinedLoader([super().train_dataloader()])
+        return CombinedLoader(super().train_dataloader())
 
 
 class OwnLoaders(Linear):

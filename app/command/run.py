@@ -126,15 +126,13 @@ def build(cli: Flags) -> None:
         drop_callbacks(cli.parser, cli.config.trainer)
         cli.trainer = cli.instantiate_trainer(**arguments)
         patch(cli.trainer, cli.config)
+    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    replaces_samplers = cli.config.trainer.use_distributed_sampler is not False
+    cli.exactness = Exactness(resolved.virtual_devices, run.global_batch, seed, replaces_samplers)
     has_our_data = isinstance(cli.datamodule, ImageData)
     if has_our_data and cli.command == "fit":
         cli.datamodule.virtual_devices = resolved.virtual_devices
     elif run.loader == "exact":
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        replaces_samplers = cli.config.trainer.use_distributed_sampler is not False
-        cli.exactness = Exactness(
-            resolved.virtual_devices, run.global_batch, seed, replaces_samplers
-        )
         for owner in (cli.datamodule, cli.model):
             cli.exactness.put_into(owner)
     if has_our_data and isinstance(cli.model, ImageClassifier):
@@ -214,6 +212,7 @@ def add_record(cli: Flags, decided: dict[str, Any]) -> RunRecord:
     recorder = next(each for each in trainer.callbacks if isinstance(each, RunRecord))
     recorder.record.resumed_from = decided["checkpoint"]
     recorder.record.launchers = decided["launchers"]
+    recorder.exceptions = cli.exactness.exceptions
     if trainer.is_global_zero:
         warning = busy() if cli.command == "fit" else None
         if warning:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
@@ -26,6 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from app.data.shares import GlobalOrder, Shards, next_step, shards_beyond, stream
 from app.errors import UserError
+from app.system.patches import expects
 from app.system.random_streams import own_streams, seed_of
 
 SAMPLERS = (
@@ -133,6 +135,17 @@ class GlobalSampler(GlobalOrder):
             for start, end in pairwise(self.bounds(step)):
                 shards.append(items[start:end] or stand_in)
             yield self.shards(shards, step)
+
+
+@expects("lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper.seen_batch_indices")
+class IndexedSampler(GlobalSampler, _IndexBatchSamplerWrapper):
+    """Order of a prediction, whose indices Lightning passes to a `BasePredictionWriter`."""
+
+    def __iter__(self) -> Iterator[Shards]:
+        self.seen_batch_indices = []
+        for shards in super().__iter__():
+            self.seen_batch_indices.append([index for index, _ in shards[0]])
+            yield shards
 
 
 class ExactLoader:
@@ -264,8 +277,8 @@ class Exactness:
             if trainer.world_size == 1:
                 return
         if where not in self.exceptions:
-            self.exceptions[where] = f"not exact: {where} {reason}: {effect}"
-            rank_zero_info(self.exceptions[where])
+            self.exceptions[where] = f"{where} {reason}: {effect}"
+            rank_zero_info(f"not exact: {self.exceptions[where]}")
 
     def _order(
         self, loader: DataLoader[Any], trainer: Any, name: str, where: str
@@ -285,7 +298,7 @@ class Exactness:
             virtual_devices = parts = self.virtual_devices
         batch_size = size * parts
         if is_training and self.global_batch is not None:
-            batch_size = self.global_batch
+            batch_size = int(self.global_batch)  # jsonargparse's subclass of int cannot be saved
             if batch_size < parts:
                 raise UserError(shards_beyond(parts, batch_size))
         if loader.drop_last and len(sampler) < batch_size:
@@ -293,7 +306,8 @@ class Exactness:
                 f"{where} has no batch: drop_last drops its {len(sampler)} samples, because a "
                 f"global batch has {batch_size}: use a smaller batch, or drop_last=False"
             )
-        return GlobalSampler(
+        kind = IndexedSampler if name == "predict" else GlobalSampler
+        return kind(
             sampler,
             batch_size=batch_size,
             drop_last=loader.drop_last,

@@ -56,6 +56,7 @@ class RunRecord(Callback):
     def __init__(
         self, command: str, warmup_epochs: int = 0, checkpoints: Sequence[ModelCheckpoint] = ()
     ) -> None:
+        self.exceptions: dict[str, str] = {}  # see `Exactness`
         self.record = Record(command=command)
         self.windows = Windows(warmup_epochs)
         self.path: Path | None = None  # None on ranks that write no record
@@ -198,6 +199,7 @@ class RunRecord(Callback):
         order = order_of(trainer.train_dataloader)
         if self.record.global_batch_size is None and order is not None:
             self.record.global_batch_size = order.batch_size
+        self.record.not_exact = list(self.exceptions.values())
         self._close_epoch(trainer)
         self.windows.begin_epoch(trainer)
         if trainer.optimizers:
