@@ -46,8 +46,6 @@ def trainer_arguments(config: Namespace, resolved: Resolved, command: str) -> di
         "num_nodes": resolved.nodes,
         "plugins": plugins(config, resolved),
     }
-    if config.run.global_order:
-        arguments["use_distributed_sampler"] = False
     is_exact = resolved.virtual_devices is not None and resolved.command == "fit"
     if is_exact and resolved.accelerator == "cuda":
         # because nondeterministic kernels would change the bits of the results

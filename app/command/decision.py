@@ -29,7 +29,8 @@ TRAINING = (  # prefixes of flags that define a training
     "trainer.overfit_batches",
     "trainer.sync_batchnorm",
     "run.virtual_devices",
-    "run.global_order",
+    "run.loader",
+    "run.global_batch",
 )
 
 

@@ -143,12 +143,16 @@ def _order(s: Resolved) -> Iterator[str]:
             )
     elif run.balance:
         yield "--run.balance true distributes shards: add --run.virtual_devices 8"
-    if run.global_order and s.given("data.batch_size") is not None:
-        yield (
-            f"--run.global_order true has no effect on {s.config.data.class_path}, which has a "
-            "global order already: leave it out"
-        )
-    if run.global_order and run.loop == "lightning":
-        yield (
-            "--run.global_order true does not work with --run.loop lightning: leave one of them out"
-        )
+    if issubclass(class_of(s.config.get("data")) or object, ImageData):
+        data = s.config.data.class_path
+        if run.loader == "lightning":
+            yield f"--run.loader lightning has no effect on {data}, which is exact: leave it out"
+        if run.global_batch is not None:
+            yield (
+                f"--run.global_batch {run.global_batch}: the global batch of {data} is "
+                "--data.batch_size: give that"
+            )
+    elif run.loader == "lightning":
+        for flag, value in (("virtual_devices", count), ("global_batch", run.global_batch)):
+            if value is not None:
+                yield f"--run.{flag} {value} needs --run.loader exact: leave one of them out"

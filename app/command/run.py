@@ -20,7 +20,7 @@ from app.command.decision import decide, release_folders
 from app.command.outcome import can, close, end_early, exit_code, record_of, stopped_by
 from app.command.run_options import is_recorded
 from app.data import ImageData
-from app.data.global_order import put_in_order
+from app.data.exact_loader import Exactness
 from app.errors import ExitStatus, UserError
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.elastic import ENDED, PROCESS, RUN_DIR, launch, note
@@ -107,6 +107,7 @@ def start_ranks(cli: Flags) -> int:
 def build(cli: Flags) -> None:
     """Build model, data and Trainer."""
     resolved = cli.resolved
+    run = cli.config.run
     with explaining_errors(leaves(cli.config)):
         cli.config_init = cli.parser.instantiate_classes(cli.config)
         cli.model = cli.config_init.model
@@ -119,13 +120,15 @@ def build(cli: Flags) -> None:
         drop_callbacks(cli.parser, cli.config.trainer)
         cli.trainer = cli.instantiate_trainer(**arguments)
         patch(cli.trainer, cli.config)
+    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    replaces_samplers = cli.config.trainer.use_distributed_sampler is not False
+    cli.exactness = Exactness(resolved.virtual_devices, run.global_batch, seed, replaces_samplers)
     has_our_data = isinstance(cli.datamodule, ImageData)
     if has_our_data and cli.command == "fit":
         cli.datamodule.virtual_devices = resolved.virtual_devices
-    elif cli.config.run.global_order:
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    elif run.loader == "exact":
         for owner in (cli.datamodule, cli.model):
-            put_in_order(owner, resolved.virtual_devices, seed)
+            cli.exactness.put_into(owner)
     if has_our_data and isinstance(cli.model, ImageClassifier):
         cli.model.check_image_shape(cli.datamodule.image_shape)
 
@@ -195,6 +198,7 @@ def add_record(cli: Flags, decided: dict[str, Any]) -> RunRecord:
     recorder = next(each for each in trainer.callbacks if isinstance(each, RunRecord))
     recorder.record.resumed_from = decided["checkpoint"]
     recorder.record.launchers = decided["launchers"]
+    recorder.exceptions = cli.exactness.exceptions
     if trainer.is_global_zero:
         warning = busy()
         if warning and cli.command == "fit":

@@ -40,8 +40,11 @@ class Run:
             many processes. Each global batch is cut into this many shards, whose gradients are
             added in a fixed order.
         balance: Give slow processes fewer shards, adjusted after each epoch.
-        global_order: Distribute the samples of your own DataLoader in one seeded order, the same on
-            any number of processes. Its batch_size is then the global batch.
+        loader: Loading of your own DataLoader's samples: `exact` takes one seeded order on any
+            number of processes, and evaluates each sample once; `lightning` leaves both to
+            Lightning.
+        global_batch: Samples of a training step with your own DataLoader, over all processes; by
+            default its batch size, which counts per process, times the number of processes.
         loop: Training step: `straight` calls only overridden hooks and is faster; `lightning` is
             Lightning's own.
     """
@@ -60,7 +63,8 @@ class Run:
     threads: PositiveInt | Literal["auto"] = "auto"
     virtual_devices: PositiveInt | None = None
     balance: bool = False
-    global_order: bool = False
+    loader: Literal["exact", "lightning"] = "exact"
+    global_batch: PositiveInt | None = None
     loop: Literal["straight", "lightning"] = "straight"
 
 

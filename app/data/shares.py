@@ -144,6 +144,12 @@ class GlobalOrder:
             return full
         return full + 1
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks or batches differ in their number of samples."""
+        rest = 0 if self.drop_last else self._samples % self.batch_size
+        return bool(rest or self.batch_size % self.parts)
+
     def global_count(self, step: int) -> int:
         """Return the number of samples of all ranks at a step."""
         return min(self.batch_size, self._samples - step * self.batch_size)

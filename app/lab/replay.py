@@ -27,7 +27,7 @@ from app.command.checkpoint_file import read
 from app.command.configuration import split_flags
 from app.command.parser import PlainParser
 from app.data.batches import GlobalBatches, tensors
-from app.data.global_order import GlobalLoader
+from app.data.exact_loader import ExactLoader
 from app.errors import UserError
 from app.lab.runs import CommandLine, run_fit
 from app.lab.verify.recording import loss_of, singles
@@ -123,7 +123,7 @@ def key(loss: float) -> float:
 def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
     """Return the file or index of each sample of a batch; [] without a global order."""
     loader = trainer.train_dataloader
-    if isinstance(loader, GlobalLoader):
+    if isinstance(loader, ExactLoader):
         return loader.batch_sampler.samples(batch_idx)
     if not isinstance(loader, GlobalBatches):
         return []

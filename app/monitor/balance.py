@@ -5,7 +5,7 @@ import numpy.typing as npt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from app.data.global_order import order_of
+from app.data.exact_loader import order_of
 from app.monitor.rank_times import RankTimes
 from app.training.virtual_devices import ShardedLoop
 

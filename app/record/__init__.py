@@ -215,6 +215,7 @@ class Record(Part):
     precision: str | None = None
     placement: str | None = None
     global_batch_size: Count | None = None
+    not_exact: list[str] = field(default_factory=list)
     virtual_devices: Count | None = None
     shards: list[int] = field(default_factory=list)
     max_epochs: Int | None = None

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from app.data.global_order import order_of
+from app.data.exact_loader import order_of
 from app.training.ddp import DDP
 from app.training.step_patches import Hook, identities, in_hook
 

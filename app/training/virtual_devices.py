@@ -225,7 +225,7 @@ class ShardedLoop(StraightLoop):
             loader = type(self.trainer.train_dataloader).__name__
             raise UserError(
                 f"--run.virtual_devices: {loader} deals samples to each process by itself: "
-                "add --run.global_order true"
+                "use one DataLoader and --run.loader exact"
             )
 
     def on_run_start(self, data_fetcher: Any) -> None:

@@ -1,0 +1,344 @@
+"""Exact loader for a user's DataLoader (`--run.loader exact`), on any number of processes.
+
+The loader's samples take one seeded order per epoch. Each rank reads its share of each global
+batch, and each sample has random streams of its own, also in worker processes. In evaluation, each
+sample comes once.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data.sampler import (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from app.data.shares import GlobalOrder, Shards, next_step, shards_beyond, stream
+from app.errors import UserError
+from app.system.patches import expects
+from app.system.random_streams import own_streams, seed_of
+
+SAMPLERS = (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
+# settings of a user's loader that the exact loader keeps
+KEPT = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "prefetch_factor",
+    "persistent_workers",
+    "multiprocessing_context",
+)
+
+
+class SeededItems(Dataset[Any]):
+    """Data set with seeded items, which do not depend on rank or worker.
+
+    Args:
+        dataset: The data set.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, shards: Shards) -> Shards:
+        """Replace each pair of an index and a seed by the data set's item, in place."""
+        with own_streams() as seed:
+            for place, pairs in enumerate(shards):
+                shards[place] = []
+                for index, number in pairs:
+                    seed(number)
+                    shards[place].append(self.dataset[index])
+        return shards
+
+
+def collate_parts(collate: Callable[[list[Any]], Any], sharded: bool, shards: Any) -> Any:
+    """Make a batch of each shard. Without shards, make one batch of the rank's share.
+
+    Args:
+        collate: The loader's collate function.
+        sharded: Whether to return `Shards`; if false, return the only batch.
+        shards: List of each shard's items, or of one element: the items of the rank's share.
+            Changed in place.
+    """
+    for place, items in enumerate(shards):
+        shards[place] = collate(items)
+    return shards if sharded else shards[0]
+
+
+class Flat:
+    """Samples of a batch sampler, one by one."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.batches)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.batches))
+
+
+class GlobalSampler(GlobalOrder):
+    """Batch sampler that yields this rank's parts of each global batch, as pairs of index and seed.
+
+    Args:
+        sampler: The loader's sampler; it draws from the epoch's random stream.
+        **order: As for `GlobalOrder`. If a shard is empty, it gets a stand-in, too.
+    """
+
+    def __init__(self, sampler: Any, **order: Any) -> None:
+        super().__init__(len(sampler), **order)
+        self._sampler = sampler
+
+    def samples(self, step: int) -> list[int]:
+        """Return the indices of this rank's samples at a step of the epoch."""
+        return self._order()[self.span(step)]
+
+    def _order(self) -> list[int]:
+        sampler = copy.copy(self._sampler)
+        sampler.generator = stream(self.seed, 1, self.epoch)
+        with own_streams() as seed:  # a user's sampler may draw from the process's streams
+            seed(seed_of(self.seed, 1, self.epoch))
+            return list(sampler)
+
+    def __iter__(self) -> Iterator[Shards]:
+        order = self._order()
+        seeds = torch.randint(
+            2**62, (len(order),), generator=stream(self.seed, 3, self.epoch)
+        ).tolist()
+        items = list(zip(order, seeds, strict=True))
+        for step in range(self.position(), len(self)):
+            stand_in = [items[step * self.batch_size]]
+            shards = []
+            for start, end in pairwise(self.bounds(step)):
+                shards.append(items[start:end] or stand_in)
+            yield self.shards(shards, step)
+
+
+@expects("lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper.seen_batch_indices")
+class IndexedSampler(GlobalSampler, _IndexBatchSamplerWrapper):
+    """Order of a prediction, whose indices Lightning passes to a `BasePredictionWriter`."""
+
+    def __iter__(self) -> Iterator[Shards]:
+        self.seen_batch_indices = []
+        for shards in super().__iter__():
+            self.seen_batch_indices.append([index for index, _ in shards[0]])
+            yield shards
+
+
+class ExactLoader:
+    """A user's DataLoader in the global order.
+
+    It is no DataLoader, so that Lightning keeps its order. Attributes that it lacks, such as
+    `dataset` and `batch_size`, are the user's loader's.
+
+    Args:
+        loader: The user's loader.
+        order: The order.
+
+    Attributes:
+        batch_sampler: The order; Lightning calls its `set_epoch`.
+    """
+
+    def __init__(self, loader: DataLoader[Any], order: GlobalSampler) -> None:
+        self.loader = loader
+        self.batch_sampler = order
+        self._batches: DataLoader[Any] = DataLoader(
+            SeededItems(loader.dataset),
+            batch_sampler=order,  # type: ignore[arg-type]
+            collate_fn=partial(collate_parts, loader.collate_fn, order.virtual_devices is not None),
+            # otherwise, the loader would draw from the global random state
+            generator=torch.Generator(),
+            **{name: getattr(loader, name) for name in KEPT},
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":  # pickle asks before `loader` is set
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def _iterator(self) -> Any:
+        """Iterator over the workers' batches, which Lightning ends after a stage."""
+        return self._batches._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: None) -> None:
+        self._batches._iterator = iterator
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings that define the order."""
+        return self.batch_sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that the checkpoint's order equals this loader's."""
+        self.batch_sampler.load_state_dict(state)
+
+
+def order_of(loader: Any) -> GlobalOrder | None:
+    """Return the global order of a loader, or None."""
+    order = loader if isinstance(loader, GlobalOrder) else getattr(loader, "batch_sampler", None)
+    return order if isinstance(order, GlobalOrder) else None
+
+
+class Exactness:
+    """Makes the loaders of a data module or module exact, where that is possible.
+
+    Args:
+        virtual_devices: Number of shards of a training batch, or None.
+        global_batch: Samples of a training step, or None for the loader's batch size times the
+            number of processes or virtual devices.
+        seed: Seed of the order and of the samples' streams.
+        replaces_samplers: Whether the Trainer may replace samplers.
+
+    Attributes:
+        exceptions: What is not exact and why, by the name of the loader.
+    """
+
+    def __init__(
+        self,
+        virtual_devices: int | None,
+        global_batch: int | None,
+        seed: int,
+        replaces_samplers: bool = True,
+    ) -> None:
+        self.virtual_devices = virtual_devices
+        self.global_batch = global_batch
+        self.seed = seed
+        self.replaces_samplers = replaces_samplers
+        self.exceptions: dict[str, str] = {}
+
+    def put_into(self, owner: LightningDataModule | LightningModule) -> None:
+        """Make the loaders of a data module or module exact when they are made."""
+        for name in ("train", "val", "test", "predict"):
+            method = f"{name}_dataloader"
+            if is_overridden(method, owner):
+                setattr(owner, method, partial(self._loaders, owner, name))
+
+    def _loaders(self, owner: Any, name: str) -> Any:
+        made = getattr(type(owner), f"{name}_dataloader")(owner)
+        if isinstance(made, list | tuple) and name != "train":
+            return [self._made_exact(loader, owner, name) for loader in made]
+        return self._made_exact(made, owner, name)
+
+    def _made_exact(self, loader: Any, owner: Any, name: str) -> Any:
+        if isinstance(loader, ExactLoader):
+            return loader
+        trainer = owner.trainer
+        where = f"{type(owner).__name__}.{name}_dataloader"
+        reason = why_not(loader, name)
+        if not self.replaces_samplers:
+            reason = "keeps its sampler (--trainer.use_distributed_sampler false)"
+        elif trainer.overfit_batches:
+            reason = "repeats a few batches (--trainer.overfit_batches)"
+        if reason is not None:
+            self._except(where, reason, trainer, name)
+            return loader
+        return ExactLoader(loader, self._order(loader, trainer, name, where))
+
+    def _except(self, where: str, reason: str, trainer: Any, name: str) -> None:
+        """Store and print what is not exact because of a loader that stays as it is."""
+        if self.virtual_devices is not None and name == "train":
+            raise UserError(
+                f"--run.virtual_devices: {where} {reason}, so its samples have no global order: "
+                "change it, or leave the flag out"
+            )
+        effect = "a resumed epoch, or another number of processes, has another order"
+        if name != "train":
+            effect = "ranks may repeat samples to get equally many"
+            if trainer.world_size == 1:
+                return
+        if where not in self.exceptions:
+            self.exceptions[where] = f"{where} {reason}: {effect}"
+            rank_zero_info(f"not exact: {self.exceptions[where]}")
+
+    def _order(
+        self, loader: DataLoader[Any], trainer: Any, name: str, where: str
+    ) -> GlobalSampler:
+        is_training = name == "train"
+        sampler = loader.sampler
+        size = loader.batch_size
+        if size is None:
+            sampler = Flat(loader.batch_sampler)
+            size = len(next(iter(loader.batch_sampler)))
+        elif isinstance(sampler, DistributedSampler):  # it would deal out a part of the samples
+            whole = RandomSampler if sampler.shuffle else SequentialSampler
+            sampler = whole(loader.dataset)  # type: ignore[arg-type]
+        virtual_devices = None
+        parts = trainer.world_size
+        if is_training and self.virtual_devices is not None:
+            virtual_devices = parts = self.virtual_devices
+        batch_size = size * parts
+        if is_training and self.global_batch is not None:
+            batch_size = int(self.global_batch)  # jsonargparse's subclass of int cannot be saved
+            if batch_size < parts:
+                raise UserError(shards_beyond(parts, batch_size))
+        if loader.drop_last and len(sampler) < batch_size:
+            raise UserError(
+                f"{where} has no batch: drop_last drops its {len(sampler)} samples, because a "
+                f"global batch has {batch_size}: use a smaller batch, or drop_last=False"
+            )
+        kind = IndexedSampler if name == "predict" else GlobalSampler
+        return kind(
+            sampler,
+            batch_size=batch_size,
+            drop_last=loader.drop_last,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            virtual_devices=virtual_devices,
+            seed=self.seed,
+            empty="stand_in" if is_training else "skip",
+            position=next_step(trainer) if is_training else int,
+        )
+
+
+def why_not(loader: Any, name: str) -> str | None:
+    """Return why a loader cannot have a global order, or None.
+
+    Args:
+        loader: What a `*_dataloader` method returned.
+        name: `train`, `val`, `test` or `predict`.
+    """
+    if not isinstance(loader, DataLoader):
+        return f"returns {type(loader).__name__}"
+    if isinstance(loader.dataset, IterableDataset):
+        return "reads an iterable data set"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"returns {type(loader).__name__}, which makes its own batches"
+    if loader.batch_sampler is None:
+        return "makes no batches"
+    if name == "predict":  # rows in the loader's order, whatever it is
+        return None
+    if type(loader.batch_sampler) is not BatchSampler:
+        return f"has a batch sampler of its own ({type(loader.batch_sampler).__name__})"
+    if type(loader.sampler) not in SAMPLERS:
+        return f"has a sampler of its own ({type(loader.sampler).__name__})"
+    return None

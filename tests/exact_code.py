@@ -1,0 +1,128 @@
+"""Data modules of ordinary Lightning users, for tests of the exact loader."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def samples(count: int, seed: int) -> TensorDataset:
+    """Return vectors of four numbers, and labels of three classes."""
+    vectors = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(vectors, (3 * vectors.sigmoid()[:, 0]).long())
+
+
+class Linear(LightningModule):
+    """Linear classifier that begins with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        nn.init.zeros_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return self.layer(vectors)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        scores = self(batch[0])
+        self.log("val_loss", nn.functional.cross_entropy(scores, batch[1]), sync_dist=True)
+        self.log("val_acc", (scores.argmax(1) == batch[1]).float().mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return batch[0][:, 0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Ordinary(LightningDataModule):
+    """Loaders as most people write them."""
+
+    def __init__(
+        self, count: int = 36, validated: int = 23, batch_size: int = 8, drop_last: bool = False
+    ) -> None:
+        super().__init__()
+        self.data: Dataset[Any] = samples(count, 0)
+        self.validation = samples(validated, 1)
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, self.batch_size, drop_last=self.drop_last)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.validation, self.batch_size)
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(self.validation, self.batch_size)
+
+
+class DividesItself(Ordinary):
+    """Data module that divides its batch size by the number of processes."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, self.batch_size // self.trainer.world_size)
+
+
+class Distributed(Ordinary):
+    """Data module with torch's sampler for several processes, as for plain DDP."""
+
+    def train_dataloader(self) -> Any:
+        sampler = DistributedSampler(self.data, shuffle=False)
+        return DataLoader(self.data, self.batch_size, sampler=sampler)
+
+
+class OwnBatches(Ordinary):
+    """Prediction by a batch sampler."""
+
+    def predict_dataloader(self) -> Any:
+        batches = BatchSampler(SequentialSampler(self.validation), 5, False)
+        return DataLoader(self.validation, batch_sampler=batches)
+
+
+class TwoSets(Ordinary):
+    """Prediction of two sets."""
+
+    def predict_dataloader(self) -> Any:
+        return [DataLoader(self.validation, 4), DataLoader(samples(7, 2), 3)]
+
+
+class Combined(Ordinary):
+    """Training with Lightning's combination of loaders."""
+
+    def train_dataloader(self) -> Any:
+        return CombinedLoader(super().train_dataloader())
+
+
+class OwnLoaders(Linear):
+    """Module with loaders of its own."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(36, 0), 8)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(samples(23, 1), 8)
+
+
+class Writer(BasePredictionWriter):
+    """Writes each rank's predictions with the indices that Lightning passes."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__("epoch")
+        self.folder = folder
+
+    def write_on_epoch_end(
+        self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any
+    ) -> None:
+        path = Path(self.folder, f"{trainer.global_rank}.pt")
+        torch.save((predictions, batch_indices), path)

@@ -1,0 +1,129 @@
+"""The exact loader (`--run.loader exact`), beside plain loops over the same samples."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from exact_code import Linear, samples
+from harness import QUIET, App, error_of, fork_app, on_cpu, options, output_of, record_of, weights
+from torch.nn.functional import cross_entropy
+
+THEIRS = ["--model", "exact_code.Linear", "--run.name", "x", *QUIET]
+THEIRS += options(accelerator="cpu", test=False, threads=1, max_epochs=2)
+
+
+def fit(root: Path, data: str, *flags: str, devices: int = 1) -> tuple[Path, str]:
+    """Train on a data module of `exact_code`; return the run's folder and the output."""
+    words = [*THEIRS, "--data", f"exact_code.{data}", "--run.root", str(root), *flags]
+    if devices > 1:
+        words += on_cpu("ddp_fork", devices)
+    out = output_of(*fork_app("fit", *words))
+    return root / "x" / "version_0", out
+
+
+def by_hand(batch: int, accumulate: int = 1) -> tuple[dict[str, torch.Tensor], float, float]:
+    """Train by a plain loop; return the weights, and validation loss and accuracy."""
+    model = Linear()
+    optimizer = model.configure_optimizers()
+    vectors, labels = samples(36, 0).tensors
+    for _ in range(2):
+        for first in range(0, 36, batch * accumulate):
+            window = slice(first, first + batch * accumulate)
+            optimizer.zero_grad()
+            cross_entropy(model(vectors[window]), labels[window]).backward()
+            optimizer.step()
+    vectors, labels = samples(23, 1).tensors
+    scores = model(vectors)
+    right = (scores.argmax(1) == labels).double().mean()
+    return model.state_dict(), cross_entropy(scores, labels).item(), right.item()
+
+
+CASES = {
+    "one process": ("Ordinary", [], 1, (8, 1)),
+    "batch per process": ("Ordinary", [], 2, (16, 1)),
+    "batch over all": ("Ordinary", ["--run.global_batch", "8"], 2, (8, 1)),
+    "larger batch": ("Ordinary", ["--run.global_batch", "16"], 1, (16, 1)),
+    "unequal shares": ("Ordinary", ["--run.global_batch", "9"], 2, (9, 1)),
+    "divided by the module": ("DividesItself", [], 2, (8, 1)),
+    "torch's DistributedSampler": ("Distributed", [], 2, (16, 1)),
+    # 5 batches of 8, the last of 4: two steps, of 32 and of 4 samples
+    "accumulated": ("Ordinary", ["--trainer.accumulate_grad_batches", "4"], 1, (8, 4)),
+    "accumulated on two": (
+        "Ordinary",
+        ["--trainer.accumulate_grad_batches", "2", "--run.global_batch", "8"],
+        2,
+        (8, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path: Path) -> None:
+    data, flags, devices, plain = CASES[case]
+    run, out = fit(tmp_path, data, *flags, devices=devices)
+    expected, loss, accuracy = by_hand(*plain)
+    for name, value in weights(run).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+    row = pd.read_csv(run / "metrics.csv").iloc[-1]
+    assert row["val_loss"] == pytest.approx(loss, abs=1e-6)
+    assert row["val_acc"] == pytest.approx(accuracy, abs=1e-7)
+    record = record_of(run)
+    assert record["global_batch_size"] == plain[0]
+    assert record["not_exact"] == []
+    assert "not exact" not in out
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("Ordinary", [samples(23, 1)]),
+        ("OwnBatches", [samples(23, 1)]),
+        ("TwoSets", [samples(23, 1), samples(7, 2)]),
+    ],
+)
+def test_predicts_each_row_once(data: str, expected: list, devices: int, tmp_path: Path) -> None:
+    run, _ = fit(tmp_path, "Ordinary", "--trainer.max_epochs", "1")
+    flags = [*THEIRS, "--data", f"exact_code.{data}", "--ckpt_path", str(run / "checkpoints/last.ckpt")]
+    flags += ["--trainer.callbacks+=exact_code.Writer", f"--trainer.callbacks.folder={tmp_path}"]
+    flags += on_cpu("ddp_fork", devices) if devices > 1 else []
+    output_of(*fork_app("predict", *flags, "--run.root", tmp_path))
+    found: list[dict[int, float]] = [{} for _ in expected]
+    for rank in range(devices):
+        predictions, indices = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        if len(expected) == 1:
+            predictions = [predictions]
+        for place, (outputs, batches) in enumerate(zip(predictions, indices, strict=True)):
+            for output, rows in zip(outputs, batches, strict=True):
+                assert not found[place].keys() & set(rows)
+                found[place] |= dict(zip(rows, output.tolist(), strict=True))
+    for rows, dataset in zip(found, expected, strict=True):
+        assert [rows[index] for index in range(len(rows))] == dataset.tensors[0][:, 0].tolist()
+
+
+def test_what_is_not_exact_is_said(tmp_path: Path) -> None:
+    run, out = fit(tmp_path, "Combined", devices=2)
+    line = (
+        "not exact: Combined.train_dataloader returns CombinedLoader: a resumed epoch, or another "
+        "number of processes, has another order"
+    )
+    assert out.count(line) == 1
+    assert record_of(run)["not_exact"] == [line.removeprefix("not exact: ")]
+
+
+REFUSED = {
+    "--run.global_batch 1 --trainer.strategy ddp_fork --trainer.devices 2": "has fewer samples than",
+    "--data.drop_last true --data.batch_size 64": (
+        "Ordinary.train_dataloader has no batch: drop_last drops its 36 samples, because a global "
+        "batch has 64: use a smaller batch, or drop_last=False"
+    ),
+    "--run.loader lightning --run.global_batch 8": "--run.global_batch 8 needs --run.loader exact",
+    "--run.global_order true": "did you mean --run.loader?",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_is_refused(flags: str, app: App, tmp_path: Path) -> None:
+    words = [*THEIRS, "--data", "exact_code.Ordinary", "--run.root", str(tmp_path), *flags.split()]
+    assert REFUSED[flags] in error_of(*app("fit", *words))
