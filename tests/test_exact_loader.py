@@ -85,7 +85,13 @@ def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path: Path) -> No
 )
 def test_predicts_each_row_once(data: str, expected: list, devices: int, tmp_path: Path) -> None:
     run, _ = fit(tmp_path, "Ordinary", "--trainer.max_epochs", "1")
-    flags = [*THEIRS, "--data", f"exact_code.{data}", "--ckpt_path", str(run / "checkpoints/last.ckpt")]
+    flags = [
+        *THEIRS,
+        "--data",
+        f"exact_code.{data}",
+        "--ckpt_path",
+        str(run / "checkpoints/last.ckpt"),
+    ]
     flags += ["--trainer.callbacks+=exact_code.Writer", f"--trainer.callbacks.folder={tmp_path}"]
     flags += on_cpu("ddp_fork", devices) if devices > 1 else []
     output_of(*fork_app("predict", *flags, "--run.root", tmp_path))

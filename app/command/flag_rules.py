@@ -143,7 +143,7 @@ def _order(s: Resolved) -> Iterator[str]:
             )
     elif run.balance:
         yield "--run.balance true distributes shards: add --run.virtual_devices 8"
-    if issubclass(class_of(s.config.get("data")) or object, ImageData):
+    if s.given("data.batch_size") is not None:
         data = s.config.data.class_path
         if run.loader == "lightning":
             yield f"--run.loader lightning has no effect on {data}, which is exact: leave it out"

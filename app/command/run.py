@@ -120,15 +120,19 @@ def build(cli: Flags) -> None:
         drop_callbacks(cli.parser, cli.config.trainer)
         cli.trainer = cli.instantiate_trainer(**arguments)
         patch(cli.trainer, cli.config)
-    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-    replaces_samplers = cli.config.trainer.use_distributed_sampler is not False
-    cli.exactness = Exactness(resolved.virtual_devices, run.global_batch, seed, replaces_samplers)
     has_our_data = isinstance(cli.datamodule, ImageData)
     if has_our_data and cli.command == "fit":
         cli.datamodule.virtual_devices = resolved.virtual_devices
     elif run.loader == "exact":
+        exactness = Exactness(
+            resolved.virtual_devices,
+            run.global_batch,
+            int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            replaces_samplers=cli.config.trainer.use_distributed_sampler is not False,
+        )
         for owner in (cli.datamodule, cli.model):
-            cli.exactness.put_into(owner)
+            exactness.put_into(owner)
+        cli.trainer.callbacks.append(exactness)  # type: ignore[attr-defined]
     if has_our_data and isinstance(cli.model, ImageClassifier):
         cli.model.check_image_shape(cli.datamodule.image_shape)
 
@@ -198,7 +202,6 @@ def add_record(cli: Flags, decided: dict[str, Any]) -> RunRecord:
     recorder = next(each for each in trainer.callbacks if isinstance(each, RunRecord))
     recorder.record.resumed_from = decided["checkpoint"]
     recorder.record.launchers = decided["launchers"]
-    recorder.exceptions = cli.exactness.exceptions
     if trainer.is_global_zero:
         warning = busy()
         if warning and cli.command == "fit":

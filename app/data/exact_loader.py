@@ -12,18 +12,18 @@ from itertools import chain, pairwise
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data.distributed import DistributedSampler
 
 from app.data.shares import GlobalOrder, Shards, next_step, shards_beyond, stream
 from app.errors import UserError
@@ -141,7 +141,7 @@ class GlobalSampler(GlobalOrder):
 class IndexedSampler(GlobalSampler, _IndexBatchSamplerWrapper):
     """Order of a prediction, whose indices Lightning passes to a `BasePredictionWriter`."""
 
-    def __iter__(self) -> Iterator[Shards]:
+    def __iter__(self) -> Iterator[Shards]:  # type: ignore[override]
         self.seen_batch_indices = []
         for shards in super().__iter__():
             self.seen_batch_indices.append([index for index, _ in shards[0]])
@@ -167,7 +167,7 @@ class ExactLoader:
         self.batch_sampler = order
         self._batches: DataLoader[Any] = DataLoader(
             SeededItems(loader.dataset),
-            batch_sampler=order,  # type: ignore[arg-type]
+            batch_sampler=order,
             collate_fn=partial(collate_parts, loader.collate_fn, order.virtual_devices is not None),
             # otherwise, the loader would draw from the global random state
             generator=torch.Generator(),
@@ -209,8 +209,8 @@ def order_of(loader: Any) -> GlobalOrder | None:
     return order if isinstance(order, GlobalOrder) else None
 
 
-class Exactness:
-    """Makes the loaders of a data module or module exact, where that is possible.
+class Exactness(Callback):
+    """Makes the loaders of a data module or module exact, where possible; says what is not exact.
 
     Args:
         virtual_devices: Number of shards of a training batch, or None.
@@ -276,19 +276,29 @@ class Exactness:
             effect = "ranks may repeat samples to get equally many"
             if trainer.world_size == 1:
                 return
-        if where not in self.exceptions:
-            self.exceptions[where] = f"{where} {reason}: {effect}"
-            rank_zero_info(f"not exact: {self.exceptions[where]}")
+        self._say(where, f"{where} {reason}: {effect}")
 
-    def _order(
-        self, loader: DataLoader[Any], trainer: Any, name: str, where: str
-    ) -> GlobalSampler:
+    def _say(self, where: str, text: str) -> None:
+        if where not in self.exceptions:
+            self.exceptions[where] = text
+            rank_zero_info(f"not exact: {text}")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say that a step which does not weigh batches trains on batches of several sizes."""
+        reason = getattr(trainer.fit_loop.epoch_loop, "reason", "--run.loop lightning")
+        order = order_of(trainer.train_dataloader)
+        if reason is None or not isinstance(order, GlobalSampler):
+            return
+        if order.is_uneven or len(order) % trainer.accumulate_grad_batches:
+            self._say("step", f"with {reason}, the samples of a smaller batch count more")
+
+    def _order(self, loader: DataLoader[Any], trainer: Any, name: str, where: str) -> GlobalSampler:
         is_training = name == "train"
-        sampler = loader.sampler
+        sampler: Any = loader.sampler
         size = loader.batch_size
         if size is None:
             sampler = Flat(loader.batch_sampler)
-            size = len(next(iter(loader.batch_sampler)))
+            size = len(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
         elif isinstance(sampler, DistributedSampler):  # it would deal out a part of the samples
             whole = RandomSampler if sampler.shuffle else SequentialSampler
             sampler = whole(loader.dataset)  # type: ignore[arg-type]

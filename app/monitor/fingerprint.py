@@ -40,7 +40,7 @@ class Fingerprint:
     def _weights(self) -> dict[str, Tensor]:
         """Return the tensors that must be equal, by name."""
         module = self._trainer.lightning_module
-        weights = dict(module.named_parameters())
+        weights: dict[str, Tensor] = dict(module.named_parameters())
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
             ignored = model.parameters_to_ignore
@@ -52,9 +52,7 @@ class Fingerprint:
     def values(self) -> Tensor:
         """Return the rank's values on the device, float64 (n,)."""
         device = self._trainer.strategy.root_device
-        norm = torch.nn.utils.get_total_norm(
-            [value.detach() for value in self._weights().values()]
-        )
+        norm = torch.nn.utils.get_total_norm([value.detach() for value in self._weights().values()])
         values = [*self._rates(), *self._scale(), norm]
         return torch.stack(
             [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
@@ -69,7 +67,7 @@ class Fingerprint:
         for name, value in self._weights().items():
             mine[name] = [float(value.detach().double().norm())]
         ranks = gather_objects(mine)
-        for name, values in mine.items():
+        for name in mine:
             for rank, other in enumerate(ranks):
                 if not _alike(other[name], ranks[0][name]):
                     text = f"{_text(ranks[0][name])} on rank 0, {_text(other[name])} on rank {rank}"

@@ -32,9 +32,7 @@ class LoggedNames(Callback):
 
 
 @expects(
-    "lightning.pytorch:Trainer._results",
-    f"{_RESULT}:_ResultMetric",
-    f"{_RESULT}:_Metadata.sync",
+    "lightning.pytorch:Trainer._results", f"{_RESULT}:_ResultMetric", f"{_RESULT}:_Metadata.sync"
 )
 def compare(trainer: Any) -> None:
     """Bring the logged values of all ranks into one order. Collective.

@@ -49,10 +49,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from app.data.exact_loader import GlobalSampler
 from app.errors import UserError
 from app.system.patches import expects
 from app.training.hooks import Hooks
@@ -94,12 +93,7 @@ class StraightLoop(LoggingLoop):
         return self._hooks
 
     def check(self, hooks: Hooks) -> None:
-        """Print what is not exact, because a feature needs Lightning's step."""
-        order = hooks.order
-        if self.reason and isinstance(order, GlobalSampler) and order.is_uneven:
-            rank_zero_info(
-                f"not exact: with {self.reason}, the samples of a smaller batch count more"
-            )
+        """Raise a UserError if this loop cannot call the hooks; a subclass overrides this."""
 
     def on_run_start(self, data_fetcher: Any) -> None:
         """Find the hooks anew."""
