@@ -10,7 +10,7 @@ from harness import QUIET, App, error_of, fork_app, on_cpu, options, output_of, 
 from torch.nn.functional import cross_entropy
 
 THEIRS = ["--model", "exact_code.Linear", "--run.name", "x", *QUIET]
-THEIRS += options(accelerator="cpu", test=False, threads=1, max_epochs=2)
+THEIRS += options(enable_model_summary=True, accelerator="cpu", test=False, threads=1, max_epochs=2)
 
 
 def fit(root: Path, data: str, *flags: str, devices: int = 1) -> tuple[Path, str]:
@@ -70,6 +70,7 @@ def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path: Path) -> No
     assert row["val_acc"] == pytest.approx(accuracy, abs=1e-7)
     record = record_of(run)
     assert record["global_batch_size"] == plain[0]
+    assert f"batch      {plain[0]}{f' = 2 × {plain[0] / 2:g}' if devices > 1 else ''}\n" in out
     assert record["not_exact"] == []
     assert "not exact" not in out
 
@@ -119,7 +120,7 @@ def test_what_is_not_exact_is_said(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "--run.global_batch 1 --trainer.strategy ddp_fork --trainer.devices 2": "has fewer samples than",
+    "--run.global_batch 1 --trainer.strategy ddp_fork --trainer.devices 2": "has fewer samples",
     "--data.drop_last true --data.batch_size 64": (
         "Ordinary.train_dataloader has no batch: drop_last drops its 36 samples, because a global "
         "batch has 64: use a smaller batch, or drop_last=False"

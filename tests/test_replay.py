@@ -23,7 +23,7 @@ RUN = tiny(
     90, 20, "CIFARCNN", virtual_devices=4, max_epochs=3, threads=1, flip=True, log_every_n_steps=1
 )
 THEIRS = ["--model", "plain_code.PlainModel", "--data", "test_replay.Poisoned", *QUIET]
-THEIRS += options(name="poisoned", threads=1, log_every_n_steps=1, test=False, global_order=True)
+THEIRS += options(name="poisoned", threads=1, log_every_n_steps=1, test=False)
 
 
 class Poisoned(LightningDataModule):
@@ -112,7 +112,7 @@ def test_the_sharpest_rise_of_the_loss_is_searched(
 
 def test_run_with_a_plain_loader_is_repeated_from_its_beginning(app: App, tmp_path: Path) -> None:
     """A resumed loader would have another order."""
-    flags = options(global_order=False, bad=0, value=1, count=300, max_epochs=2)
+    flags = options(loader="lightning", bad=0, value=1, count=300, max_epochs=2)
     output_of(*app("fit", *THEIRS, *flags))
     folder = tmp_path / "runs" / "poisoned" / "version_0"
     out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "5"))

@@ -457,10 +457,7 @@ PICKLED = {
     "Lightning's loop": [*SMALL, *options(loop="lightning")],
     "virtual devices": [*SMALL, *options(virtual_devices=2)],
     "dp": [*SMALL, *options(strategy="dp", devices=2)],
-    "a user's loaders": [
-        *("--model=user_code.TheirModel", "--data=user_code.TheirData"),
-        *options(global_order=True),
-    ],
+    "a user's loaders": ["--model=user_code.TheirModel", "--data=user_code.TheirData"],
 }
 
 

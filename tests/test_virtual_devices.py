@@ -162,7 +162,7 @@ def test_one_order_of_additions(count: int) -> None:
 
 
 PLAIN = ["--model=plain_code.PlainModel", "--data=plain_code.PlainData", "--run.name=plain", *QUIET]
-PLAIN += options(global_order=True, test=False, threads=1, max_epochs=2, log_every_n_steps=1)
+PLAIN += options(global_batch=16, test=False, threads=1, max_epochs=2, log_every_n_steps=1)
 
 
 @pytest.fixture(scope="module", params=["shuffled", "weighted"])
@@ -214,12 +214,12 @@ def test_shares_without_virtual_devices(accumulated: int, tmp_path: Path) -> Non
 
     Each rank's mean loss is weighted by its share, and a rank without a sample takes part.
     """
-    flags = [*PLAIN, "--data.size=10", "--data.batch_size=9", "--model.normalized=false"]
+    flags = [*PLAIN, "--data.size=10", "--run.global_batch=9", "--model.normalized=false"]
     flags += options(enable_model_summary=True, accumulate_grad_batches=accumulated)
     assert difference(train(tmp_path, flags, 1), train(tmp_path, flags, 2)) <= 1e-6
 
 
-THEIRS = "--model plain_code.PlainModel --data plain_code.PlainData --run.global_order true"
+THEIRS = "--model plain_code.PlainModel --data plain_code.PlainData"
 REFUSED = {
     "--trainer.strategy dp --trainer.devices 2": "use --trainer.strategy ddp",
     "--trainer.strategy ddp --trainer.devices 6": "each process needs a shard: give 6 or more",
@@ -243,23 +243,20 @@ REFUSED = {
     "--model user_code.TwoOptimizers --data user_code.TheirData": (
         "does not work with manual optimization"
     ),
-    "--model user_code.TheirModel --data user_code.TheirData": "add --run.global_order true",
-    "--run.global_order true": "which has a global order already: leave it out",
-    f"{THEIRS} --data.batch_size 3": "3 or",
+    "--run.loader lightning": "has no effect on app.data.Synthetic, which is exact: leave it out",
+    "--run.global_batch 20": "the global batch of app.data.Synthetic is --data.batch_size: give that",
+    f"{THEIRS} --run.loader lightning": "needs --run.loader exact",
+    f"{THEIRS} --run.global_batch 3": "give 3 or less",
 }
-OWN_BATCHES = "has a batch sampler of its own, or no batches: give the DataLoader a batch_size"
 OWN_LOADERS = {
-    "own_sampler": "has a OwnSampler, whose order cannot be seeded: use one of RandomSampler",
-    "own_batches": OWN_BATCHES,
-    "torchs_batches": OWN_BATCHES,
-    "iterable": (
-        "reads an iterable data set, which has no order: "
-        "use a data set with __getitem__ and __len__"
-    ),
-    "several": "returns CombinedLoader: return one DataLoader",
+    "own_sampler": "has a sampler of its own (OwnSampler)",
+    "own_batches": "has a batch sampler of its own (list)",
+    "torchs_batches": "has a sampler of its own (OwnSampler)",
+    "iterable": "reads an iterable data set",
+    "several": "returns CombinedLoader",
 }
 REFUSED |= {
-    f"{THEIRS} --data.kind {kind}": f"PlainData.train_dataloader {reason}"
+    f"{THEIRS} --data.kind {kind}": f"PlainData.train_dataloader {reason}, so its samples have no global order"
     for kind, reason in OWN_LOADERS.items()
 }
 

@@ -130,15 +130,33 @@ class GlobalSampler(GlobalOrder):
         ).tolist()
         items = list(zip(order, seeds, strict=True))
         for step in range(self.position(), len(self)):
-            stand_in = [items[step * self.batch_size]]
+            stand_in = [items[self.start(step)]]
             shards = []
             for start, end in pairwise(self.bounds(step)):
                 shards.append(items[start:end] or stand_in)
             yield self.shards(shards, step)
 
 
+class EvaluationSampler(GlobalSampler):
+    """Order of an evaluation, in which each sample comes once.
+
+    If the last batch has fewer samples than there are ranks, the last two batches share their
+    samples equally. So every rank has as many batches, and a collective call in a step of the
+    user's meets one on every rank.
+
+    Example: 9 samples in global batches of 4 on 2 ranks come as 4, 3 and 2 samples.
+    """
+
+    def start(self, step: int) -> int:
+        """Return the place of a step's first sample in the epoch's order."""
+        full, rest = divmod(self._samples, self.batch_size)
+        if step == full > 0 and 0 < rest < self.parts and not self.drop_last:
+            return self._samples - (self.batch_size + rest) // 2
+        return super().start(step)
+
+
 @expects("lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper.seen_batch_indices")
-class IndexedSampler(GlobalSampler, _IndexBatchSamplerWrapper):
+class IndexedSampler(EvaluationSampler, _IndexBatchSamplerWrapper):
     """Order of a prediction, whose indices Lightning passes to a `BasePredictionWriter`."""
 
     def __iter__(self) -> Iterator[Shards]:  # type: ignore[override]
@@ -294,33 +312,32 @@ class Exactness(Callback):
 
     def _order(self, loader: DataLoader[Any], trainer: Any, name: str, where: str) -> GlobalSampler:
         is_training = name == "train"
-        sampler: Any = loader.sampler
-        size = loader.batch_size
-        if size is None:
-            sampler = Flat(loader.batch_sampler)
-            size = len(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
-        elif isinstance(sampler, DistributedSampler):  # it would deal out a part of the samples
+        batches: Any = loader.batch_sampler
+        if type(batches) is not BatchSampler:  # a prediction's
+            batches = BatchSampler(Flat(batches), len(next(iter(batches))), drop_last=False)
+        sampler = batches.sampler
+        if isinstance(sampler, DistributedSampler):  # it would deal out a part of the samples
             whole = RandomSampler if sampler.shuffle else SequentialSampler
             sampler = whole(loader.dataset)  # type: ignore[arg-type]
         virtual_devices = None
         parts = trainer.world_size
         if is_training and self.virtual_devices is not None:
             virtual_devices = parts = self.virtual_devices
-        batch_size = size * parts
+        batch_size = batches.batch_size * parts
         if is_training and self.global_batch is not None:
             batch_size = int(self.global_batch)  # jsonargparse's subclass of int cannot be saved
             if batch_size < parts:
                 raise UserError(shards_beyond(parts, batch_size))
-        if loader.drop_last and len(sampler) < batch_size:
+        if batches.drop_last and len(sampler) < batch_size:
             raise UserError(
                 f"{where} has no batch: drop_last drops its {len(sampler)} samples, because a "
                 f"global batch has {batch_size}: use a smaller batch, or drop_last=False"
             )
-        kind = IndexedSampler if name == "predict" else GlobalSampler
-        return kind(
+        kinds = {"train": GlobalSampler, "predict": IndexedSampler}
+        return kinds.get(name, EvaluationSampler)(
             sampler,
             batch_size=batch_size,
-            drop_last=loader.drop_last,
+            drop_last=batches.drop_last,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             virtual_devices=virtual_devices,
@@ -349,6 +366,7 @@ def why_not(loader: Any, name: str) -> str | None:
         return None
     if type(loader.batch_sampler) is not BatchSampler:
         return f"has a batch sampler of its own ({type(loader.batch_sampler).__name__})"
-    if type(loader.sampler) not in SAMPLERS:
-        return f"has a sampler of its own ({type(loader.sampler).__name__})"
+    sampler = loader.batch_sampler.sampler
+    if type(sampler) not in SAMPLERS:
+        return f"has a sampler of its own ({type(sampler).__name__})"
     return None

@@ -150,9 +150,13 @@ class GlobalOrder:
         rest = 0 if self.drop_last else self._samples % self.batch_size
         return bool(rest or self.batch_size % self.parts)
 
+    def start(self, step: int) -> int:
+        """Return the place of a step's first sample in the epoch's order."""
+        return min(step * self.batch_size, self._samples)
+
     def global_count(self, step: int) -> int:
         """Return the number of samples of all ranks at a step."""
-        return min(self.batch_size, self._samples - step * self.batch_size)
+        return self.start(step + 1) - self.start(step)
 
     def loss_weight(self, trainer: Any, step: int, samples: int = 1) -> float:
         """Return the weight of a batch's loss: ranks and batches may differ in number of samples.
@@ -188,14 +192,14 @@ class GlobalOrder:
         batches = trainer.accumulate_grad_batches
         first = step - step % batches
         end = min(first + batches, trainer.fit_loop.max_batches)
-        window = min(end * self.batch_size, self._samples) - first * self.batch_size
+        window = self.start(end) - self.start(first)
         divisor = 1 if self.virtual_devices else self.world_size * batches
         return samples * divisor / window
 
     def bounds(self, step: int) -> list[int]:
         """Return the boundaries of this rank's parts of a step in the epoch's order."""
         size, rest = divmod(self.global_count(step), self.parts)
-        first = step * self.batch_size
+        first = self.start(step)
         return [first + index * size + min(index, rest) for index in self._ends]
 
     def span(self, step: int) -> slice:

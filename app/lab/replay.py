@@ -227,6 +227,8 @@ def run(arguments: list[str]) -> int:
         checkpoint = before(config.with_name("checkpoints"), first)
     if checkpoint is not None:
         words += ["--ckpt_path", str(checkpoint)]
+    if record.global_batch_size and record.data is None:
+        words += ["--run.global_batch", str(record.global_batch_size)]
     steps = f"step {first:,}"
     if last > first:
         steps += f" to {last:,}"

@@ -14,13 +14,14 @@ from rich.text import Text
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from app.data.exact_loader import order_of
 from app.data.module import ImageData
 from app.modules import ImageClassifier
 from app.modules.recipe import Recipe, rate
 from app.monitor.fill import fill_configuration, fill_model
 from app.monitor.loggers import trackers
 from app.record import Record
-from app.record.words import settings
+from app.record.words import batch, settings
 
 
 class Header(RichModelSummary):
@@ -40,9 +41,20 @@ class Header(RichModelSummary):
         """Print the header."""
         if trainer.is_global_zero:
             for name, text in lines(trainer, self._record):
-                get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
+                _print(name, text)
         if "APP_DEBUG" in os.environ:
             super().on_fit_start(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the batch of a user's loader, which Lightning makes after the header."""
+        order = order_of(trainer.train_dataloader)
+        if trainer.is_global_zero and order is not None and not self._record.global_batch_size:
+            self._record.global_batch_size = order.batch_size
+            _print("batch", batch(self._record))
+
+
+def _print(name: str, text: str) -> None:
+    get_console().print(Text.assemble((f"{name:<11}", "dim"), text), soft_wrap=True)
 
 
 def lines(trainer: Trainer, record: Record) -> Iterator[tuple[str, str]]:

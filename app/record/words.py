@@ -84,16 +84,22 @@ def settings(record: Record, device: str = "") -> Iterator[tuple[str, str]]:
         if record.world_size > 1:
             text += " each"
         yield "runs on", text
-    size = record.global_batch_size
-    if size:
-        text = f"{size:,}"
-        if record.replicas > 1:
-            text += f" = {record.replicas} × {size / record.replicas:g}"
-        if record.virtual_devices:
-            text += f", in {record.virtual_devices} shards"
-        yield "batch", text
+    if record.global_batch_size:
+        yield "batch", batch(record)
     if record.precision:
         yield "precision", record.precision
+
+
+def batch(record: Record) -> str:
+    """Format the global batch and each device's share: `64 = 2 × 32`."""
+    size = record.global_batch_size
+    assert size is not None
+    text = f"{size:,}"
+    if record.replicas > 1:
+        text += f" = {record.replicas} × {size / record.replicas:g}"
+    if record.virtual_devices:
+        text += f", in {record.virtual_devices} shards"
+    return text
 
 
 def percent(share: float) -> str:
