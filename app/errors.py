@@ -44,6 +44,10 @@ class RankSilentError(RankError):
     """Timeout while waiting for another rank."""
 
 
+class RanksDifferError(RankError):
+    """Ranks whose learning rates or weights differ."""
+
+
 @dataclass(frozen=True)
 class ExitStatus:
     """Exit status of a command or a run.

@@ -14,8 +14,13 @@ THEIRS += options(enable_model_summary=True, accelerator="cpu", test=False, thre
 
 
 def fit(root: Path, data: str, *flags: str, devices: int = 1) -> tuple[Path, str]:
-    """Train on a data module of `exact_code`; return the run's folder and the output."""
+    """Train a module of `exact_code`; return the run's folder and the output.
+
+    `data` is its data module, or the module if this has loaders of its own.
+    """
     words = [*THEIRS, "--data", f"exact_code.{data}", "--run.root", str(root), *flags]
+    if data == "OwnLoaders":
+        words[:4] = ["--model", f"exact_code.{data}", *THEIRS[2:4]]
     if devices > 1:
         words += on_cpu("ddp_fork", devices)
     out = output_of(*fork_app("fit", *words))
@@ -43,6 +48,7 @@ CASES = {
     "one process": ("Ordinary", [], 1, (8, 1)),
     "batch per process": ("Ordinary", [], 2, (16, 1)),
     "batch over all": ("Ordinary", ["--run.global_batch", "8"], 2, (8, 1)),
+    "loaders of the module": ("OwnLoaders", [], 2, (16, 1)),
     "larger batch": ("Ordinary", ["--run.global_batch", "16"], 1, (16, 1)),
     "unequal shares": ("Ordinary", ["--run.global_batch", "9"], 2, (9, 1)),
     "divided by the module": ("DividesItself", [], 2, (8, 1)),

@@ -243,8 +243,8 @@ REFUSED = {
     "--model user_code.TwoOptimizers --data user_code.TheirData": (
         "does not work with manual optimization"
     ),
-    "--run.loader lightning": "has no effect on app.data.Synthetic, which is exact: leave it out",
-    "--run.global_batch 20": "the global batch of app.data.Synthetic is --data.batch_size: give that",
+    "--run.loader lightning": "has no effect on app.data.Synthetic, which is exact",
+    "--run.global_batch 20": "the global batch of app.data.Synthetic is --data.batch_size",
     f"{THEIRS} --run.loader lightning": "needs --run.loader exact",
     f"{THEIRS} --run.global_batch 3": "give 3 or less",
 }
@@ -256,7 +256,7 @@ OWN_LOADERS = {
     "several": "returns CombinedLoader",
 }
 REFUSED |= {
-    f"{THEIRS} --data.kind {kind}": f"PlainData.train_dataloader {reason}, so its samples have no global order"
+    f"{THEIRS} --data.kind {kind}": f"PlainData.train_dataloader {reason}, so its samples have no"
     for kind, reason in OWN_LOADERS.items()
 }
 

@@ -17,6 +17,7 @@ from app.launch.cluster_environment import environment_of
 from app.launch.signals import Signals, StopTogether
 from app.monitor.balance import Balance
 from app.monitor.header import Header
+from app.monitor.logged_names import LoggedNames
 from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
 from app.monitor.rank_times import RankTimes
@@ -97,7 +98,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         added.append(Header())
     if trainer.enable_progress_bar is not False and not has(chosen, LightningBar):
         added.append(ProgressBar())
-    added += [NonFinite(run.on_nonfinite), StepClock(ranks)]
+    added += [NonFinite(run.on_nonfinite, run.on_divergence), LoggedNames(), StepClock(ranks)]
     if run.balance:
         added.append(Balance(ranks))
     added += [

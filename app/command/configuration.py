@@ -14,6 +14,7 @@ from jsonargparse._util import CaptureParserException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import app.data
 import app.modules
@@ -91,7 +92,7 @@ class Flags(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the flags of run, cluster and checkpoint, and the default callbacks."""
-        for section, path in DEFAULTS.items():
+        for section, path in self.classes.items():
             if self.arguments.chosen(section) is None:
                 parser.set_defaults({section: {"class_path": path}})
         parser.chosen = self.classes  # type: ignore[attr-defined]
@@ -163,8 +164,18 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def classes_of(arguments: Arguments) -> dict[str, str]:
-    """Return the chosen or default class of model and data, by section."""
-    return {section: arguments.chosen(section) or default for section, default in DEFAULTS.items()}
+    """Return the chosen or default class of model and data, by section.
+
+    A model with a `train_dataloader` of its own needs no data.
+    """
+    classes = dict(DEFAULTS)
+    model = arguments.chosen("model")
+    if model is not None:
+        classes["model"] = model
+        if is_overridden("train_dataloader", find_class("model", model), LightningModule):
+            classes["data"] = f"{LightningDataModule.__module__}.LightningDataModule"
+    classes["data"] = arguments.chosen("data") or classes["data"]
+    return classes
 
 
 def takes_classes_of_data(classes: dict[str, str]) -> bool:

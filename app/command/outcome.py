@@ -72,7 +72,8 @@ def can(stage: str, model: LightningModule, data: LightningDataModule) -> bool:
     if isinstance(data, ImageData):
         has_images = name in data.source.splits or (name == "val" and data.val_size > 0)
     else:
-        has_images = is_overridden(f"{name}_dataloader", data)
+        loader = f"{name}_dataloader"
+        has_images = is_overridden(loader, data) or is_overridden(loader, model)
     return has_images and is_overridden(step, model)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
@@ -112,6 +113,8 @@ def build(cli: Flags) -> None:
         cli.config_init = cli.parser.instantiate_classes(cli.config)
         cli.model = cli.config_init.model
         cli.datamodule = cli.config_init.data
+        if type(cli.datamodule) is LightningDataModule:  # the model has loaders of its own
+            cli.datamodule = None
         arguments = trainer_arguments(cli.config_init, resolved, cli.command_line)
         # drop this node's settings from the saved config
         cluster = cli.config.cluster
@@ -130,8 +133,7 @@ def build(cli: Flags) -> None:
             int(os.environ.get("PL_GLOBAL_SEED", 0)),
             replaces_samplers=cli.config.trainer.use_distributed_sampler is not False,
         )
-        for owner in (cli.datamodule, cli.model):
-            exactness.put_into(owner)
+        exactness.put_into(cli.datamodule or cli.model)
         cli.trainer.callbacks.append(exactness)  # type: ignore[attr-defined]
     if has_our_data and isinstance(cli.model, ImageClassifier):
         cli.model.check_image_shape(cli.datamodule.image_shape)

@@ -32,6 +32,8 @@ class Run:
         tags: Tags of the run in Weights & Biases.
         top_k: Number of classes per image in predictions.csv, most likely first.
         warmup_epochs: Epochs excluded from the throughput in run.json.
+        on_divergence: Reaction to ranks whose learning rates or weights differ: `stop`, or `warn`
+            once.
         on_nonfinite: Reaction to an infinite or NaN loss: `stop` before the next checkpoint, or
             `warn` and continue.
         threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal share of the
@@ -60,6 +62,7 @@ class Run:
     top_k: PositiveInt = 1
     warmup_epochs: NonNegativeInt = 0
     on_nonfinite: Literal["stop", "warn"] = "stop"
+    on_divergence: Literal["stop", "warn"] = "stop"
     threads: PositiveInt | Literal["auto"] = "auto"
     virtual_devices: PositiveInt | None = None
     balance: bool = False
@@ -101,7 +104,10 @@ def default_name(config: Namespace) -> str:
     network = config.model.get("init_args.network")
     if module.startswith("app.modules") and network is not None:
         model = title(network)
-    return f"{model}-{config.data.class_path.rpartition('.')[2]}"
+    data = config.data.class_path.rpartition(".")[2]
+    if data == "LightningDataModule":  # the model has loaders of its own
+        return model
+    return f"{model}-{data}"
 
 
 def is_recorded(trainer: Namespace) -> bool:

@@ -19,6 +19,7 @@ from app.errors import (
     CAUSES,
     RankError,
     RankLostError,
+    RanksDifferError,
     RankSilentError,
     UserError,
     one_line,
@@ -44,7 +45,9 @@ ANOTHER = "another rank"
 SETTING = (MisconfigurationException, ValueError, TypeError, ImportError)
 _has_left = False  # whether `leave_nccl` has aborted the process group
 # exceptions of a rank that the command raises unchanged
-UNCHANGED = {error.__name__: error for error in (UserError, RankLostError, RankSilentError)}
+UNCHANGED = {
+    error.__name__: error for error in (UserError, RankLostError, RankSilentError, RanksDifferError)
+}
 
 
 def lost(text: str) -> RankError | None:

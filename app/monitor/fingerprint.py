@@ -1,23 +1,28 @@
 """Values that must be equal on all ranks, so that ranks that drift apart are caught."""
 
-from typing import Any
+import math
+from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from app.launch.agree import gather_objects
 from app.system.patches import expects
 
-TOLERANCE = 1e-6  # relative; ranks on unequal processors round differently
+# relative; ranks on unequal processors round differently
+TOLERANCE = 1e-5
+RATES = "learning rates"
+SCALE = "loss scale"
 
 
 @expects("torch.amp:GradScaler._scale")
 class Fingerprint:
-    """Learning rates, loss scale, and the norm of the weights that DDP keeps equal.
+    """Learning rates, loss scale, and the norm of each weight, which DDP keeps equal on all ranks.
 
-    Buffers enter only where DDP does not broadcast them, because a broadcast makes them equal at
+    Buffers count only where DDP does not broadcast them, because a broadcast makes them equal at
     the next step.
 
     Args:
@@ -26,80 +31,94 @@ class Fingerprint:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        # a constant, because all ranks must reduce equally many values
+        self._count = len(self._weights())
 
-    def _rates(self) -> list[Any]:
+    def _rates(self) -> list[float | Tensor]:
         rates = []
         for optimizer in self._trainer.optimizers:
-            rates += [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                rates.append(group["lr"])
         return rates
-
-    def _scale(self) -> list[Tensor]:
-        scale = getattr(getattr(self._trainer.precision_plugin, "scaler", None), "_scale", None)
-        return [] if scale is None else [scale]
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the tensors that must be equal, by name."""
-        module = self._trainer.lightning_module
+        trainer = self._trainer
+        if not isinstance(trainer.strategy, DDPStrategy):  # others may shard the weights
+            return {}
+        module = trainer.lightning_module
         weights: dict[str, Tensor] = dict(module.named_parameters())
-        model = self._trainer.strategy.model
+        model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            ignored = model.parameters_to_ignore
-            for name, buffer in module.named_buffers():
-                if name in ignored or not model.will_sync_module_buffers():
-                    weights[name] = buffer
+            if not model.broadcast_buffers:
+                weights |= dict(module.named_buffers())
+            for name in model.parameters_to_ignore:
+                weights.pop(name.removeprefix("module."), None)
         return {name: value for name, value in weights.items() if value.is_floating_point()}
 
     def values(self) -> Tensor:
-        """Return the rank's values on the device, float64 (n,)."""
-        device = self._trainer.strategy.root_device
-        norm = torch.nn.utils.get_total_norm([value.detach() for value in self._weights().values()])
-        values = [*self._rates(), *self._scale(), norm]
+        """Return this rank's values on the device, float64 (n,); n is the same on all ranks."""
+        trainer = self._trainer
+        rates: float | Tensor = 0.0
+        for place, rate in enumerate(self._rates(), 1):
+            rates = rates + place * rate
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = getattr(scaler, "_scale", None)
+        values = [rates, 1.0 if scale is None else scale]
+        for weight in list(self._weights().values())[: self._count]:
+            values.append(torch.linalg.vector_norm(weight.detach().float()))
+        values += [0.0] * (2 + self._count - len(values))
+        device = trainer.strategy.root_device
         return torch.stack(
             [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
         )
 
     def difference(self) -> str:
         """Describe what differs first between the ranks, with the likely cause. Collective."""
-        mine: dict[str, list[float]] = {
-            "learning rates": list(map(float, self._rates())),
-            "loss scales": list(map(float, self._scale())),
-        }
-        for name, value in self._weights().items():
-            mine[name] = [float(value.detach().double().norm())]
-        ranks = gather_objects(mine)
-        for name in mine:
-            for rank, other in enumerate(ranks):
-                if not _alike(other[name], ranks[0][name]):
-                    text = f"{_text(ranks[0][name])} on rank 0, {_text(other[name])} on rank {rank}"
-                    if name in ("learning rates", "loss scales"):
-                        return f"{name} {text}: {self._cause(name)}"
-                    return f"the norm of {name} is {text}: {self._cause(name)}"
-        return "the weights differ between ranks"
+        rates = ", ".join(f"{float(rate):g}" for rate in dict.fromkeys(self._rates()))
+        ranks = gather_objects((self.values().tolist(), rates))
+        names = [RATES, SCALE, *self._weights()]
+        first, first_rates = ranks[0]
+        for place, name in enumerate(names):
+            for rank, (values, others) in enumerate(ranks):
+                if not alike(first[place : place + 1], values[place : place + 1]):
+                    here = f"{first[place]:.6g}"
+                    there = f"{values[place]:.6g}"
+                    if name == RATES:
+                        here = first_rates
+                        there = others
+                    subject = name if place < 2 else f"the norm of {name}"
+                    return (
+                        f"{subject} {here} on rank 0, {there} on rank {rank}: {self._cause(name)}"
+                    )
+        raise AssertionError("the ranks have become equal again")
 
     def _cause(self, name: str) -> str:
-        if name == "learning rates":
+        if name == RATES:
             for config in self._trainer.lr_scheduler_configs:
                 if config.reduce_on_plateau:
                     scheduler = type(config.scheduler).__name__
                     return (
-                        f"{scheduler} follows {config.monitor}: log it with sync_dist=True, so "
-                        "that all ranks see one value"
+                        f"{scheduler} follows {config.monitor}, which is logged without "
+                        "sync_dist=True"
                     )
             return "set the same rates on all ranks"
+        if name in dict(self._trainer.lightning_module.named_buffers()):
+            return (
+                "each rank computes it from its own samples, without broadcast_buffers: leave "
+                "broadcast_buffers on, or give --trainer.sync_batchnorm true"
+            )
         return (
             "a hook changes or draws it on each rank for itself: do the same on all ranks, or "
             "broadcast it from rank zero"
         )
 
 
-def agree(lowest: Tensor, highest: Tensor) -> bool:
-    """Return whether the ranks' lowest and highest values are alike."""
-    return torch.allclose(lowest, highest, rtol=TOLERANCE, atol=0.0, equal_nan=True)
-
-
-def _alike(values: list[float], others: list[float]) -> bool:
-    return len(values) == len(others) and agree(torch.tensor(values), torch.tensor(others))
-
-
-def _text(values: list[float]) -> str:
-    return ", ".join(f"{value:.6g}" for value in dict.fromkeys(values))
+def alike(lowest: Sequence[float], highest: Sequence[float]) -> bool:
+    """Return whether the ranks' lowest and highest values are alike; NaN is like anything."""
+    for low, high in zip(lowest, highest, strict=True):
+        if math.isnan(low) or math.isnan(high):
+            continue
+        if not math.isclose(low, high, rel_tol=TOLERANCE, abs_tol=1e-9):
+            return False
+    return True

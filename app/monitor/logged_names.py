@@ -1,38 +1,51 @@
-"""Check that all ranks log the same names, before Lightning adds up their values one by one."""
+"""Check that all ranks log the same names, before Lightning reduces their values one by one."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from app.errors import UserError
 from app.launch.agree import gather_objects
+from app.record.words import listed
 from app.system.patches import expects
 
-_RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
-
-
-class LoggedNames(Callback):
-    """Callback that compares the names which ranks have logged with `sync_dist`, once per epoch.
-
-    Lightning reduces them in the order in which each rank logged them first. If ranks differ in the
-    order, the callback sorts them; if a name is missing on a rank, it raises.
-    """
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the names of training."""
-        compare(trainer)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the names of a validation."""
-        compare(trainer)
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the names of a test."""
-        compare(trainer)
+_CONNECTORS = "lightning.pytorch.trainer.connectors.logger_connector"
+_CONNECTOR = f"{_CONNECTORS}.logger_connector:_LoggerConnector"
 
 
 @expects(
-    "lightning.pytorch:Trainer._results", f"{_RESULT}:_ResultMetric", f"{_RESULT}:_Metadata.sync"
+    "lightning.pytorch:Trainer._logger_connector",
+    f"{_CONNECTOR}.epoch_end_reached",
+    f"{_CONNECTOR}.update_eval_epoch_metrics",
+)
+class LoggedNames(Callback):
+    """Callback that compares the ranks' logged names at the end of each epoch and evaluation.
+
+    Lightning reduces values in the order in which each rank has logged them first.
+    """
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Compare the names before Lightning's connector reduces the values."""
+        connector = trainer._logger_connector
+        if trainer.world_size == 1 or isinstance(connector.epoch_end_reached, partial):
+            return
+        for name in ("epoch_end_reached", "update_eval_epoch_metrics"):
+            setattr(connector, name, partial(_compared, trainer, getattr(connector, name)))
+
+
+def _compared(trainer: Trainer, reduce: Callable[[], Any]) -> Any:
+    is_training = reduce.__name__ == "epoch_end_reached"
+    if is_training == trainer.training:
+        compare(trainer)
+    return reduce()
+
+
+@expects(
+    "lightning.pytorch:Trainer._results",
+    f"{_CONNECTORS}.result:_ResultMetric",
+    f"{_CONNECTORS}.result:_Sync.should",
 )
 def compare(trainer: Any) -> None:
     """Bring the logged values of all ranks into one order. Collective.
@@ -40,22 +53,23 @@ def compare(trainer: Any) -> None:
     Raises:
         UserError: When some ranks have not logged a name.
     """
-    if trainer.world_size == 1:
-        return
     results = trainer._results
-    keys = [key for key, result in results.items() if result.meta.sync.should]
+    keys = []
+    for key, result in results.items():
+        if result.meta.sync.should or not result.is_tensor:
+            keys.append(key)
     ranks = gather_objects(keys)
-    if all(others == keys for others in ranks) and ranks[0] == ranks[-1]:
+    if all(others == keys for others in ranks):
         return
     shared = set(keys).intersection(*ranks)
     missing = sorted(set().union(*ranks) - shared)
     if missing:
-        with_it = [rank for rank, others in enumerate(ranks) if missing[0] in others]
-        names = ", ".join(sorted({key.partition(".")[2] for key in missing}))
+        names = sorted({key.partition(".")[2] for key in missing})
+        these = [str(rank) for rank, others in enumerate(ranks) if missing[0] in others]
         raise UserError(
-            f"only rank {', '.join(map(str, with_it))} of {trainer.world_size} logs {names} with "
-            "sync_dist=True, so the ranks' values would be mixed up: log the same names on all "
-            "ranks, or a torchmetrics metric"
+            f"{listed(names)}: only rank {', '.join(these)} of {len(ranks)} logs {names[0]} with "
+            "sync_dist=True, so values would be mixed up: log the same names on all ranks, or a "
+            "torchmetrics metric"
         )
     for key in sorted(results):
         results[key] = results.pop(key)

@@ -1,0 +1,155 @@
+"""Ranks that drift apart end the run within one logging window, with what differs and why."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from exact_code import Linear
+from harness import QUIET, error_of, fork_app, on_cpu, options, output_of, record_of
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+
+class ChangesItsBias(Linear):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0 and self.global_step == 3:
+            self.layer.bias.data += 0.1
+
+
+class DrawsItsWeights(Linear):
+    def on_train_epoch_start(self) -> None:
+        generator = torch.Generator().manual_seed(self.global_rank)
+        nn.init.normal_(self.layer.weight, generator=generator)
+
+
+class SchedulesItsRate(Linear):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        decay = 1 - 0.5 * self.global_rank
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class FollowsItsLoss(Linear):
+    """Module with a scheduler that follows a value which differs between ranks."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", torch.tensor(float(self.current_epoch * (1 - 2 * self.global_rank))))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+        }
+
+
+class Normalises(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))  # type: ignore[assignment]
+
+
+HOOK = "a hook changes or draws it on each rank for itself"
+DRIFTING = {
+    "ChangesItsBias": (
+        "ranks differ in step 4: the norm of layer.bias ",
+        f" on rank 0, ? on rank 1: {HOOK}",
+    ),
+    "DrawsItsWeights": ("ranks differ in step 2: the norm of layer.weight ", HOOK),
+    "SchedulesItsRate": (
+        "ranks differ in step 2: learning rates 0.5 on rank 0, 0.125 on rank 1: set the same",
+        "",
+    ),
+    "FollowsItsLoss": (
+        "learning rates 0.05 on rank 0, 0.5 on rank 1: ReduceLROnPlateau follows val_loss, which "
+        "is logged without sync_dist=True",
+        "",
+    ),
+    "Normalises": (
+        "ranks differ in step 2: the norm of layer.0.running_mean ",
+        "leave broadcast_buffers on",
+    ),
+}
+
+
+def flags_of(model: str, root: Path) -> list[str]:
+    flags = ["--model", f"test_drifting_ranks.{model}", "--data", "exact_code.Ordinary"]
+    flags += [*QUIET, *options(name="x", test=False, threads=1, log_every_n_steps=2, max_epochs=4)]
+    return [*flags, *on_cpu("ddp_fork", 2, root=root)]
+
+
+@pytest.mark.parametrize("model", DRIFTING)
+def test_what_differs_is_named(model: str, tmp_path: Path) -> None:
+    flags = flags_of(model, tmp_path)
+    if model == "Normalises":
+        flags[flags.index("ddp_fork")] = "lightning.pytorch.strategies.DDPStrategy"
+        flags += ["--trainer.strategy.dict_kwargs.broadcast_buffers=false"]
+    code, out = fork_app("fit", *flags)
+    for text in DRIFTING[model]:
+        assert text.partition("?")[0] in out
+    assert out.count("error: ") == 1
+    assert code == 1
+    run = tmp_path / "x" / "version_0"
+    assert record_of(run)["status"] == "failed"
+    assert "ranks differ" in record_of(run)["error"]
+    last_equal = {"ChangesItsBias": 3, "FollowsItsLoss": 6}  # step of the epoch's end before
+    for path in run.rglob("last.ckpt"):
+        assert torch.load(path, weights_only=True)["global_step"] == last_equal[model]
+
+
+def test_run_may_continue(tmp_path: Path) -> None:
+    flags = [*flags_of("ChangesItsBias", tmp_path), "--run.on_divergence", "warn"]
+    out = output_of(*fork_app("fit", *flags))
+    assert out.count("ranks differ in step 4: the norm of layer.bias ") == 1
+
+
+class LogsClasses(Linear):
+    """Module that logs the loss of the classes that a rank has seen, in their order."""
+
+    classes: tuple[int, ...] = (0, 1, 2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        losses = cross_entropy(self(batch[0]), batch[1], reduction="none")
+        order = self.classes if self.global_rank == 0 else self.classes[::-1]
+        for label in order:
+            self.log(f"val_{label}", (losses * (batch[1] == label)).mean(), sync_dist=True)
+
+
+class LogsItsClass(LogsClasses):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(f"val_{self.global_rank}", self(batch[0]).mean(), sync_dist=True)
+
+
+class LogsItsClassAtTheEnd(LogsClasses):
+    def on_train_epoch_end(self) -> None:
+        self.last = self(torch.ones(1, 4)).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log(f"seen_{self.global_rank}", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def test_names_in_another_order_are_reduced_by_name(tmp_path: Path) -> None:
+    alone = flags_of("LogsClasses", tmp_path / "alone")
+    alone[-4:] = [*options(strategy="auto", devices=1), *alone[-2:]]
+    rows = []
+    for flags in (flags_of("LogsClasses", tmp_path / "two"), alone):
+        output_of(*fork_app("fit", *flags, "--run.global_batch", "8"))
+        file = Path(flags[flags.index("--run.root") + 1], "x", "version_0", "metrics.csv")
+        rows.append(pd.read_csv(file)[["val_0", "val_1", "val_2"]].dropna())
+    pd.testing.assert_frame_equal(*rows, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [("LogsItsClass", "val"), ("LogsItsClassAtTheEnd", "seen")]
+)
+def test_missing_names_are_refused(model: str, name: str, tmp_path: Path) -> None:
+    message = error_of(*fork_app("fit", *flags_of(model, tmp_path)))
+    assert message.startswith(
+        f"error: {name}_0, {name}_1: only rank 0 of 2 logs {name}_0 with sync_dist=True"
+    )
