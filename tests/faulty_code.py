@@ -19,6 +19,7 @@ from torch.utils.data import (
     TensorDataset,
     random_split,
 )
+from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from app.modules import CIFARCNN
@@ -131,6 +132,17 @@ class Halved(Stock):
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.train, batch_size=BATCH // self.trainer.world_size, shuffle=True)
+
+
+class PaddingSampler(DistributedSampler[Any]):
+    """Sampler class of a user, which repeats samples to give all ranks equally many."""
+
+
+class Padded(Stock):
+    def val_dataloader(self) -> Any:
+        trainer = self.trainer
+        shares = PaddingSampler(self.val, trainer.world_size, trainer.global_rank, shuffle=False)
+        return DataLoader(self.val, batch_size=4, sampler=shares)
 
 
 class Repeated(Halved):

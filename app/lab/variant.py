@@ -26,6 +26,7 @@ RESERVED = (
     "run.wandb",
     "run.group",
     "run.on_nonfinite",
+    "run.on_divergence",
     "cluster.init_method",
     "cluster.node_rank",
 )

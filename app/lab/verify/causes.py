@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from app.lab.verify.differences import TOLERANCE, Difference, Recorded, apart, weights_apart
 from app.record.words import listed
 
-ORDER = "run.global_order"
+LOADER = "run.loader"
 SHARDS = "run.virtual_devices"
 # flags of `fit` that remove many causes
-REMEDIES = {ORDER: "true", SHARDS: "4"}
+REMEDIES = {LOADER: "exact", SHARDS: "4"}
 # attributes of schedulers that hold the length of training
 LENGTHS = ("total_steps", "total_iters", "T_max", "estimated_stepping_batches")
-OURS = "--run.global_order true: ranks share one permutation and every batch of it"
+OURS = "--run.loader exact, with torch's own samplers: ranks share one permutation"
 BITS = "--run.virtual_devices 4 (not for dp)"
 
 
@@ -71,6 +71,12 @@ class Case(NamedTuple):
         """Whether the network sees smaller batches than in the reference."""
         return self.replicas > 1 or self.accumulates
 
+    @property
+    def drifted(self) -> list[str]:
+        """Names of the variant's parameters that differ between its ranks after training."""
+        trained = self.variant.facts["parameters"]
+        return [name for name in self.variant.unequal if name in trained]
+
     def first_step(self, column: str) -> int | None:
         """Return the first step that differs in a column; None if the column has no such step."""
         return getattr(self.differences.get(column), "step", None)
@@ -111,8 +117,8 @@ def _samples(case: Case) -> Cause | None:
         return Cause(
             "the same samples with other pixels: augmentation uses the global random state, which "
             "differs from the reference's",
-            "--run.global_order true if the data set augments, --run.virtual_devices 4 if the "
-            "module augments; or seed a generator by seed, epoch and sample",
+            "--run.loader exact if the data set augments, --run.virtual_devices 4 if the module "
+            "augments; or seed a generator by seed, epoch and sample",
         )
     if variant.resumed_at is not None:
         return Cause(
@@ -136,7 +142,8 @@ def _samples(case: Case) -> Cause | None:
     if is_per_rank:
         return Cause(
             f"the batch size is that of each rank: {sizes}",
-            f"divide the batch size by the number of ranks (here {len(there) // world}), or {OURS}",
+            f"--run.global_batch {len(there)}, or divide the batch size by the number of ranks "
+            f"(here {len(there) // world})",
         )
     counts = {len(step.samples) for step in variant.epoch(0)}
     if len(reference.steps[0].samples) not in counts:
@@ -331,7 +338,9 @@ def _gradients(case: Case) -> Iterator[Cause]:
             f"the loss is a sum over a rank's samples: {loss:.6g}, {expected:.6g} in the reference",
             "return the mean over samples: ddp averages the ranks' gradients",
         )
-    elif world > 1 and differences["loss"].step == place.step and not list(_over_a_batch(case)):
+    elif case.drifted or case.differs("learning rate") or list(_over_a_batch(case)):
+        return  # these make the weights, and so the loss, differ
+    elif world > 1 and differences["loss"].step == place.step:
         yield Cause(
             "the loss of a batch is not the mean over its samples: it weights or compares samples, "
             "or reads the rank",
@@ -344,10 +353,9 @@ def _state(case: Case) -> Iterator[Cause]:
     variant = case.variant
     reference = case.reference
     trained = variant.facts["parameters"]
-    drifted = [name for name in variant.unequal if name in trained]
-    if drifted:
+    if case.drifted:
         yield Cause(
-            f"parameters differ between ranks at the end: {listed(drifted)} were changed outside "
+            f"parameters differ between ranks at the end: {listed(case.drifted)} were changed outside "
             "of the optimizer",
             "change them on all ranks alike, or broadcast them",
         )

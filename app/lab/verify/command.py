@@ -33,12 +33,18 @@ def run(arguments: list[str]) -> int:
 
     Raises:
         UserError: For invalid flags, or when the training fails on one device.
+        KeyboardInterrupt: On Ctrl-C, after the verdict on the variants that have run.
     """
     console = make_console()
     options, prover = _parse(arguments)
     prover.say = lambda line: console.print(line, style="dim", highlight=False)
     prover.folder = claim_version(Path(options.root, "verify"))
-    verdict = prover.run()
+    try:
+        verdict = prover.run()
+    except (KeyboardInterrupt, SystemExit):
+        if prover.results:
+            prover.verdict().show(console)
+        raise
     verdict.show(console)
     file = write_report(verdict, str(CommandLine(["verify", *arguments])), prover.folder)
     console.print(f"report  {file}", soft_wrap=True, highlight=False)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from app.errors import UserError
 from app.lab.runs import run_fit
 from app.lab.variant import RESERVED, Variant
-from app.lab.verify.causes import BITS, ORDER, REMEDIES, Case, Cause, causes
+from app.lab.verify.causes import BITS, LOADER, REMEDIES, Case, Cause, causes
 from app.lab.verify.differences import (
     EXACT,
     TOLERANCE,
@@ -22,6 +23,7 @@ from app.lab.verify.differences import (
     first_bits,
 )
 from app.lab.verify.verdict import Result, Verdict
+from app.record.words import duration
 
 REFERENCE = "one device"
 RESUMED = "stop and resume"
@@ -65,7 +67,10 @@ class Prover:
         folder: Folder of the runs.
 
     Attributes:
-        say: Function called with the name of each run.
+        say: Function called with the name of each run, and the time left.
+        results: Results of the variants so far.
+        global_batch: Samples of a step of the run on one device, if the user's loader is exact;
+            else 0.
 
     Raises:
         UserError: When a flag is invalid, or set by `verify` itself.
@@ -87,6 +92,9 @@ class Prover:
         self.typed = typed
         self.folder = folder
         self.say = lambda line: None
+        self.results: list[Result] = []
+        self.global_batch = 0
+        self._seconds: list[float] = []  # of each run
         self.epoch_steps = math.ceil(settings.steps / 2)
         self.device: dict[str, Any] = {}
         # each run on one device, by its name with additional flags
@@ -131,15 +139,34 @@ class Prover:
         reference = self._reference()
         if reference.recorded is None:
             raise UserError(f"the run on one device failed: {reference.failed}")
-        results = [self._run(name) for name in self.flags]
+        self.global_batch = reference.recorded.facts["global_batch"]
+        for name in self.flags:
+            self.results.append(self._run(name))
         for name, reason in SKIPPED.items():
             if name not in self.flags and not self.settings.quick:
-                results.append(Result(name, [], skipped=reason))
+                self.results.append(Result(name, [], skipped=reason))
         faults: dict[str, Result] = {}
-        for result in results:
+        for result in self.results:
             if result.differences and faults.setdefault(result.fault, result) is result:
                 self._look_behind(result)
-        return Verdict(reference.recorded, results, self.settings.bits)
+        return self.verdict()
+
+    def verdict(self) -> Verdict:
+        """Return the verdict on the variants that have run."""
+        reference = self.references[REFERENCE].recorded
+        assert reference is not None
+        return Verdict(reference, self.results, self.settings.bits)
+
+    def _announce(self, name: str) -> None:
+        """Say which run begins, and how long the planned runs will take."""
+        planned = 2 + len(self.flags)  # the reference, the variants, and the run to be resumed
+        done = len(self._seconds)
+        text = f"{name}  (run {done + 1} of {planned}"
+        if done >= planned:
+            text = f"{name}  (looks for further causes"
+        elif done:
+            text += f", about {duration(fmean(self._seconds) * (planned - done))} left"
+        self.say(f"{text})")
 
     def variant(self, name: str, flags: Mapping[str, Any], more: Mapping[str, Any] = {}) -> Variant:
         """Create a `Variant`. Its flags override those of the command line.
@@ -154,7 +181,11 @@ class Prover:
         """
         for flag, value in more.items():
             name += f" {flag}={value}"
+        own = dict(flags)
         flags = {**self.device, **self.typed, **flags, **more}
+        accumulated = own.get("trainer.accumulate_grad_batches", 1)
+        if self.global_batch and ("data.batch_size" not in own or accumulated > 1):
+            flags.setdefault("run.global_batch", self.global_batch // accumulated)
         variant = Variant.of_flags(name, flags, self.configs)
         if variant.settings.trainer.accelerator == "cpu":
             variant.lacking = None  # replicas that share cores are slow, but train the same
@@ -229,7 +260,7 @@ class Prover:
             steps: Number of optimizer steps; by default the settings'.
             earlier: Recording of the run that this run resumes, or None.
         """
-        self.say(variant.name)
+        self._announce(variant.name)
         arguments = [
             *variant.arguments[1:],
             "--trainer.callbacks+=app.lab.verify.recording.Recording",
@@ -239,9 +270,11 @@ class Prover:
             "--run.wandb=false",
             "--run.warmup_epochs=0",
             "--run.on_nonfinite=warn",
+            "--run.on_divergence=warn",
         ]
         folder = self.folder / "runs" / variant.slug
         record = run_fit(arguments, self.settings.time_limit, folder, variant.nodes())
+        self._seconds.append(record.wall_s or 0.0)
         result = Result(variant.name, variant.arguments)
         if record.status == "completed":
             result.recorded = Recorded(Path(str(record.run_dir)), earlier)
@@ -261,14 +294,14 @@ class Prover:
         """
         flags = self.flags[result.name]
         if "data.batch_size" in flags and "trainer.accumulate_grad_batches" not in flags:
-            # the variant sets a rank's batch size, but the global order would divide it among the
-            # ranks again
+            # the variant's batch size is another one on the ranks of a remedy
             return
         before = result
         more: dict[str, Any] = {}
         for name, value in REMEDIES.items():
             is_remedy = any(name in cause.remedy for cause in before.causes)
-            if not is_remedy and not (name == ORDER and "samples" in result.differences):
+            is_given = name == LOADER and self.config.run.loader == value
+            if is_given or not (is_remedy or (name == LOADER and "samples" in result.differences)):
                 continue
             after = self._run(result.name, {**more, name: value})
             if after.skipped:
@@ -326,7 +359,7 @@ def _sizes(columns: Mapping[str, Difference]) -> list[float]:
 
 
 def _outcome(flags: Mapping[str, Any], result: Result) -> str:
-    """Describe a run with more flags, such as `--run.global_order true: the same training`."""
+    """Describe a run with more flags, such as `--run.loader exact: the same training`."""
     text = "the same training"
     if result.failed:
         text = f"does not run: {result.failed}"

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from app.data.batches import GlobalBatches, tensors
+from app.data.exact_loader import ExactLoader
 from app.data.shares import Shards
 from app.launch.signals import stop_training
 from app.system.patches import expects
@@ -321,9 +322,13 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         lengths["estimated_stepping_batches"] = float(trainer.estimated_stepping_batches)
         name = type(config.scheduler).__name__
         schedulers.append({"class": name, "interval": config.interval, "lengths": lengths})
+    loader = trainer.train_dataloader
     return {
+        # of a user's exact loader
+        "global_batch": loader.batch_sampler.batch_size if isinstance(loader, ExactLoader) else 0,
+        "loader_batch": getattr(loader, "batch_size", None),
         "accumulate": int(trainer.accumulate_grad_batches),
-        "sampler": type(getattr(trainer.train_dataloader, "sampler", None)).__name__,
+        "sampler": type(getattr(loader, "sampler", None)).__name__,
         "batches": trainer.num_training_batches,
         "schedulers": schedulers,
         "batchnorm": batchnorm,

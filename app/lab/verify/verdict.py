@@ -66,6 +66,13 @@ class Result:
         kinds = [cause.kind for cause in self.causes]
         return "; ".join([self.failed or "", *(kinds or self.differences)])
 
+    @property
+    def per_rank(self) -> int | None:
+        """Samples of a step without `--run.global_batch`; None if unknown."""
+        if self.recorded is None or not self.recorded.facts["global_batch"]:
+            return None
+        return len(self.recorded.ranks) * self.recorded.facts["loader_batch"]
+
     def cell(self, column: str) -> str:
         """Return the variant's table cell for a column."""
         if self.recorded is None or not self.recorded.has(column):
@@ -175,6 +182,12 @@ class Verdict:
         text = f"The same {kind} in all {len(tried) + 1} variants"
         if different:
             text = f"Not the same {kind} as on one device: {', '.join(different)}"
+        size = self.reference.facts["global_batch"]
+        if any(result.per_rank not in (None, size) for result in tried):
+            text += (
+                f", with --run.global_batch {size}: without it, the DataLoader's batch is that of "
+                "each rank"
+            )
         if trained < batches:
             text += f", in the first {trained} of {batches} batches of an epoch"
         return f"{text}."
