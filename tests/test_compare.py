@@ -101,6 +101,22 @@ def test_variants_that_cannot_run_fail_hang_or_are_slow(
     assert windows == 4, "of 2 epochs of 9 steps, the first is warm-up"
 
 
+@pytest.mark.slow
+def test_a_users_loader_has_the_baselines_batch(app: App, experiment: Callable[..., Path]) -> None:
+    """The loader's batch size counts per process: two processes would have another batch."""
+    two = DDP | {"trainer.devices": 2}
+    path = experiment(
+        configs=[],
+        flags={"model": "exact_code.Linear", "data": "exact_code.Ordinary"},
+        warmup_epochs=0,
+        variants={"two": two, "one": {}, "own batch": two | {"data.batch_size": 16}},
+        baseline="one",
+    )
+    output_of(*app("compare", "--root", path.parent, "--experiment", path))
+    batches = {name: row["global_batch"] for name, row in by_name(path).items()}
+    assert batches == {"two": 8, "one": 8, "own batch": 32}
+
+
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the machine look idle to a comparison that runs in this process."""

@@ -73,6 +73,10 @@ class Runner:
         warmup = str(experiment.warmup_epochs)
         self.more = [*more, "--run.warmup_epochs", warmup, "--run.on_nonfinite", "warn"]
         self.outcomes = [Outcome(variant) for variant in variants]
+        # the baseline first, because the others have its batch
+        self._in_turn = sorted(
+            self.outcomes, key=lambda outcome: outcome.variant.name != experiment.baseline
+        )
         for outcome in self.outcomes:
             if outcome.variant.lacking:
                 outcome.status = "skipped"
@@ -93,7 +97,7 @@ class Runner:
     def todo(self) -> Iterator[tuple[int, Outcome]]:
         """Yield the missing runs in turn: A B C, A B C. A failed variant is not retried."""
         for repeat in range(1, self.experiment.repeats + 1):
-            for outcome in self.outcomes:
+            for outcome in self._in_turn:
                 if len(outcome.records) < repeat and outcome.status == "waiting":
                     yield repeat, outcome
 
@@ -107,7 +111,7 @@ class Runner:
         variant = outcome.variant
         folder = self.folder(repeat, outcome)
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
-        flags = [*variant.arguments[1:], *self.more]
+        flags = [*variant.arguments[1:], *self._batch(variant), *self.more]
         record = run_fit(flags, self.experiment.time_limit, folder, variant.nodes())
         if record.status != "failed":
             self._keep(outcome, record)
@@ -117,6 +121,22 @@ class Runner:
         outcome.tail = last_lines(folder)
         if record.time_limit is not None:
             outcome.reason += ": see --time_limit"
+
+    def _batch(self, variant: Variant) -> list[str]:
+        """Return the flag that gives a user's loader the global batch of the first variant."""
+        first = self._in_turn[0]
+        if not first.records or first.records[0].data is not None:
+            return []
+        size = first.records[0].global_batch_size
+        settings = variant.settings
+        has_its_own = (
+            settings.run.global_batch is not None
+            or settings.run.loader == "lightning"
+            or settings.data != first.variant.settings.data
+        )
+        if size is None or has_its_own:
+            return []
+        return ["--run.global_batch", str(size)]
 
     def _keep(self, outcome: Outcome, record: Record) -> None:
         """Keep the record of a run that completed, or that stopped at the time limit.

@@ -338,7 +338,7 @@ def _gradients(case: Case) -> Iterator[Cause]:
             f"the loss is a sum over a rank's samples: {loss:.6g}, {expected:.6g} in the reference",
             "return the mean over samples: ddp averages the ranks' gradients",
         )
-    elif case.drifted or case.differs("learning rate") or list(_over_a_batch(case)):
+    elif case.drifted or case.differs("learning rate") or any(_over_a_batch(case)):
         return  # these make the weights, and so the loss, differ
     elif world > 1 and differences["loss"].step == place.step:
         yield Cause(
@@ -355,8 +355,8 @@ def _state(case: Case) -> Iterator[Cause]:
     trained = variant.facts["parameters"]
     if case.drifted:
         yield Cause(
-            f"parameters differ between ranks at the end: {listed(case.drifted)} were changed outside "
-            "of the optimizer",
+            f"parameters differ between ranks at the end: {listed(case.drifted)} were changed "
+            "outside of the optimizer",
             "change them on all ranks alike, or broadcast them",
         )
     names = list(variant.unequal)
