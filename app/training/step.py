@@ -122,8 +122,8 @@ class StraightLoop(LoggingLoop):
         if self.reason is not None:
             super().advance(data_fetcher)
             return
-        if self.restarting:
-            if self._should_check_val_fx(data_fetcher):
+        if self.trainer.fit_loop.restarting:
+            if self.restarting and self._should_check_val_fx(data_fetcher):
                 super().advance(data_fetcher)
                 return
             self.end_resumption()
