@@ -41,7 +41,7 @@ Lightning's step.
   in `loops/optimization/automatic.py`. Compare them when you upgrade Lightning.
 * Falls back to Lightning's step for features it lacks: `hooks.why_not` lists them.
 * Off switch: `--run.loop lightning`.
-* Comparison: `tests/test_straight_step.py` runs both, and compares calls, losses and checkpoints.
+* Comparison: `tests/test_conformance.py` runs both, and compares calls, metrics and checkpoints.
 """
 
 from operator import attrgetter
