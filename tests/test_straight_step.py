@@ -87,6 +87,27 @@ def test_variants(name: str, fit: Fit) -> None:
     assert_alike_by_command(fit, *flags, *VARIANTS[name])
 
 
+USERS = {
+    "user_code.TheirModel": "user_code.TheirData",
+    "user_code.Lazy": "user_code.NamedData",
+    "user_code.OddModel": "user_code.OddData",
+    "user_code.SkipsForward": "user_code.NoValidation",
+    "user_code.Normalises": "user_code.TheirData",
+    "user_code.LogsNothing": "user_code.TwoLoaders",
+    "user_code.LogsAccuracy": "user_code.TwoLoaders",
+    "user_code.LogsOtherNames": "user_code.TheirTestedData",
+    "user_code.LossRises": "user_code.HiddenData",
+    "plain_code.WithBuffers": "plain_code.PlainData",
+    "exact_code.Linear": "exact_code.Ordinary",
+}
+
+
+@pytest.mark.parametrize("model", USERS)
+def test_code_of_users(model: str, fit: Fit) -> None:
+    flags = ["--model", model, "--data", USERS[model], "--trainer.accelerator=cpu", *QUIET]
+    assert_alike_by_command(fit, *flags, *options(max_epochs=2, log_every_n_steps=2))
+
+
 class Pickles(Callback):
     """Callback that pickles the Trainer.
 
