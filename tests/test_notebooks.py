@@ -26,7 +26,7 @@ def test_runs(notebook: Path, tmp_path: Path) -> None:
         "pytest",
         *plugins,
         "--nbmake",
-        "--nbmake-timeout=240",
+        "--nbmake-timeout=480",
         str(notebook),
     ]
     env = {**os.environ, **SMALL, "LAB_RUNS": str(tmp_path / "runs")}
@@ -40,7 +40,7 @@ def test_runs(notebook: Path, tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        out, _ = process.communicate(timeout=500)
+        out, _ = process.communicate(timeout=560)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

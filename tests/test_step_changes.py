@@ -11,16 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from test_straight_step import (
-    BATCH_HOOKS,
-    CALLBACK_HOOKS,
-    CALLS,
-    STEP_METHODS,
-    ByStep,
-    ClipsEach,
-    assert_alike,
-    recorder,
-)
+from test_conformance import CALLS, HOOKS, ByStep, ClipsEach, assert_alike, recording
 from torch import Tensor, nn
 
 
@@ -88,7 +79,8 @@ def sets(owner: str, **values: Any) -> Callable[[Any], None]:
 
 
 def late() -> Callback:
-    return recorder([name for name in CALLBACK_HOOKS if "batch" in name or "backward" in name])
+    hooks = [name for name in HOOKS["callback"] if "batch" in name or "backward" in name]
+    return recording(Callback, "late", hooks)()
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -128,9 +120,19 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
         trainer.strategy, "model", Halved(trainer.lightning_module)
     ),
 }
+BATCH_HOOKS = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
 BACKWARD = ["pre_backward", "backward", "post_backward"]
 METHODS = {
-    "lightning_module": ["on_before_backward", *STEP_METHODS],
+    "lightning_module": [
+        "on_before_backward",
+        "training_step",
+        "backward",
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "configure_gradient_clipping",
+        "clip_gradients",
+        *BATCH_HOOKS,
+    ],
     "datamodule": BATCH_HOOKS,
     "strategy": [
         *BACKWARD,
@@ -168,8 +170,5 @@ def test_change_in_mid_epoch(change: str, tmp_path: Path) -> None:
 
         return type("Changes", (Callback,), {hook: call})()
 
-    def model() -> ByStep:
-        return type("Fresh", (ByStep,), {})()  # a new class, because a change may patch it
-
     settings = {"max_epochs": 1, "limit_val_batches": 0}
-    assert_alike(tmp_path, reason, model=model, callbacks=[changes], **settings)
+    assert_alike(tmp_path, reason, model=ByStep, callbacks=[changes], **settings)

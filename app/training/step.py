@@ -41,7 +41,7 @@ Lightning's step.
   in `loops/optimization/automatic.py`. Compare them when you upgrade Lightning.
 * Falls back to Lightning's step for features it lacks: `hooks.why_not` lists them.
 * Off switch: `--run.loop lightning`.
-* Comparison: `tests/test_straight_step.py` runs both, and compares calls, losses and checkpoints.
+* Comparison: `tests/test_conformance.py` runs both, and compares calls, metrics and checkpoints.
 """
 
 from operator import attrgetter
@@ -122,8 +122,8 @@ class StraightLoop(LoggingLoop):
         if self.reason is not None:
             super().advance(data_fetcher)
             return
-        if self.restarting:
-            if self._should_check_val_fx(data_fetcher):
+        if self.trainer.fit_loop.restarting:
+            if self.restarting and self._should_check_val_fx(data_fetcher):
                 super().advance(data_fetcher)
                 return
             self.end_resumption()

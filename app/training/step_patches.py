@@ -206,16 +206,20 @@ def _call_between_windows(
     f"{_LOGGERS}._current_fx",
     f"{EPOCH_LOOP}._results",
     f"{EPOCH_LOOP}._batches_that_stepped",
+    "lightning.pytorch.loops.loop:_Loop._restarting",
 )
 class LoggingLoop(WindowLoop):
     """Lightning's loop over batches, with its logging in separate methods."""
 
     def end_resumption(self) -> None:
-        """Mark the epoch as not resumed: Lightning skips ReduceLROnPlateau after a resumed one.
+        """Mark epoch and validation as not resumed.
 
-        Source: fit_loop.py, `on_advance_end`.
+        Lightning would skip ReduceLROnPlateau after a resumed epoch, and the batches of a resumed
+        validation. Do not set `fit_loop.restarting`: with `max_steps`, it becomes True. Sources:
+        fit_loop.py, `restarting` and `on_advance_end`; training_epoch_loop.py, `advance`.
         """
-        self.trainer.fit_loop.restarting = False
+        self.trainer.fit_loop._restarting = False
+        self.val_loop.restarting = False
 
     def on_batch_start(self, batch: Any, size: int | None = None) -> None:
         """Tell `self.log` the batch, its size if known, and whether it is the epoch's first."""
