@@ -119,7 +119,9 @@ def test_what_is_not_exact_is_said(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "--run.global_batch 1 --trainer.strategy ddp_fork --trainer.devices 2": "has fewer samples than",
+    "--run.global_batch 1 --trainer.strategy ddp_fork --trainer.devices 2": (
+        "has fewer samples than"
+    ),
     "--data.drop_last true --data.batch_size 64": (
         "Ordinary.train_dataloader has no batch: drop_last drops its 36 samples, because a global "
         "batch has 64: use a smaller batch, or drop_last=False"

@@ -324,6 +324,36 @@ class TwoOptimizers(TheirModel):
         return [torch.optim.SGD(self.net[layer].parameters(), lr=0.1) for layer in (1, 3)]
 
 
+class StepsItself(TheirModel):
+    """Model that steps an optimizer which Lightning does not wrap, as SAM's code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.optimizer = super().configure_optimizers()
+        return self.optimizer
+
+
+class FineTuned(TheirModel):
+    """Model with a backbone, which a callback trains later than the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(12)
+        self.backbone = nn.Sequential(nn.Flatten(), norm, nn.Linear(12, 12), nn.BatchNorm1d(12))
+        self.net = nn.Sequential(self.backbone, nn.ReLU(), nn.Linear(12, 2))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+
 class Fails(TheirModel):
     """Model that fails on the last rank, in the second step of an epoch."""
 
