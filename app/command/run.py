@@ -121,18 +121,19 @@ def build(cli: Flags) -> None:
         cli.trainer = cli.instantiate_trainer(**arguments)
         patch(cli.trainer, cli.config)
     has_our_data = isinstance(cli.datamodule, ImageData)
-    if has_our_data and cli.command == "fit":
-        cli.datamodule.virtual_devices = resolved.virtual_devices
-    elif run.loader == "exact":
+    if not has_our_data:
         exactness = Exactness(
             resolved.virtual_devices,
             run.global_batch,
             int(os.environ.get("PL_GLOBAL_SEED", 0)),
             replaces_samplers=cli.config.trainer.use_distributed_sampler is not False,
         )
-        for owner in (cli.datamodule, cli.model):
-            exactness.put_into(owner)
+        if run.loader == "exact":
+            for owner in (cli.datamodule, cli.model):
+                exactness.put_into(owner)
         cli.trainer.callbacks.append(exactness)  # type: ignore[attr-defined]
+    elif cli.command == "fit":
+        cli.datamodule.virtual_devices = resolved.virtual_devices
     if has_our_data and isinstance(cli.model, ImageClassifier):
         cli.model.check_image_shape(cli.datamodule.image_shape)
 
