@@ -108,6 +108,9 @@ def build(cli: Flags) -> None:
     """Build model, data and Trainer."""
     resolved = cli.resolved
     run = cli.config.run
+    replaced = cli.arguments.replaced_callbacks()
+    if replaced is not None:
+        rank_zero_info(replaced)
     with explaining_errors(leaves(cli.config)):
         cli.config_init = cli.parser.instantiate_classes(cli.config)
         cli.model = cli.config_init.model
