@@ -21,9 +21,10 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                 checkpoint_file, contents (of a checkpoint)
     monitor     watches one run: run_record (writes the record), fill (fills it), windows
                 (throughput), step_clock, rank_times (slow ranks), balance (fewer shards for
-                slow ranks), series (time series), results (of a test or prediction), nonfinite,
-                progress_bar, loggers, header and summary (printed at the start and the end),
-                report (its page), batch_shapes (a callback for users)
+                slow ranks), fingerprint and logged_names (equal on all ranks), series (time
+                series), results (of a test or prediction), nonfinite, progress_bar, loggers,
+                header and summary (printed at the start and the end), report (its page),
+                batch_shapes (a callback for users)
     launch      processes of a run: elastic (torch's agent starts them), spawn (Lightning starts
                 them), rendezvous and cluster_environment (they connect), agree (on checkpoint
                 and folder); signals, failures, watchdog and process (they end)
@@ -36,7 +37,7 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     data        sources (data sets), image_files (the user's own), tables (CSV files, classes by
                 name), hugging_face, synthetic (drawn), geometry (sizes and crops), cache
                 (decoded once, mapped), shares (a rank's share of the global order), batches
-                (order, readers and loader of a share), global_order (for a user's DataLoader),
+                (order, readers and loader of a share), exact_loader (for a user's DataLoader),
                 transforms (pixels), module (ImageData), datasets (--data)
     record      the run record (run.json); words (formats its figures)
     system      machine, interconnect, files, torch_files (weights and checkpoints), page (the
