@@ -301,7 +301,8 @@ class Exactness(Callback):
             self._say(
                 "epoch",
                 "this epoch goes on in another order than before the stop: some samples come "
-                "twice, others never. Resume from an epoch's end, or use --run.loader exact",
+                "twice, others never. Resume from an epoch's end, or with a loader that "
+                "--run.loader exact can order",
             )
         if reason is None or not isinstance(order, GlobalSampler):
             return
