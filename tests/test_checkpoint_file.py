@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from harness import error_of, fork_app, fork_fit, last_of, on_cpu, options, output_of
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from app.command.checkpoint_file import LAST, PREVIOUS, CheckpointFiles, read
@@ -135,6 +136,44 @@ def test_folder_renamed_during_a_save(tmp_path: Path, monkeypatch: pytest.Monkey
     CheckpointFiles().save_checkpoint(content(2), path)
     assert read(path)["global_step"] == 2
     assert read(tmp_path / "away" / LAST)["global_step"] == 1
+
+
+def theirs(model: str, **settings: object) -> list[str]:
+    """Return flags for one epoch with a model of `user_code`."""
+    words = [f"--model=user_code.{model}", "--data=user_code.TheirData", "--run.name=x"]
+    return [*words, *options(test=False, **{"max_epochs": 1, "accelerator": "cpu"} | settings)]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_unreadable_checkpoint_ends_the_run_before_it_trains(devices: int, tmp_path: Path) -> None:
+    """The line names the object. It is the last one on every number of processes."""
+    flags = ["--run.root", tmp_path, *theirs("SavesMode", max_epochs=2)]
+    flags += on_cpu("ddp_fork", 2) if devices == 2 else []
+    assert error_of(*fork_app("fit", *flags)) == (
+        "error: checkpoint['settings']['modes'][0] is of type user_code.Mode, so that no checkpoint"
+        " could be loaded: save a plain value or a tensor, or call "
+        "torch.serialization.add_safe_globals([user_code.Mode]) in the module's file"
+    )
+    assert not list(tmp_path.rglob("*.ckpt"))
+    output_of(*fork_app("fit", *flags, "--trainer.enable_checkpointing=false"))
+
+
+def test_allowed_object_is_saved_and_loaded(tmp_path: Path) -> None:
+    flags = [*theirs("SavesMode"), "--model.allows=true"]
+    fork_fit(tmp_path, *flags)
+    fork_fit(tmp_path, *flags, "--ckpt_path=last", "--trainer.max_epochs=2")
+
+
+def test_unreadable_hyperparameters_are_left_out(tmp_path: Path) -> None:
+    """One line names them. The trial changes no random stream."""
+    flags = ["fit", "--run.root", tmp_path / "saved", *theirs("KeepsObjects")]
+    out = output_of(*fork_app(*flags))
+    line = "checkpoints are saved without the hyperparameters act, optimizer, because only plain"
+    assert out.count(line) == 1
+    saved = tmp_path / "saved" / "x" / "version_0"
+    assert read(last_of(saved))["hyper_parameters"] == {"scale": 2.0}
+    other = fork_fit(tmp_path / "x", *theirs("KeepsObjects", enable_checkpointing=False))
+    assert (saved / "metrics.csv").read_text() == (other / "metrics.csv").read_text()
 
 
 def test_unfinished_files_in_use_are_not_removed(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import QUIET, ROOT, App, error_of, output_of, start_app, tiny
+from harness import QUIET, ROOT, App, error_of, fork_fit, options, output_of, start_app, tiny
+from lightning.pytorch import callbacks
 
 from app import __version__
+from app.command.configuration import build
 
 SMALL = tiny()
 NESTED = "{class_path: CIFARCNN, init_args: {optimizer: {class_path: SGD, init_args: {lr: 1e-3x}}}}"
@@ -240,3 +242,57 @@ def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path: Path) 
 def test_strategy_named_by_its_class(app: App) -> None:
     out = output_of(*app("fit", *SMALL, "--trainer.strategy", "FP16", "--print_config"))
     assert yaml.safe_load(out)["trainer"]["strategy"]["class_path"] == "app.training.FP16"
+
+
+REQUIRED = {  # settings without defaults, or that others need
+    "EarlyStopping": {"monitor": "val_loss"},
+    "GradientAccumulationScheduler": {"scheduling": "{4: 2}"},
+    "ModelPruning": {"pruning_fn": "l1_unstructured", "amount": "0.5"},
+    "OnExceptionCheckpoint": {"dirpath": "x"},
+    "StochasticWeightAveraging": {"swa_lrs": "0.1"},
+    "Timer": {"duration": "00:00:10:00"},
+}
+
+
+def chosen(*names: str) -> list[str]:
+    """Return flags that add callbacks with their required settings."""
+    words = []
+    for name in names:
+        words.append(f"--trainer.callbacks+={name}")
+        for setting, value in REQUIRED.get(name, {}).items():
+            words.append(f"--trainer.callbacks.{setting}={value}")
+    return words
+
+
+def test_every_callback_of_lightning_can_be_chosen(app: App, tmp_path: Path) -> None:
+    """All except base classes, and one that needs a function, are chosen, saved and read again."""
+    others = {"Callback", "Checkpoint", "ProgressBar", "ThroughputMonitor", "BaseFinetuning"}
+    words = chosen(*sorted({*callbacks.__all__} - others))
+    file = tmp_path / "c.yaml"
+    file.write_text(output_of(*app("fit", *SMALL, *words, "--print_config")))
+    assert "Unable to serialize" not in file.read_text()
+    assert output_of(*app("fit", "--config", file, "--print_config")) == file.read_text()
+    build(["fit", "--config", str(file)])  # creates the callbacks, too
+
+
+def test_config_saved_with_callbacks_runs_again(tmp_path: Path) -> None:
+    """Settings are an enumeration, a name or a function, and a device."""
+    words = chosen("Timer", "ModelPruning", "StochasticWeightAveraging")
+    words += ["--model=user_code.TheirModel", "--data=user_code.TheirData"]
+    run = fork_fit(tmp_path, *words, *options(max_epochs=1, accelerator="cpu"))
+    fork_fit(tmp_path / "again", "--config", run / "config.yaml")
+
+
+def test_config_that_replaces_callbacks_says_so(app: App, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("trainer: {callbacks: [{class_path: Timer}]}")
+    line = f"--config {second} replaces the callbacks of --config {first}: write `callbacks+:` in"
+    flags = ["--config", first, "--config", second, *SMALL, *options(max_epochs=1, test=False)]
+    for key, said, classes in (("callbacks", 1, ["DeviceStatsMonitor"]), ("callbacks+", 0, None)):
+        second.write_text(f"trainer: {{{key}: [{{class_path: DeviceStatsMonitor}}]}}")
+        out = output_of(*app("fit", *flags, "--run.name", key))
+        assert out.count(line) == said
+        config = (tmp_path / "runs" / key / "version_0" / "config.yaml").read_text()
+        saved = [each["class_path"] for each in yaml.safe_load(config)["trainer"]["callbacks"]]
+        names = [path.rpartition(".")[2] for path in saved]
+        assert names == (classes or ["Timer", "DeviceStatsMonitor"])

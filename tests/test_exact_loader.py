@@ -125,6 +125,21 @@ def test_what_is_not_exact_is_said(tmp_path: Path) -> None:
     assert record_of(run)["not_exact"] == [line.removeprefix("not exact: ")]
 
 
+@pytest.mark.parametrize("loader", ["exact", "lightning"])
+def test_an_epoch_resumed_in_another_order_is_said(loader: str, tmp_path: Path) -> None:
+    """A loader that cannot continue within an epoch begins anew; an epoch's end is exact."""
+    data = {"exact": "Combined", "lightning": "Ordinary"}[loader]
+    line = "this epoch goes on in another order than before the stop: some samples come twice"
+    for step, count in ((5, 0), (7, 0), (9, 1)):
+        flags = ["--run.loader", loader, "--ckpt_path", "auto", "--trainer.max_steps", str(step)]
+        run, out = fit(tmp_path, data, *flags)
+        assert out.count(f"not exact: {line}") == count
+    assert record_of(run)["not_exact"][-1].startswith(line)
+    assert "You're resuming" not in out
+    _, out = fit(tmp_path / "e", "Ordinary", "--trainer.max_steps=7")
+    assert line not in fit(tmp_path / "e", "Ordinary", "--ckpt_path", "auto")[1]
+
+
 REFUSED = {
     "--run.global_batch 1 --trainer.strategy ddp_fork --trainer.devices 2": "has fewer samples",
     "--data.drop_last true --data.batch_size 64": (

@@ -21,6 +21,7 @@ from harness import (
     difference,
     error_of,
     fork_app,
+    fork_fit,
     on_cpu,
     options,
     output_of,
@@ -401,3 +402,32 @@ def test_last_is_found_without_the_record(app: App, tmp_path: Path) -> None:
         (run / "run.json").write_text(content)
         out = output_of(*app("validate", "--config", run / "config.yaml", "--ckpt_path", "last"))
         assert f"{run}/run.json cannot be read" in out or '"checkpoint": null' in content
+
+
+TUNED = ["--data=user_code.TheirData", *options(accelerator="cpu", test=False, max_epochs=3)]
+TUNED += ["--model=user_code.FineTuned", "--trainer.callbacks+=BackboneFinetuning"]
+TUNED += ["--trainer.callbacks.unfreeze_backbone_at_epoch=1", "--trainer.callbacks.train_bn=false"]
+
+
+@pytest.mark.parametrize("steps", [3, 5, 8, 10])
+def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path: Path) -> None:
+    """A run stopped before, at or after the epoch that unfreezes the backbone goes on as whole."""
+    whole = fork_fit(tmp_path / "whole", *TUNED)
+    fork_fit(tmp_path, *TUNED, "--run.name=cut", "--trainer.max_steps", str(steps))
+    cut = fork_fit(tmp_path, *TUNED, "--run.name=cut", "--ckpt_path=last")
+    assert record_of(cut)["steps"] == 15
+    assert difference(whole, cut) == 0
+
+
+def test_module_that_steps_its_own_optimizer(tmp_path: Path) -> None:
+    """Lightning counts no steps, so batches count as steps, also in a resumed run."""
+    flags = ["--model=user_code.StepsItself", "--data=user_code.TheirData", "--run.name=x"]
+    flags += [*options(root=tmp_path, test=False, accelerator="cpu"), "--trainer.max_epochs"]
+    line = "StepsItself steps SGD itself, and Lightning counts no such step: each batch counts as "
+    line += "a step. Use `self.optimizers()`, whose steps Lightning counts"
+    for epochs, resume in (("1", []), ("2", ["--ckpt_path=last"])):
+        out = output_of(*fork_app("fit", *flags, epochs, *resume))
+        assert out.count(line) == 1
+        run = tmp_path / "x" / "version_0"
+        assert record_of(run)["steps"] == 5 * int(epochs)
+        assert read(run / "checkpoints" / "last.ckpt")["global_step"] == 5 * int(epochs)

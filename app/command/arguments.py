@@ -151,6 +151,20 @@ class Arguments:
                 chosen = str(value)
         return chosen
 
+    def replaced_callbacks(self) -> str | None:
+        """Return a line if a config's callbacks replace those of an earlier config, or None."""
+        files = []
+        for file, config in self.configs.items():
+            trainer = config.get("trainer")
+            if isinstance(trainer, dict) and trainer.get("callbacks"):
+                files.append(file)
+        if len(files) < 2:
+            return None
+        return (
+            f"--config {files[-1]} replaces the callbacks of --config {files[-2]}: write "
+            "`callbacks+:` in it to add to them"
+        )
+
     def check(self) -> None:
         """Reject values that jsonargparse misreads silently.
 

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.cli import LightningArgumentParser
 
 from app.command.checkpoint_file import CheckpointFiles
+from app.command.contents import Contents
 from app.command.resolved import Resolved, as_list
 from app.command.run_options import is_recorded
 from app.launch.cluster_environment import environment_of
@@ -104,6 +105,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
     added += [
         # aborts NCCL, before another callback's `on_exception` reads from the device
         StopTogether(timeout),
+        Contents(),
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
         TestFigures(track=run.track_images),
         PredictionWriter(run.top_k),

@@ -7,13 +7,20 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch import LightningDataModule, LightningModule
 
 from app.errors import UserError
 from app.system.files import PART, sync_folder, whole
-from app.system.torch_files import load
+from app.system.torch_files import load, unreadable
 
 FLAG = "--ckpt_path"
 LAST = "last.ckpt"
+HYPERPARAMETERS = (  # sections of a checkpoint; the types are OmegaConf's
+    LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
+    LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE,
+    LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY,
+    LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE,
+)
 PREVIOUS = "last-1.ckpt"  # the `last.ckpt` that a newer one has replaced
 
 
@@ -25,9 +32,12 @@ class CheckpointFiles(TorchCheckpointIO):
     ) -> None:
         """Write a checkpoint; if it replaces `last.ckpt`, keep the old file as `last-1.ckpt`.
 
+        Unreadable hyperparameters are dropped.
+
         Raises:
             UserError: When the file cannot be written. An existing file is kept.
         """
+        drop_unreadable(checkpoint)
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -52,6 +62,23 @@ class CheckpointFiles(TorchCheckpointIO):
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)
         return load(Path(path), FLAG)
+
+
+def drop_unreadable(checkpoint: dict[str, Any]) -> list[str]:
+    """Drop hyperparameters that `load` would reject, such as modules; return their names."""
+    dropped: list[str] = []
+    for section in HYPERPARAMETERS:
+        values = checkpoint.get(section)
+        if not unreadable(values):
+            continue
+        del checkpoint[section]
+        if isinstance(values, dict):
+            unusable = [name for name, value in values.items() if unreadable(value)]
+            checkpoint[section] = {name: values[name] for name in values if name not in unusable}
+            dropped += unusable
+        else:
+            dropped.append(section)
+    return dropped
 
 
 def _write(file: Path, content: io.BytesIO) -> None:

@@ -104,8 +104,9 @@ def guard_types() -> None:
     """Make jsonargparse check each class and function that a value names before calling it.
 
     jsonargparse only checks modules, and classes against a type that names some; it would call any
-    function with the arguments of a config. At an upgrade: does `adapt_typehints` still convert
-    each value, nested ones, too?
+    function with the arguments of a config. It also saves names of functions, and devices, as text
+    that cannot be read again. At an upgrade: does `adapt_typehints` still convert each value,
+    nested ones, too?
     """
     adapt = _typehints.adapt_typehints
     check_type = _typehints.ActionTypeHint._check_type
@@ -133,6 +134,9 @@ def guard_types() -> None:
         instantiate_classes: bool = False,
         **more: Any,
     ) -> Any:
+        is_name = isinstance(value, str) and takes_functions(hint)
+        if serialize and (is_name or isinstance(value, torch.device)):
+            return str(value)
         in_any = _typehints.get_parsing_setting("instantiate_subclass_spec_in_any")
         creates = in_any or hint not in (Any, object)
         if creates and instantiate_classes:

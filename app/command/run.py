@@ -109,6 +109,9 @@ def build(cli: Flags) -> None:
     """Build model, data and Trainer."""
     resolved = cli.resolved
     run = cli.config.run
+    replaced = cli.arguments.replaced_callbacks()
+    if replaced is not None:
+        rank_zero_info(replaced)
     with explaining_errors(leaves(cli.config)):
         cli.config_init = cli.parser.instantiate_classes(cli.config)
         cli.model = cli.config_init.model
@@ -124,17 +127,18 @@ def build(cli: Flags) -> None:
         cli.trainer = cli.instantiate_trainer(**arguments)
         patch(cli.trainer, cli.config)
     has_our_data = isinstance(cli.datamodule, ImageData)
-    if has_our_data and cli.command == "fit":
-        cli.datamodule.virtual_devices = resolved.virtual_devices
-    elif run.loader == "exact":
+    if not has_our_data:
         exactness = Exactness(
             resolved.virtual_devices,
             run.global_batch,
             int(os.environ.get("PL_GLOBAL_SEED", 0)),
             replaces_samplers=cli.config.trainer.use_distributed_sampler is not False,
         )
-        exactness.put_into(cli.datamodule or cli.model)
+        if run.loader == "exact":
+            exactness.put_into(cli.datamodule or cli.model)
         cli.trainer.callbacks.append(exactness)  # type: ignore[attr-defined]
+    elif cli.command == "fit":
+        cli.datamodule.virtual_devices = resolved.virtual_devices
     if has_our_data and isinstance(cli.model, ImageClassifier):
         cli.model.check_image_shape(cli.datamodule.image_shape)
 

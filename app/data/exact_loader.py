@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
@@ -227,6 +228,15 @@ def order_of(loader: Any) -> GlobalOrder | None:
     return order if isinstance(order, GlobalOrder) else None
 
 
+def begins_anew(trainer: Any) -> bool:
+    """Return whether a run resumes inside an epoch with a loader that cannot continue there."""
+    fit = trainer.fit_loop
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    continues = all(hasattr(loader, "load_state_dict") for loader in loaders)
+    is_inside = fit.restarted_mid_epoch and not fit.epoch_loop.batch_progress.is_last_batch
+    return is_inside and not continues
+
+
 class Exactness(Callback):
     """Makes the loaders of a data module or module exact, where possible; says what is not exact.
 
@@ -302,9 +312,16 @@ class Exactness(Callback):
             rank_zero_info(f"not exact: {text}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say that a step which does not weigh batches trains on batches of several sizes."""
+        """Say that a resumed epoch begins anew, or that a step does not weigh uneven batches."""
         reason = getattr(trainer.fit_loop.epoch_loop, "reason", "--run.loop lightning")
         order = order_of(trainer.train_dataloader)
+        if order is None and begins_anew(trainer):
+            self._say(
+                "epoch",
+                "this epoch goes on in another order than before the stop: some samples come "
+                "twice, others never. Resume from an epoch's end, or with a loader that "
+                "--run.loader exact can order",
+            )
         if reason is None or not isinstance(order, GlobalSampler):
             return
         if order.is_uneven or len(order) % trainer.accumulate_grad_batches:

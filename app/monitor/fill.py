@@ -7,6 +7,7 @@ import statistics
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from app.data.exact_loader import Exactness
 from app.data.module import ImageData
 from app.modules import ImageClassifier
 from app.modules.networks import count_parameters, title
@@ -121,6 +122,8 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows) -> Non
         if isinstance(callback, NonFinite):
             record.not_finite_since = callback.since
             record.not_finite_step = callback.step
+        elif isinstance(callback, Exactness):
+            record.not_exact = list(callback.exceptions.values())
         elif isinstance(callback, StepClock):
             record.time_per_step = callback.time_per_step(step)
             record.ranks = callback.ranks.ranks

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from app.data.batches import tensors
-from app.data.exact_loader import Exactness, order_of
+from app.data.exact_loader import order_of
 from app.data.module import ImageData
 from app.errors import SMALLER, ExitStatus, RankError, UserError, out_of_memory
 from app.launch.agree import gather_objects
@@ -193,9 +193,6 @@ class RunRecord(Callback):
         order = order_of(trainer.train_dataloader)
         if self.record.global_batch_size is None and order is not None:
             self.record.global_batch_size = order.batch_size
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Exactness):
-                self.record.not_exact = list(callback.exceptions.values())
         self._close_epoch(trainer)
         self.windows.begin_epoch(trainer)
         if trainer.optimizers:

@@ -14,6 +14,8 @@ IGNORED = (  # patterns of the first words of ignored warnings
     "Corrupt EXIF data",  # such images are read without their EXIF data
     # warns of fewer batches than log_every_n_steps; epochs are logged anyway
     "The number of training batches",
+    # the exact loader's callback says so, too
+    "You're resuming from a checkpoint that ended before the epoch",
     "Experiment logs directory",  # the tracker creates the folder first
     "The `srun` command is available",  # the rules of `fit` check this
 )

@@ -4,14 +4,18 @@ Torch's files are zip archives with a checksum of each member, but torch does no
 format has none.
 """
 
+import io
 import os
+import pickle
 import re
 import warnings
 import zipfile
 from argparse import Namespace
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import torch
 
@@ -37,16 +41,62 @@ def load(path: Path, flag: str = "") -> Any:
                 damaged = zipfile.ZipFile(file).testzip()
             if damaged is None:
                 file.seek(0)
-                # many published files hold the training's options as a Namespace
-                allowed = torch.serialization.safe_globals([Namespace])
-                with allowed, warnings.catch_warnings(action="ignore"):
-                    return torch.load(file, "cpu", weights_only=True)
+                return _load(file)
             reason = f"damaged ({damaged})"
     except OSError as error:
         reason = f"it cannot be read ({error.strerror or error})"
     except Exception as error:  # unpickling arbitrary bytes can raise anything
         reason = _refusal(str(error)) or f"not a checkpoint, or damaged ({type(error).__name__})"
     raise UserError(f"{flag} {path}: {reason}".lstrip())
+
+
+def _load(file: IO[bytes]) -> Any:
+    # many published files hold the training's options as a Namespace
+    allowed = torch.serialization.safe_globals([Namespace])
+    with allowed, warnings.catch_warnings(action="ignore"):
+        return torch.load(file, "cpu", weights_only=True)
+
+
+class _Emptying(pickle.Pickler):
+    """Pickler that replaces tensors by an empty one."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            return _EMPTY.__reduce_ex__(2)
+        return NotImplemented
+
+
+_EMPTY = torch.empty(0)
+_EMPTYING: Any = SimpleNamespace(__name__="pickle", Pickler=_Emptying)
+
+
+def unreadable(value: Any, place: str = "") -> tuple[str, Any] | None:
+    """Return the place and value of the first object that `load` would reject in a saved value.
+
+    Return None if `load` would read the value. Tensors are replaced by an empty one, because they
+    may be large.
+
+    Args:
+        value: A value for `torch.save`.
+        place: Expression for the value, such as `checkpoint`.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(value, file, pickle_module=_EMPTYING)
+        file.seek(0)
+        _load(file)
+        return None
+    except Exception:  # pickling and unpickling a user's objects can raise anything
+        members: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        members = value.items()
+    elif isinstance(value, list | tuple):
+        members = enumerate(value)
+    for key, member in members:
+        found = unreadable(member, f"{place}[{key!r}]")
+        if found is not None:
+            return found
+    return place, value
 
 
 def _refusal(message: str) -> str | None:

@@ -14,9 +14,11 @@ from types import MethodType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from app.errors import UserError
 from app.system.lightning_patches import in_window
@@ -130,6 +132,44 @@ class Hook:
         return result
 
 
+@expects("lightning.pytorch.loops.optimization.manual:_ManualOptimization.optim_step_progress")
+class CountedOptimization(_ManualOptimization):
+    """Manual optimization in which batches count as steps if Lightning wraps no optimizer in use.
+
+    Lightning would count no step, and so save no checkpoint.
+    """
+
+    _is_counted = False  # whether Lightning has counted a step
+    _is_reported = False
+
+    def run(self, kwargs: Any) -> Any:
+        """Train on a batch. Count a step if only optimizers that Lightning does not wrap step."""
+        progress = self.optim_step_progress
+        before = progress.total.completed
+        stepped: list[Optimizer] = []
+        handle = register_optimizer_step_post_hook(lambda each, *_: stepped.append(each))
+        try:
+            outputs = super().run(kwargs)
+        finally:
+            handle.remove()
+        if progress.total.completed > before:
+            self._is_counted = True
+        elif stepped and not self._is_counted:
+            progress.increment_ready()
+            progress.increment_completed()
+            self._report(type(stepped[0]).__name__)
+        return outputs
+
+    def _report(self, optimizer: str) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            rank_zero_info(
+                f"{type(self.trainer.lightning_module).__name__} steps {optimizer} itself, and "
+                "Lightning counts no such step: each batch counts as a step. Use "
+                "`self.optimizers()`, whose steps Lightning counts"
+            )
+
+
 class WindowLoop(_TrainingEpochLoop):
     """Lightning's loop over batches, which stops and saves only between accumulation windows.
 
@@ -140,7 +180,9 @@ class WindowLoop(_TrainingEpochLoop):
     def put_into(cls, trainer: Trainer) -> None:
         """Replace a Trainer's epoch loop by an instance of this class."""
         before = trainer.fit_loop.epoch_loop
-        trainer.fit_loop.epoch_loop = cls(trainer, before.min_steps, before.max_steps)
+        loop = cls(trainer, before.min_steps, before.max_steps)
+        loop.manual_optimization = CountedOptimization(trainer)
+        trainer.fit_loop.epoch_loop = loop
 
     def on_run_start(self, data_fetcher: Any) -> None:
         """Make all checkpoint callbacks wait for the end of a window.

@@ -1,0 +1,100 @@
+"""Callback for a checkpoint's contents: tried before the first epoch, and frozen layers."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from app.command.checkpoint_file import CheckpointFiles, drop_unreadable
+from app.errors import UserError
+from app.launch.agree import gather_objects
+from app.record.words import listed
+from app.system.patches import expects
+from app.system.torch_files import unreadable
+
+FROZEN = "frozen"  # key in a checkpoint
+
+
+@expects("lightning.pytorch.trainer.trainer:Trainer._checkpoint_connector")
+class Contents(Callback):
+    """Callback that tries the first checkpoint, and saves and restores frozen layers.
+
+    Without it, a run would train to its end before an unreadable checkpoint is noticed, and
+    Lightning would freeze a resumed run's layers as at the start of training.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Try in memory whether a checkpoint could be read again. Collective.
+
+        Raises:
+            UserError: When it could not; the message names the object in it.
+        """
+        io = trainer.strategy.checkpoint_io
+        if not trainer.checkpoint_callbacks or not isinstance(io, CheckpointFiles):
+            return
+        with isolate_rng():
+            message = complaint(trainer)
+        message = gather_objects(message)[0]
+        if message is not None:
+            raise UserError(message)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the names of frozen parameters, and of norms that keep their statistics."""
+        if finetunes(trainer):
+            frozen = [name for name, p in pl_module.named_parameters() if not p.requires_grad]
+            for name, module in pl_module.named_modules():
+                if not getattr(module, "track_running_stats", True):
+                    frozen.append(name)
+            checkpoint[FROZEN] = frozen
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Freeze the layers that were frozen, and no others, before DDP wraps the model."""
+        if trainer.state.fn != "fit" or not finetunes(trainer) or FROZEN not in checkpoint:
+            return
+        frozen = set(checkpoint[FROZEN])
+        for name, parameter in pl_module.named_parameters():
+            parameter.requires_grad = name not in frozen
+        for name, module in pl_module.named_modules():
+            if hasattr(module, "track_running_stats"):
+                module.track_running_stats = name not in frozen
+
+
+def finetunes(trainer: Any) -> bool:
+    """Return whether a callback freezes and unfreezes layers."""
+    return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
+
+
+def complaint(trainer: Any) -> str | None:
+    """Return why a checkpoint could not be read again, or None.
+
+    Print the names of hyperparameters that are left out.
+    """
+    weights_alone = all(
+        getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks
+    )
+    try:
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_alone)
+    except Exception:  # the user's hook may need what training makes
+        return None
+    dropped = drop_unreadable(checkpoint)
+    if dropped:
+        rank_zero_info(
+            f"checkpoints are saved without the hyperparameters {listed(dropped)}, because only "
+            "plain values can be loaded: pass these to load_from_checkpoint"
+        )
+    found = unreadable(checkpoint, "checkpoint")
+    if found is None:
+        return None
+    place, value = found
+    cls = value if hasattr(value, "__qualname__") else type(value)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        f"{place} is of type {name}, so that no checkpoint could be loaded: save a plain value or "
+        f"a tensor, or call torch.serialization.add_safe_globals([{name}]) in the module's file"
+    )
