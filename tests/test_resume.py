@@ -419,6 +419,15 @@ def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path: Path) 
     assert difference(whole, cut) == 0
 
 
+def test_unfrozen_layers_are_averaged_over_the_ranks(tmp_path: Path) -> None:
+    """DDP wraps the model again when a callback unfreezes layers, also with virtual devices."""
+    two = on_cpu("ddp_fork", 2)
+    fork_fit(tmp_path, *TUNED, *two)  # it would end with "ranks differ"
+    flags = [*TUNED, *options(virtual_devices=2, global_batch=8, threads=1)]
+    alone = fork_fit(tmp_path / "alone", *flags)
+    assert difference(alone, fork_fit(tmp_path, *flags, *two)) == 0
+
+
 def test_module_that_steps_its_own_optimizer(tmp_path: Path) -> None:
     """Lightning counts no steps, so batches count as steps, also in a resumed run."""
     flags = ["--model=user_code.StepsItself", "--data=user_code.TheirData", "--run.name=x"]

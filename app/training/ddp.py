@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch.strategies import DDPStrategy
-from torch import distributed
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from app.system.patches import expects
@@ -105,6 +105,7 @@ class DDP(DDPStrategy):
             distributed.set_debug_level(level)
         devices = self.determine_ddp_device_ids()
         model: Any = self.model
+        self._trainable = trainable(model)
         self.model = DistributedDataParallel(
             model, device_ids=devices, process_group=group, **self.ddp_options
         )
@@ -116,9 +117,27 @@ class DDP(DDPStrategy):
         if hook:
             self.model.register_comm_hook(self.hook_state, hook)
 
+    def follow_frozen(self) -> None:
+        """Wrap the model again if layers were frozen or unfrozen.
+
+        DDP averages only the gradients of parameters that were trainable when it wrapped the model.
+        Collective.
+        """
+        wrapped = self.model
+        if not isinstance(wrapped, DistributedDataParallel):
+            return
+        if self._trainable != trainable(wrapped.module):
+            self.model = wrapped.module
+            self.configure_ddp()
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks; compute the mean of integers in floating point."""
         is_tensor = isinstance(tensor, torch.Tensor)
         if is_tensor and reduce_op == "mean" and not tensor.is_floating_point():
             tensor = tensor.float()
         return super().reduce(tensor, group, reduce_op)
+
+
+def trainable(model: nn.Module) -> list[str]:
+    """Return the names of the trainable parameters."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from app.errors import UserError
 from app.system.lightning_patches import in_window
 from app.system.patches import EXPECTED, expects
+from app.training.ddp import DDP
 
 EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _CONNECTORS = "lightning.pytorch.trainer.connectors"
@@ -185,13 +186,15 @@ class WindowLoop(_TrainingEpochLoop):
         trainer.fit_loop.epoch_loop = loop
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Make all checkpoint callbacks wait for the end of a window.
+        """Let DDP follow unfrozen layers, and all checkpoint callbacks wait for a window's end.
 
         Raises:
             UserError: When checkpoints would be due inside a window, because a validation is.
         """
         super().on_run_start(data_fetcher)
         trainer = self.trainer
+        if isinstance(trainer.strategy, DDP):
+            trainer.strategy.follow_frozen()  # after the callbacks' on_train_epoch_start
         batches = trainer.accumulate_grad_batches
         if batches == 1 or not trainer.checkpoint_callbacks:
             return
