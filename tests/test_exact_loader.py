@@ -18,9 +18,10 @@ def fit(root: Path, data: str, *flags: str, devices: int = 1) -> tuple[Path, str
 
     `data` is its data module, or the module if this has loaders of its own.
     """
-    words = [*THEIRS, "--data", f"exact_code.{data}", "--run.root", str(root), *flags]
+    chosen = ["--data", f"exact_code.{data}"]
     if data == "OwnLoaders":
-        words[:4] = ["--model", f"exact_code.{data}", *THEIRS[2:4]]
+        chosen = ["--model", f"exact_code.{data}"]
+    words = [*THEIRS, *chosen, "--run.root", str(root), *flags]
     if devices > 1:
         words += on_cpu("ddp_fork", devices)
     out = output_of(*fork_app("fit", *words))

@@ -93,7 +93,8 @@ def test_throughput_of_batches_that_begin_with_names(
     batches: str, app: App, tmp_path: Path
 ) -> None:
     data = ["--model", "user_code.TheirModel", "--data", f"user_code.{batches}", *QUIET]
-    output_of(*app("fit", *data, *options(max_epochs=2, log_every_n_steps=1)))
+    flags = options(loader="lightning", max_epochs=2, log_every_n_steps=1)
+    output_of(*app("fit", *data, *flags))
     for epoch in record(tmp_path / "runs")["epochs"]:
         assert (epoch["samples_per_s"] is None) == (batches == "HiddenData")
 

@@ -58,10 +58,11 @@ def _load(file: IO[bytes]) -> Any:
 
 
 class _Emptying(pickle.Pickler):
-    """Pickler that replaces tensors by an empty one."""
+    """Pickler that replaces torch's own tensors by an empty one."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) in (torch.Tensor, torch.nn.Parameter):
+        is_torchs = type(value).__module__.partition(".")[0] == "torch"
+        if isinstance(value, torch.Tensor) and is_torchs:
             return _EMPTY.__reduce_ex__(2)
         return NotImplemented
 
