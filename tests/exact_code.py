@@ -49,15 +49,23 @@ class Ordinary(LightningDataModule):
     """Loaders as most people write them."""
 
     def __init__(
-        self, count: int = 36, validated: int = 23, batch_size: int = 8, drop_last: bool = False
+        self,
+        count: int = 36,
+        validated: int = 23,
+        batch_size: int = 8,
+        drop_last: bool = False,
+        train: str = "",
     ) -> None:
         super().__init__()
         self.data: Dataset[Any] = samples(count, 0)
         self.validation = samples(validated, 1)
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self.train = train
 
     def train_dataloader(self) -> Any:
+        if self.train == "own_batches":
+            return DataLoader(self.data, batch_sampler=[[0, 1], [2, 3]])
         return DataLoader(self.data, self.batch_size, drop_last=self.drop_last)
 
     def val_dataloader(self) -> Any:

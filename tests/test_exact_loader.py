@@ -147,6 +147,10 @@ REFUSED = {
         "Ordinary.train_dataloader has no batch: drop_last drops its 36 samples, because a global "
         "batch has 64: use a smaller batch, or drop_last=False"
     ),
+    "--run.global_batch 8 --data.train own_batches": (
+        "--run.global_batch: Ordinary.train_dataloader has a batch sampler of its own (list), so "
+        "its samples have no global order"
+    ),
     "--run.loader lightning --run.global_batch 8": "--run.global_batch 8 needs --run.loader exact",
     "--run.global_order true": "did you mean --run.loader?",
 }

@@ -294,11 +294,12 @@ class Exactness(Callback):
 
     def _except(self, where: str, reason: str, trainer: Any, name: str) -> None:
         """Store and print what is not exact because of a loader that stays as it is."""
-        if self.virtual_devices is not None and name == "train":
-            raise UserError(
-                f"--run.virtual_devices: {where} {reason}, so its samples have no global order: "
-                "change it, or leave the flag out"
-            )
+        for flag in ("virtual_devices", "global_batch"):
+            if getattr(self, flag) is not None and name == "train":
+                raise UserError(
+                    f"--run.{flag}: {where} {reason}, so its samples have no global order: change "
+                    "it, or leave the flag out"
+                )
         effect = "a resumed epoch, or another number of processes, has another order"
         if name != "train":
             effect = "ranks may repeat samples to get equally many"

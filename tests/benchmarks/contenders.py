@@ -20,10 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
 
 ROOT = Path(__file__).parents[2]
 FIT = "fit --trainer.accelerator cpu --run.test false --run.wandb false"
@@ -258,6 +260,58 @@ SHARDED = f"""
 --model CIFARCNN --model.network resnet18_cifar --data Synthetic --data.images 512
 --data.val_size 0 --data.batch_size 128 --trainer.max_epochs 2 {UNTOUCHED} {QUIET}
 """
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Photos as most people load them: PIL images, augmented by torchvision."""
+
+    def __init__(self) -> None:
+        self.images = np.random.default_rng(0).integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
+        self.transform = transforms.Compose(
+            [
+                transforms.RandomCrop(32, padding=4),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(Image.fromarray(self.images[index])), index % 10
+
+
+class OrdinaryData(LightningDataModule):
+    """Ordinary data module, whose loader has two workers."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(
+            Pictures(), batch_size=64, shuffle=True, num_workers=2, persistent_workers=True
+        )
+
+
+class OrdinaryModel(LightningModule):
+    """Ordinary module: LeNet with SGD."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from app.modules.networks import LeNet
+
+        self.network = LeNet()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters())
+
+
+ORDINARY = f"--model contenders.OrdinaryModel --data contenders.OrdinaryData {QUIET} {UNTOUCHED}"
+ORDINARY += " --trainer.max_epochs 6"
+loader_lightning = ours(f"{ORDINARY} --run.loader lightning")
+loader_exact = ours(ORDINARY)
 shards_plain = ours(f"{SHARDED} {TWO}")
 shards_ours = ours(f"{SHARDED} {TWO} --run.virtual_devices 8")
 one_plain = ours(SHARDED)

@@ -28,6 +28,7 @@ ITEMS = {
     "lenet": (CORES, "lenet_raw lenet_ours"),
     "start": (CORES, "start_import start_ours start_quickstart"),
     "ddp": (1, "ddp_raw ddp_ours"),
+    "loader": (1, "loader_lightning loader_exact"),
     "shards": (1, "shards_plain shards_ours"),
     "one": (CORES, "one_plain one_ours"),
     "crops": (1, "crops_torchvision crops_ours"),
