@@ -11,6 +11,7 @@ import re
 import runpy
 import shlex
 import shutil
+import sys
 import tomllib
 from contextlib import redirect_stdout, suppress
 from io import StringIO
@@ -245,6 +246,8 @@ def reader(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of a reader who follows the documents; it is the current folder."""
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
+    for file in place.glob("*.py"):  # imported from an earlier folder
+        monkeypatch.delitem(sys.modules, file.stem, raising=False)
     return place
 
 
