@@ -224,7 +224,9 @@ class StraightLoop(LoggingLoop):
             if hooks.weighs_loss:
                 assert hooks.order is not None
                 samples = hooks.order.share_size(self.index)
-                loss = loss * hooks.order.loss_weight(self.trainer, self.index, samples)
+                weight = hooks.order.loss_weight(self.trainer, self.index, samples)
+                if weight != 1.0:
+                    loss = loss * weight
             self.hooks.backward(loss, self.optimizer)
         return self.outputs.get("loss")
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -263,13 +264,17 @@ SHARDED = f"""
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """Photos as most people load them: PIL images, augmented by torchvision."""
+    """Photos as most people load them: JPEG files, augmented by torchvision."""
 
     def __init__(self) -> None:
-        self.images = np.random.default_rng(0).integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
+        self.files = []
+        for values in np.random.default_rng(0).integers(0, 256, (1024, 6, 6, 3), dtype=np.uint8):
+            file = io.BytesIO()
+            Image.fromarray(values).resize((128, 128)).save(file, "JPEG")
+            self.files.append(file)
         self.transform = transforms.Compose(
             [
-                transforms.RandomCrop(32, padding=4),
+                transforms.RandomResizedCrop(32),
                 transforms.RandomHorizontalFlip(),
                 transforms.ToTensor(),
                 transforms.Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
@@ -277,10 +282,10 @@ class Pictures(Dataset[tuple[Tensor, int]]):
         )
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(Image.fromarray(self.images[index])), index % 10
+        return self.transform(Image.open(self.files[index]).convert("RGB")), index % 10
 
 
 class OrdinaryData(LightningDataModule):
