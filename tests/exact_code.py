@@ -1,14 +1,23 @@
 """Data modules of ordinary Lightning users, for tests of the exact loader."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    SequentialSampler,
+    TensorDataset,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -16,6 +25,30 @@ def samples(count: int, seed: int) -> TensorDataset:
     """Return vectors of four numbers, and labels of three classes."""
     vectors = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(vectors, (3 * vectors.sigmoid()[:, 0]).long())
+
+
+class Noisy(Dataset[Any]):
+    """Data set with random noise, whose file each worker opens."""
+
+    file: Any = None
+
+    def __init__(self, data: Dataset[Any]) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        vector, label = self.file[index]
+        return vector + 0.1 * torch.randn(4) + random.random() + np.random.rand(4).astype(
+            "f"
+        ), label
+
+
+def opens(worker: int) -> None:
+    """Open a data set's file in a worker, as for HDF5."""
+    info = get_worker_info()
+    info.dataset.file = info.dataset.data  # type: ignore[union-attr]
 
 
 class Linear(LightningModule):
@@ -66,6 +99,15 @@ class Ordinary(LightningDataModule):
     def train_dataloader(self) -> Any:
         if self.train == "own_batches":
             return DataLoader(self.data, batch_sampler=[[0, 1], [2, 3]])
+        if self.train == "workers":
+            return DataLoader(
+                Noisy(self.data),
+                self.batch_size,
+                shuffle=True,
+                num_workers=2,
+                persistent_workers=True,
+                worker_init_fn=opens,
+            )
         return DataLoader(self.data, self.batch_size, drop_last=self.drop_last)
 
     def val_dataloader(self) -> Any:
@@ -88,6 +130,29 @@ class Distributed(Ordinary):
     def train_dataloader(self) -> Any:
         sampler = DistributedSampler(self.data, shuffle=False)
         return DataLoader(self.data, self.batch_size, sampler=sampler)
+
+
+class Delegates(Ordinary):
+    """Data module whose methods call each other, and which validates batches of one sample."""
+
+    def val_dataloader(self) -> Any:
+        assert len(self.train_dataloader()) == -(-36 // self.batch_size)  # the user's own loader
+        return self.test_dataloader()
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(self.validation, 1)
+
+    def predict_dataloader(self) -> Any:
+        return self.test_dataloader()
+
+
+class DropsLast(Ordinary):
+    """Data module that drops the last validation batch, which a prediction keeps."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.validation, self.batch_size, drop_last=True)
+
+    predict_dataloader = val_dataloader
 
 
 class OwnBatches(Ordinary):

@@ -88,6 +88,8 @@ def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path: Path) -> No
     [
         ("Ordinary", [samples(23, 1)]),
         ("OwnBatches", [samples(23, 1)]),
+        ("Delegates", [samples(23, 1)]),
+        ("DropsLast", [samples(23, 1)]),
         ("TwoSets", [samples(23, 1), samples(7, 2)]),
     ],
 )
@@ -116,6 +118,33 @@ def test_predicts_each_row_once(data: str, expected: list, devices: int, tmp_pat
         assert [rows[index] for index in range(len(rows))] == dataset.tensors[0][:, 0].tolist()
 
 
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(
+    ("data", "count"), [("Delegates", 23), ("Delegates", 4), ("DropsLast", 23)]
+)
+def test_evaluates_each_sample_once(data: str, count: int, devices: int, tmp_path: Path) -> None:
+    """Also in batches of one sample. `drop_last` drops what it drops on one device."""
+    flags = ["--data.validated", str(count), "--run.global_batch", "8"]
+    rows = []
+    for processes in (1, devices):
+        run, _ = fit(tmp_path / str(processes), data, *flags, devices=processes)
+        rows.append(pd.read_csv(run / "metrics.csv")[["val_loss", "val_acc"]].dropna())
+    pd.testing.assert_frame_equal(*rows, rtol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [3, 5, 7, 10])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_resumes_with_workers(steps: int, devices: int, tmp_path: Path) -> None:
+    """Stopped in either epoch of 5 steps, or at an epoch's end: persistent workers read ahead."""
+    flags = ["--data.train=workers", "--run.global_batch=8", "--trainer.max_epochs=3"]
+    whole, _ = fit(tmp_path / "whole", "Ordinary", *flags)
+    fit(tmp_path, "Ordinary", *flags, f"--trainer.max_steps={steps}", devices=devices)
+    cut, _ = fit(tmp_path, "Ordinary", *flags, "--ckpt_path=last", devices=devices)
+    assert record_of(cut)["steps"] == 15
+    for name, value in weights(cut).items():
+        torch.testing.assert_close(value, weights(whole)[name], rtol=0, atol=1e-6)
+
+
 def test_what_is_not_exact_is_said(tmp_path: Path) -> None:
     run, out = fit(tmp_path, "Combined", devices=2)
     line = (
@@ -142,7 +171,9 @@ def test_an_epoch_resumed_in_another_order_is_said(loader: str, tmp_path: Path) 
 
 
 REFUSED = {
-    "--run.global_batch 1 --trainer.strategy ddp_fork --trainer.devices 2": "has fewer samples",
+    "--run.global_batch 1 --trainer.strategy ddp_fork --trainer.devices 2": (
+        "--run.global_batch 1 has fewer samples than the 2 ranks: give 2 or more"
+    ),
     "--data.drop_last true --data.batch_size 64": (
         "Ordinary.train_dataloader has no batch: drop_last drops its 36 samples, because a global "
         "batch has 64: use a smaller batch, or drop_last=False"

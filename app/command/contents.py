@@ -13,6 +13,7 @@ from app.launch.agree import gather_objects
 from app.record.words import listed
 from app.system.patches import expects
 from app.system.torch_files import unreadable
+from app.system.trust import chosen_modules, is_within, local_modules
 
 FROZEN = "frozen"  # key in a checkpoint
 
@@ -94,7 +95,10 @@ def complaint(trainer: Any) -> str | None:
     place, value = found
     cls = value if hasattr(value, "__qualname__") else type(value)
     name = f"{cls.__module__}.{cls.__qualname__}"
-    return (
+    text = (
         f"{place} is of type {name}, so that no checkpoint could be loaded: save a plain value or "
-        f"a tensor, or call torch.serialization.add_safe_globals([{name}]) in the module's file"
+        "a tensor"
     )
+    if is_within(cls.__module__, [*local_modules(), *chosen_modules()]):
+        text += f", or call torch.serialization.add_safe_globals([{name}]) in the module's file"
+    return text

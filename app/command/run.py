@@ -135,7 +135,7 @@ def build(cli: Flags) -> None:
             replaces_samplers=cli.config.trainer.use_distributed_sampler is not False,
         )
         if run.loader == "exact":
-            exactness.put_into(cli.datamodule or cli.model)
+            exactness.put_into(cli.trainer)
         cli.trainer.callbacks.append(exactness)  # type: ignore[attr-defined]
     elif cli.command == "fit":
         cli.datamodule.virtual_devices = resolved.virtual_devices

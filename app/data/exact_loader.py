@@ -9,15 +9,15 @@ import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import (
     RandomSampler,
@@ -27,6 +27,7 @@ from torch.utils.data.sampler import (
 )
 
 from app.data.shares import GlobalOrder, Shards, next_step, shards_beyond, stream
+from app.data.sources import work_apart
 from app.errors import UserError
 from app.system.patches import expects
 from app.system.random_streams import own_streams, seed_of
@@ -43,7 +44,6 @@ KEPT = (
     "num_workers",
     "pin_memory",
     "timeout",
-    "worker_init_fn",
     "prefetch_factor",
     "persistent_workers",
     "multiprocessing_context",
@@ -107,11 +107,15 @@ class GlobalSampler(GlobalOrder):
     Args:
         sampler: The loader's sampler; it draws from the epoch's random stream.
         **order: As for `GlobalOrder`. If a shard is empty, it gets a stand-in, too.
+
+    Attributes:
+        resumes: Whether the next epoch begins at the position of a checkpoint.
     """
 
     def __init__(self, sampler: Any, **order: Any) -> None:
         super().__init__(len(sampler), **order)
         self._sampler = sampler
+        self.resumes = False
 
     def samples(self, step: int) -> list[int]:
         """Return the indices of this rank's samples at a step of the epoch."""
@@ -130,7 +134,11 @@ class GlobalSampler(GlobalOrder):
             2**62, (len(order),), generator=stream(self.seed, 3, self.epoch)
         ).tolist()
         items = list(zip(order, seeds, strict=True))
-        for step in range(self.position(), len(self)):
+        first = 0
+        if self.resumes:
+            first = self.position()
+        self.resumes = False
+        for step in range(first, len(self)):
             stand_in = [items[self.start(step)]]
             shards = []
             for start, end in pairwise(self.bounds(step)):
@@ -143,7 +151,8 @@ class EvaluationSampler(GlobalSampler):
 
     If the last batch has fewer samples than there are ranks, the last two batches share their
     samples equally. So every rank has as many batches, and a collective call in a step of the
-    user's meets one on every rank.
+    user's meets one on every rank. With one sample per rank and batch, some ranks have a batch
+    less instead.
 
     Example: 9 samples in global batches of 4 on 2 ranks come as 4, 3 and 2 samples.
     """
@@ -151,7 +160,8 @@ class EvaluationSampler(GlobalSampler):
     def start(self, step: int) -> int:
         """Return the place of a step's first sample in the epoch's order."""
         full, rest = divmod(self._samples, self.batch_size)
-        if step == full > 0 and 0 < rest < self.parts and not self.drop_last:
+        has_enough = self.batch_size >= 2 * self.parts
+        if step == full > 0 and 0 < rest < self.parts and has_enough:
             return self._samples - (self.batch_size + rest) // 2
         return super().start(step)
 
@@ -188,8 +198,9 @@ class ExactLoader:
             SeededItems(loader.dataset),
             batch_sampler=order,
             collate_fn=partial(collate_parts, loader.collate_fn, order.virtual_devices is not None),
-            # otherwise, the loader would draw from the global random state
-            generator=torch.Generator(),
+            # otherwise, the loader would draw the workers' seeds from the global random state
+            generator=stream(order.seed, 4, order.rank),
+            worker_init_fn=partial(work_apart, then=partial(init_worker, loader.worker_init_fn)),
             **{name: getattr(loader, name) for name in KEPT},
         )
 
@@ -207,11 +218,18 @@ class ExactLoader:
     def _iterator(self, iterator: None) -> None:
         self._batches._iterator = iterator
 
+    @property
+    def loader_batch(self) -> int:
+        """Batch size of the user's loader."""
+        return self.loader.batch_sampler.batch_size  # type: ignore[union-attr]
+
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
+        # begin at the first batch, because Lightning calls `iter` before it sets the epoch and the
+        # position of a resumed run, and workers would read ahead
+        yield from self._batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings that define the order."""
@@ -220,6 +238,19 @@ class ExactLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check that the checkpoint's order equals this loader's."""
         self.batch_sampler.load_state_dict(state)
+        self.batch_sampler.resumes = True
+
+
+def init_worker(then: Callable[[int], Any] | None, worker: int) -> None:
+    """Call the user's function for a new worker, which finds the user's data set."""
+    if then is None:
+        return
+    info: Any = get_worker_info()
+    items = info.dataset
+    # torch forbids the assignment
+    object.__setattr__(info, "dataset", items.dataset)
+    then(worker)
+    object.__setattr__(info, "dataset", items)
 
 
 def order_of(loader: Any) -> GlobalOrder | None:
@@ -264,25 +295,33 @@ class Exactness(Callback):
         self.replaces_samplers = replaces_samplers
         self.exceptions: dict[str, str] = {}
 
-    def put_into(self, owner: LightningDataModule | LightningModule) -> None:
-        """Make the loaders of a data module or module exact when they are made."""
-        for name in ("train", "val", "test", "predict"):
-            method = f"{name}_dataloader"
-            if is_overridden(method, owner):
-                setattr(owner, method, partial(self._loaders, owner, name))
+    @expects(
+        "lightning.pytorch.loops.fit_loop:_FitLoop._data_source",
+        "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop._data_source",
+        "lightning.pytorch.loops.prediction_loop:_PredictionLoop._data_source",
+    )
+    def put_into(self, trainer: Any) -> None:
+        """Make the loaders exact that the Trainer requests. The user's code gets its own ones."""
+        for loop in (
+            trainer.fit_loop,
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
+            source = loop._data_source
+            source.dataloader = partial(self._requested, trainer, source)
 
-    def _loaders(self, owner: Any, name: str) -> Any:
-        made = getattr(type(owner), f"{name}_dataloader")(owner)
-        if isinstance(made, list | tuple) and name != "train":
-            return [self._made_exact(loader, owner, name) for loader in made]
-        return self._made_exact(made, owner, name)
+    def _requested(self, trainer: Any, source: Any) -> Any:
+        loaders = type(source).dataloader(source)
+        if isinstance(loaders, list | tuple) and source.name != "train_dataloader":
+            return [self._exact(loader, trainer, source) for loader in loaders]
+        return self._exact(loaders, trainer, source)
 
-    def _made_exact(self, loader: Any, owner: Any, name: str) -> Any:
-        if isinstance(loader, ExactLoader):
-            return loader
-        trainer = owner.trainer
-        where = f"{type(owner).__name__}.{name}_dataloader"
-        reason = why_not(loader, name)
+    def _exact(self, loader: Any, trainer: Any, source: Any) -> Any:
+        where = f"{type(source.instance).__name__}.{source.name}"
+        name = source.name.removesuffix("_dataloader")
+        reason = why_not(loader, name, trainer.world_size)
         if not self.replaces_samplers:
             reason = "keeps its sampler (--trainer.use_distributed_sampler false)"
         elif trainer.overfit_batches:
@@ -293,7 +332,7 @@ class Exactness(Callback):
         return ExactLoader(loader, self._order(loader, trainer, name, where))
 
     def _except(self, where: str, reason: str, trainer: Any, name: str) -> None:
-        """Store and print what is not exact because of a loader that stays as it is."""
+        """Name a loader that is not exact, and the effect."""
         for flag in ("virtual_devices", "global_batch"):
             if getattr(self, flag) is not None and name == "train":
                 raise UserError(
@@ -334,9 +373,12 @@ class Exactness(Callback):
         if type(batches) is not BatchSampler:  # a prediction's
             batches = BatchSampler(Flat(batches), len(next(iter(batches))), drop_last=False)
         sampler = batches.sampler
+        drop_last = batches.drop_last and is_training
         if isinstance(sampler, DistributedSampler):  # it would deal out a part of the samples
             whole = RandomSampler if sampler.shuffle else SequentialSampler
             sampler = whole(loader.dataset)  # type: ignore[arg-type]
+        if batches.drop_last and name in ("val", "test"):  # drop what one process drops
+            sampler = Flat(BatchSampler(sampler, batches.batch_size, drop_last=True))
         virtual_devices = None
         parts = trainer.world_size
         if is_training and self.virtual_devices is not None:
@@ -344,9 +386,14 @@ class Exactness(Callback):
         batch_size = batches.batch_size * parts
         if is_training and self.global_batch is not None:
             batch_size = int(self.global_batch)  # jsonargparse's subclass of int cannot be saved
-            if batch_size < parts:
-                raise UserError(shards_beyond(parts, batch_size))
-        if batches.drop_last and len(sampler) < batch_size:
+            if virtual_devices is None and batch_size < parts:
+                raise UserError(
+                    f"--run.global_batch {batch_size} has fewer samples than the {parts} ranks: "
+                    f"give {parts} or more"
+                )
+        if virtual_devices is not None and batch_size < parts:
+            raise UserError(shards_beyond(parts, batch_size))
+        if drop_last and len(sampler) < batch_size:
             raise UserError(
                 f"{where} has no batch: drop_last drops its {len(sampler)} samples, because a "
                 f"global batch has {batch_size}: use a smaller batch, or drop_last=False"
@@ -355,7 +402,7 @@ class Exactness(Callback):
         return kinds.get(name, EvaluationSampler)(
             sampler,
             batch_size=batch_size,
-            drop_last=batches.drop_last,
+            drop_last=drop_last,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             virtual_devices=virtual_devices,
@@ -365,26 +412,34 @@ class Exactness(Callback):
         )
 
 
-def why_not(loader: Any, name: str) -> str | None:
+def why_not(loader: Any, name: str, world_size: int) -> str | None:
     """Return why a loader cannot have a global order, or None.
 
     Args:
         loader: What a `*_dataloader` method returned.
         name: `train`, `val`, `test` or `predict`.
+        world_size: Number of processes.
     """
     if not isinstance(loader, DataLoader):
         return f"returns {type(loader).__name__}"
     if isinstance(loader.dataset, IterableDataset):
-        return "reads an iterable data set"
-    if type(loader).__iter__ is not DataLoader.__iter__:
+        return "reads an iterable data set, which each process reads whole, unless it shards it"
+    iterates = attrgetter("__iter__", "__len__", "_get_iterator")  # these make the batches
+    if iterates(type(loader)) != iterates(DataLoader):
         return f"returns {type(loader).__name__}, which makes its own batches"
     if loader.batch_sampler is None:
         return "makes no batches"
-    if name == "predict":  # rows in the loader's order, whatever it is
-        return None
+    samples: Any = getattr(loader.batch_sampler, "sampler", loader.dataset)
+    if name != "train" and len(samples) < world_size:
+        return "has fewer samples than there are ranks"
+    if name == "predict" and type(loader.batch_sampler) is not BatchSampler:
+        first, *others = map(len, loader.batch_sampler)
+        if others and (set(others[:-1]) - {first} or others[-1] > first):
+            return "has batches of several sizes"
+        return None  # rows in the loader's order, whatever it is
     if type(loader.batch_sampler) is not BatchSampler:
         return f"has a batch sampler of its own ({type(loader.batch_sampler).__name__})"
     sampler = loader.batch_sampler.sampler
-    if type(sampler) not in SAMPLERS:
+    if name != "predict" and type(sampler) not in SAMPLERS:
         return f"has a sampler of its own ({type(sampler).__name__})"
     return None

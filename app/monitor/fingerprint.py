@@ -14,13 +14,17 @@ from app.system.patches import expects
 
 # relative; ranks on unequal processors round differently
 TOLERANCE = 1e-5
+SAMPLE = 1024  # number of a weight's first elements in its checksum
 RATES = "learning rates"
 SCALE = "loss scale"
 
 
 @expects("torch.amp:GradScaler._scale")
 class Fingerprint:
-    """Learning rates, loss scale, and the norm of each weight, which DDP keeps equal on all ranks.
+    """Learning rates, loss scale, and a checksum of each weight, which DDP keeps equal.
+
+    A weight's checksum is twice its norm, plus the product of its first elements with a fixed
+    vector of norm 1.
 
     Buffers count only where DDP does not broadcast them, because a broadcast makes them equal at
     the next step.
@@ -33,6 +37,8 @@ class Fingerprint:
         self._trainer = trainer
         # a constant, because all ranks must reduce equally many values
         self._count = len(self._weights())
+        vector = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))
+        self._vector = (vector / vector.norm()).to(trainer.strategy.root_device)
 
     def _rates(self) -> list[float | Tensor]:
         rates = []
@@ -61,12 +67,15 @@ class Fingerprint:
         trainer = self._trainer
         rates: float | Tensor = 0.0
         for place, rate in enumerate(self._rates(), 1):
-            rates = rates + place * rate
+            rates = rates + math.sqrt(place) * rate
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = getattr(scaler, "_scale", None)
         values = [rates, 1.0 if scale is None else scale]
         for weight in list(self._weights().values())[: self._count]:
-            values.append(torch.linalg.vector_norm(weight.detach().float()))
+            flat = weight.detach().flatten().float()
+            sample = flat[:SAMPLE]
+            product = torch.dot(sample, self._vector[: len(sample)])
+            values.append(2 * torch.linalg.vector_norm(flat) + product)
         values += [0.0] * (2 + self._count - len(values))
         device = trainer.strategy.root_device
         return torch.stack(
@@ -78,19 +87,15 @@ class Fingerprint:
         rates = ", ".join(f"{float(rate):g}" for rate in dict.fromkeys(self._rates()))
         ranks = gather_objects((self.values().tolist(), rates))
         names = [RATES, SCALE, *self._weights()]
-        first, first_rates = ranks[0]
         for place, name in enumerate(names):
-            for rank, (values, others) in enumerate(ranks):
-                if not alike(first[place : place + 1], values[place : place + 1]):
-                    here = f"{first[place]:.6g}"
-                    there = f"{values[place]:.6g}"
-                    if name == RATES:
-                        here = first_rates
-                        there = others
-                    subject = name if place < 2 else f"the norm of {name}"
-                    return (
-                        f"{subject} {here} on rank 0, {there} on rank {rank}: {self._cause(name)}"
-                    )
+            column = [values[place] for values, _ in ranks]
+            if alike([min(column)], [max(column)]):
+                continue
+            low, high = sorted([column.index(min(column)), column.index(max(column))])
+            text = f"{name} differs between rank {low} and rank {high}"
+            if name == RATES:
+                text = f"{name} {ranks[low][1]} on rank {low}, {ranks[high][1]} on rank {high}"
+            return f"{text}: {self._cause(name)}"
         raise AssertionError("the ranks have become equal again")
 
     def _cause(self, name: str) -> str:

@@ -46,6 +46,7 @@ def _compared(trainer: Trainer, reduce: Callable[[], Any]) -> Any:
     "lightning.pytorch:Trainer._results",
     f"{_CONNECTORS}.result:_ResultMetric",
     f"{_CONNECTORS}.result:_Sync.should",
+    f"{_CONNECTORS}.result:_Sync.rank_zero_only",
 )
 def compare(trainer: Any) -> None:
     """Bring the logged values of all ranks into one order. Collective.
@@ -56,7 +57,8 @@ def compare(trainer: Any) -> None:
     results = trainer._results
     keys = []
     for key, result in results.items():
-        if result.meta.sync.should or not result.is_tensor:
+        is_synced = result.meta.sync.should or not result.is_tensor
+        if is_synced and not result.meta.sync.rank_zero_only:
             keys.append(key)
     ranks = gather_objects(keys)
     if all(others == keys for others in ranks):

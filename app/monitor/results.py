@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from app.data.batches import GlobalBatches
@@ -50,7 +51,9 @@ class PredictionWriter(Callback):
         """Gather all ranks' rows, and write the file. Collective."""
         rows = sorted(itertools.chain(*gather_objects(self._rows)))
         self._rows = []
-        if not rows:
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        has_writer = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
+        if not rows and not has_writer:
             rank_zero_info(
                 "no predictions.csv for your own model or data: give a BasePredictionWriter"
             )

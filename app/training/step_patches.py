@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -193,7 +194,9 @@ class WindowLoop(_TrainingEpochLoop):
         """
         super().on_run_start(data_fetcher)
         trainer = self.trainer
-        if isinstance(trainer.strategy, DDP):
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        finetunes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+        if finetunes and isinstance(trainer.strategy, DDP):
             trainer.strategy.follow_frozen()  # after the callbacks' on_train_epoch_start
         batches = trainer.accumulate_grad_batches
         if batches == 1 or not trainer.checkpoint_callbacks:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -68,6 +69,9 @@ class Recorded:
                 here["steps"] = before["steps"] + here["steps"]
         ranks: Any = pd.DataFrame(self.ranks)
         self.steps: list[Step] = list(map(Step, zip(*ranks["steps"], strict=False)))
+        if self.facts["weighs"]:
+            for step in self.steps:
+                step.loss = fmean(step.losses, step.counts)
         rows: Any = pd.DataFrame(map(vars, self.steps), columns=["loss", "rates", "gradients"])
         self.losses = rows["loss"]
         self.rates = pd.DataFrame(list(rows["rates"])).add_prefix("learning rate of group ")
@@ -104,7 +108,8 @@ class Step:
         samples: Ids of all samples, over all ranks and micro-batches.
         labels: Digests of the samples' integer tensors, such as labels.
         micro_batches: Number of accumulated batches per rank.
-        loss: Loss that the optimizer minimises: the mean of the ranks' losses.
+        loss: Loss that the optimizer minimises: the mean of the ranks' losses, which an exact
+            loader's step weighs by their samples.
         losses: Loss of each batch, over all ranks and micro-batches.
         counts: Number of samples of each batch, over all ranks and micro-batches.
         rates: Learning rate of each parameter group, on rank zero.

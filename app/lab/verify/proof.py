@@ -220,8 +220,12 @@ class Prover:
             return self._reference(more)
         earlier = None
         if name == RESUMED:
-            # stop in the middle of the first epoch
-            middle = max(len(reference.epoch(0)) // 2, 1)
+            # stop in the middle of the second epoch, or of the only one
+            first = len(reference.epoch(0))
+            second = len(reference.epoch(1))
+            middle = max(first // 2, 1)
+            if second:
+                middle = first + second // 2
             stopped = self._record(self.variant("stopped", flags, more), middle)
             earlier = stopped.recorded
             if earlier is None:

@@ -221,6 +221,9 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
         ids.append(" ".join(digests))
         if integers:
             labels.append(" ".join(integers))
+    if isinstance(loader, ExactLoader) and not isinstance(batch, Shards):
+        count = loader.batch_sampler.share_size(index)  # 0 for a stand-in
+        return ids[:count], labels[:count]
     return ids, labels
 
 
@@ -323,10 +326,13 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         name = type(config.scheduler).__name__
         schedulers.append({"class": name, "interval": config.interval, "lengths": lengths})
     loader = trainer.train_dataloader
+    loop = trainer.fit_loop.epoch_loop
     return {
         # of a user's exact loader
         "global_batch": loader.batch_sampler.batch_size if isinstance(loader, ExactLoader) else 0,
-        "loader_batch": getattr(loader, "batch_size", None),
+        "loader_batch": loader.loader_batch if isinstance(loader, ExactLoader) else 0,
+        # whether the step weighs the losses of unequal shares
+        "weighs": isinstance(loader, ExactLoader) and not getattr(loop, "reason", "another loop"),
         "accumulate": int(trainer.accumulate_grad_batches),
         "sampler": type(getattr(loader, "sampler", None)).__name__,
         "batches": trainer.num_training_batches,
