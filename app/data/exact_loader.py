@@ -269,7 +269,7 @@ def begins_anew(trainer: Any) -> bool:
 
 
 class Exactness(Callback):
-    """Makes the loaders of a data module or module exact, where possible; says what is not exact.
+    """Callback that makes the Trainer's loaders exact where possible, and names the others.
 
     Args:
         virtual_devices: Number of shards of a training batch, or None.
