@@ -252,7 +252,7 @@ OWN_LOADERS = {
     "own_sampler": "has a sampler of its own (OwnSampler)",
     "own_batches": "has a batch sampler of its own (list)",
     "torchs_batches": "has a sampler of its own (OwnSampler)",
-    "iterable": "reads an iterable data set",
+    "iterable": "reads an iterable data set, which each process reads whole, unless it shards it",
     "several": "returns CombinedLoader",
 }
 REFUSED |= {
