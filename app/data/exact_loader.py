@@ -130,19 +130,20 @@ class GlobalSampler(GlobalOrder):
 
     def __iter__(self) -> Iterator[Shards]:
         order = self._order()
-        seeds = torch.randint(
-            2**62, (len(order),), generator=stream(self.seed, 3, self.epoch)
-        ).tolist()
-        items = list(zip(order, seeds, strict=True))
+        seeds = torch.randint(2**62, (len(order),), generator=stream(self.seed, 3, self.epoch))
+
+        def items(start: int, end: int) -> list[tuple[int, int]]:
+            return list(zip(order[start:end], seeds[start:end].tolist(), strict=True))
+
         first = 0
         if self.resumes:
             first = self.position()
         self.resumes = False
         for step in range(first, len(self)):
-            stand_in = [items[self.start(step)]]
+            place = self.start(step)
             shards = []
             for start, end in pairwise(self.bounds(step)):
-                shards.append(items[start:end] or stand_in)
+                shards.append(items(start, end) or items(place, place + 1))
             yield self.shards(shards, step)
 
 
@@ -449,6 +450,8 @@ def why_not(loader: Any, name: str, world_size: int) -> str | None:
         return f"returns {type(loader).__name__}"
     if isinstance(loader.dataset, IterableDataset):
         return "reads an iterable data set, which each process reads whole, unless it shards it"
+    if getattr(type(loader.dataset), "__getitem__", None) in (None, Dataset.__getitem__):
+        return "reads a data set without __getitem__"
     iterates = attrgetter("__iter__", "__len__", "_get_iterator")  # these make the batches
     if iterates(type(loader)) != iterates(DataLoader):
         return f"returns {type(loader).__name__}, which makes its own batches"
