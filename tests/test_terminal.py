@@ -65,6 +65,7 @@ def test_bar_updates_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(RichProgressBar, "on_train_batch_end", note)
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 1.0))
     monkeypatch.setenv("FORCE_COLOR", "1")  # so that rich treats a pipe as a terminal
+    monkeypatch.setattr("rich._console", None)  # a console for this test alone
     flags = ["fit", *SMALL[:-4], "--trainer.max_epochs", "2", "--run.test", "false"]
     out = output_of(*app(*flags))
     assert noted == [(ProgressBar, index) for index in (0, 8, 8)], (
