@@ -144,7 +144,7 @@ HANGS = [
     ),
     pytest.param(
         ["--model", "stuck_code.LeavesTheEpochEarly", *DATASET],
-        r"it hangs, or the link to it is cut; rank 1 is at step 13, \w+.py:\d+ on_train_epoch_end",
+        r"it hangs, or the link to it is cut; rank 1 is at step 13, \w+.py:\d+ on_advance_end",
         marks=pytest.mark.slow,
     ),
     # the worker's code is named, because the rank only waits for the worker
