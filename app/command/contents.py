@@ -1,6 +1,10 @@
 """Callback for a checkpoint's contents: tried before the first epoch, and frozen layers."""
 
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -71,6 +75,12 @@ def finetunes(trainer: Any) -> bool:
     return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
 
 
+def attempt(hook: Callable[..., None], *args: Any) -> None:
+    """Call a hook; ignore its exception on this rank, because it may need what training makes."""
+    with suppress(Exception):
+        hook(*args)
+
+
 def complaint(trainer: Any) -> str | None:
     """Return why a checkpoint could not be read again, or None.
 
@@ -79,10 +89,11 @@ def complaint(trainer: Any) -> str | None:
     weights_alone = all(
         getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks
     )
-    try:
+    with ExitStack() as stack:
+        for owner in (*trainer.callbacks, trainer.lightning_module):
+            hook = partial(attempt, owner.on_save_checkpoint)
+            stack.enter_context(patch.object(owner, "on_save_checkpoint", hook))
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_alone)
-    except Exception:  # the user's hook may need what training makes
-        return None
     dropped = drop_unreadable(checkpoint)
     if dropped:
         rank_zero_info(
