@@ -1,6 +1,5 @@
 """Helpers that start, watch and stop the real command, and read the files of its runs."""
 
-import atexit
 import inspect
 import ipaddress
 import itertools
@@ -12,33 +11,29 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from cluster.hosts import awaited
-from fork_server import ADDRESS, PATHS, ROOT
+from fork_server import ROOT
 from lightning.pytorch import Trainer
 from PIL import Image
 
 from app.command.run_options import Run
-from app.launch.process import STARTER
 
 App = Callable[
     ..., tuple[int, str]
 ]  # type of the fixture `app`, which returns exit code and output
 Fit = Callable[..., Path]  # type of the fixture `fit`, which returns the run's directory
-Signal = tuple[int, float] | None  # number of a signal, and the seconds after which it is sent
 Environment = Mapping[str, str | None]  # None removes the variable
 
 
@@ -404,136 +399,3 @@ def start_app(
     with running(*args, env=env) as run:
         out, _ = run.process.communicate(timeout=timeout)
         return run.process.returncode, out
-
-
-class Forked:
-    """Command in a fork, with the part of `Popen`'s interface that `run_fit` uses."""
-
-    def __init__(self, stream: IO[str], job: Mapping[str, Any]) -> None:
-        print(json.dumps(job), file=stream, flush=True)
-        self.pid = int(stream.readline())
-        self.code = ThreadPoolExecutor(1).submit(stream.readline)
-
-    def poll(self) -> int | None:
-        return int(self.code.result()) if self.code.done() else None
-
-    def wait(self, timeout: float | None = None) -> int:
-        try:
-            return int(self.code.result(timeout))
-        except TimeoutError as error:
-            raise subprocess.TimeoutExpired("app", timeout) from error
-
-    def terminate(self) -> None:
-        os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-
-class ForkServer:
-    """Connection to the fork server, which runs a connection's commands one at a time.
-
-    Args:
-        folder: Folder of the output file, which each command overwrites.
-        cwd: Current folder of the commands; by default `folder`.
-        limit: Maximum memory of each command in bytes.
-    """
-
-    def __init__(
-        self, folder: Path, cwd: Path | None = None, limit: int | None = 4 * 2**30
-    ) -> None:
-        self.cwd, self.out, self.limit = cwd or folder, folder / "output.txt", limit
-        self.connection = socket.socket(socket.AF_UNIX)
-        self.connection.connect(os.environ[ADDRESS])
-        self.stream = self.connection.makefile("rw")
-
-    def __enter__(self) -> "ForkServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.connection.shutdown(socket.SHUT_RDWR)
-
-    def start(self, argv: Sequence[str], env: Mapping[str, str], out: Path, cwd: Path) -> Forked:
-        """Start a command, and write its output into a file."""
-        return Forked(
-            self.stream,
-            {"argv": argv, "env": env, "out": str(out), "cwd": str(cwd), "limit": self.limit},
-        )
-
-    def run(
-        self,
-        *args: str | Path,
-        seconds: float = 60,
-        signal_after: Signal = None,
-        env: Environment | None = None,
-    ) -> tuple[int, str]:
-        """Run a command, and return its exit code, negative after a signal, and its output.
-
-        Args:
-            args: Arguments of the command.
-            seconds: Time limit.
-            signal_after: Signal to send to the command, and the seconds to wait before.
-            env: Changes of the environment.
-
-        Raises:
-            TimeoutError: When the command does not end in time.
-        """
-        environment = {"PYTHONPATH": PATHS, **os.environ, **(env or {})}
-        variables = {key: value for key, value in environment.items() if value is not None}
-        forked = self.start([*map(str, args)], variables, self.out, self.cwd)
-        timers = [threading.Timer(seconds, forked.kill)]
-        if signal_after:
-            timers.append(threading.Timer(signal_after[1], os.kill, (forked.pid, signal_after[0])))
-        for timer in timers:
-            timer.start()
-        code = forked.wait()
-        for timer in timers:
-            timer.cancel()
-        out = self.out.read_text(errors="replace")
-        if code == -signal.SIGKILL and (not signal_after or signal_after[0] != signal.SIGKILL):
-            raise TimeoutError(
-                f"{args} did not end in {seconds} s, or took too much memory: {out[-2000:]}"
-            )
-        return code, out
-
-
-@cache
-def _server() -> ForkServer:
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    server = ForkServer(Path(folder.name), ROOT, limit=None)
-    atexit.register(server.__exit__)
-    return server
-
-
-def fork_app(
-    *args: str | Path, timeout: int = 240, env: Environment | None = None
-) -> tuple[int, str]:
-    """Run a command line as `start_app` does, but 5 s faster: in a fork with everything imported.
-
-    Tests use it unless they test the start of processes. Under `ddp_fork`, the ranks are forks,
-    too.
-    """
-    return _server().run(
-        *args,
-        seconds=timeout,
-        env={"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(env or {})},
-    )
-
-
-def fork_fit(root: Path, *flags: str | Path) -> Path:
-    """Run `fit` as `fork_app` does, with runs below a folder; return the run's directory."""
-    output_of(*fork_app("fit", "--run.root", root, *flags))
-    return newest_run(root)
-
-
-def fork_run(
-    command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **more: Any
-) -> Forked | subprocess.Popen[bytes]:
-    """Replace `Popen` in `app.lab.runs`: start a fork, or a process for one of several nodes."""
-    if "--cluster.node_rank" in command:
-        return subprocess.Popen(command, stdout=stdout, env=env, **more)
-    variables = {name: value for name, value in env.items() if name != STARTER}
-    return _server().start(
-        command[command.index("app") + 1 :], variables, Path(stdout.name), Path.cwd()
-    )

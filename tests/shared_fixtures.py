@@ -20,7 +20,8 @@ import yaml
 from cluster.hosts import Network, network
 from cluster.slurm import Slurm, cluster
 from fork_server import PATHS
-from harness import TINY, App, Fit, draw_images, fork_run, leave_undrawn, newest_run, output_of
+from forked import fork_run
+from harness import TINY, App, Fit, draw_images, leave_undrawn, newest_run, output_of
 from torch.utils import data
 
 from app.cli import main

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from cluster.hosts import awaited
-from harness import App, error_of, fork_app, on_cpu, options, output_of, tiny
+from forked import fork_app
+from harness import App, error_of, on_cpu, options, output_of, tiny
 from torch import Tensor, nn
 
 from app.data.batches import (

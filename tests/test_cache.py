@@ -17,7 +17,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, losses, on_cpu, options, output_of, record_of
+from forked import fork_app
+from harness import QUIET, App, error_of, losses, on_cpu, options, output_of, record_of
 from test_data import attach, folder
 
 from app.data import CIFAR10, ImageFolder

@@ -9,7 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from harness import error_of, fork_app, fork_fit, last_of, on_cpu, options, output_of
+from forked import fork_app, fork_fit
+from harness import error_of, last_of, on_cpu, options, output_of
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from app.command.checkpoint_file import LAST, PREVIOUS, CheckpointFiles, read
@@ -140,7 +141,7 @@ def test_folder_renamed_during_a_save(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def theirs(model: str, **settings: object) -> list[str]:
     """Return flags for one epoch with a model of `user_code`."""
-    words = [f"--model=user_code.{model}", "--data=user_code.TheirData", "--run.name=x"]
+    words = [f"--model=saving_code.{model}", "--data=user_code.TheirData", "--run.name=x"]
     return [*words, *options(test=False, **{"max_epochs": 1, "accelerator": "cpu"} | settings)]
 
 
@@ -150,9 +151,9 @@ def test_unreadable_checkpoint_ends_the_run_before_it_trains(devices: int, tmp_p
     flags = ["--run.root", tmp_path, *theirs("SavesMode", max_epochs=2)]
     flags += on_cpu("ddp_fork", 2) if devices == 2 else []
     assert error_of(*fork_app("fit", *flags)) == (
-        "error: checkpoint['settings']['modes'][0] is of type user_code.Mode, so that no checkpoint"
-        " could be loaded: save a plain value or a tensor, or call "
-        "torch.serialization.add_safe_globals([user_code.Mode]) in the module's file"
+        "error: checkpoint['settings']['modes'][0] is of type saving_code.Mode, so that no "
+        "checkpoint could be loaded: save a plain value or a tensor, or call "
+        "torch.serialization.add_safe_globals([saving_code.Mode]) in the module's file"
     )
     assert not list(tmp_path.rglob("*.ckpt"))
     output_of(*fork_app("fit", *flags, "--trainer.enable_checkpointing=false"))

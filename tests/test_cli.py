@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import QUIET, ROOT, App, error_of, fork_fit, options, output_of, start_app, tiny
+from forked import fork_fit
+from harness import QUIET, ROOT, App, error_of, options, output_of, start_app, tiny
 from lightning.pytorch import callbacks
 
 from app import __version__
@@ -284,7 +285,8 @@ def test_config_saved_with_callbacks_runs_again(tmp_path: Path) -> None:
 
 
 def test_config_that_replaces_callbacks_says_so(app: App, tmp_path: Path) -> None:
-    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first = tmp_path / "a.yaml"
+    second = tmp_path / "b.yaml"
     first.write_text("trainer: {callbacks: [{class_path: Timer}]}")
     line = f"--config {second} replaces the callbacks of --config {first}: write `callbacks+:` in"
     flags = ["--config", first, "--config", second, *SMALL, *options(max_epochs=1, test=False)]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import QUIET, ROOT, App, ForkServer, free_port, output_of, record_of, tiny
+from forked import ForkServer
+from harness import QUIET, ROOT, App, free_port, output_of, record_of, tiny
 from packaging.specifiers import SpecifierSet
 from test_tracker import inspect
 

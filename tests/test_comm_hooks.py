@@ -9,18 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import (
-    App,
-    difference,
-    error_of,
-    fork_app,
-    fork_fit,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    tiny,
-)
+from forked import fork_app, fork_fit
+from harness import App, difference, error_of, on_cpu, options, output_of, record_of, tiny
 from jsonargparse import Namespace
 
 from app.command.configuration import resolve

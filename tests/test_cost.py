@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import QUIET, RECIPE, ROOT, Fit, fork_fit, options
+from forked import fork_fit
+from harness import QUIET, RECIPE, ROOT, Fit, options
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import fork_app
 from harness import (
     QUIET,
     App,
     error_of,
-    fork_app,
     last_of,
     losses,
     on_cpu,

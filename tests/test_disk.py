@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import error_of, fork_app, options, output_of, record, start_app, started
+from forked import fork_app
+from harness import error_of, options, output_of, record, start_app, started
 
 from app.command.checkpoint_file import read
 

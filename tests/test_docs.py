@@ -22,7 +22,8 @@ import pytest
 import torch
 import yaml
 from benchmarks import gpu_day, speed
-from harness import QUIET, ROOT, App, ForkServer, draw_images, losses, output_of
+from forked import ForkServer
+from harness import QUIET, ROOT, App, draw_images, losses, output_of
 from jsonargparse import capture_parser
 
 import app

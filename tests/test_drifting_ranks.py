@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 import torch
 from exact_code import Linear
-from harness import QUIET, error_of, fork_app, on_cpu, options, output_of, record_of
+from forked import fork_app
+from harness import QUIET, error_of, on_cpu, options, output_of, record_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

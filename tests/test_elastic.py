@@ -11,18 +11,8 @@ from pathlib import Path
 
 import pytest
 from cluster.hosts import awaited
-from harness import (
-    ROOT,
-    difference,
-    family,
-    fork_app,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    started,
-    tiny,
-)
+from forked import fork_app
+from harness import ROOT, difference, family, on_cpu, options, output_of, record_of, started, tiny
 from test_torchrun import TORCHRUN
 
 pytestmark = pytest.mark.slow

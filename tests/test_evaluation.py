@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from harness import App, error_of, fork_app, on_cpu, options, output_of, record_of, tiny
+from forked import fork_app
+from harness import App, error_of, on_cpu, options, output_of, record_of, tiny
 from PIL import Image
 from test_data import folder
 

@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 import torch
 from exact_code import Linear, samples
-from harness import QUIET, App, error_of, fork_app, on_cpu, options, output_of, record_of, weights
+from forked import fork_app
+from harness import QUIET, App, error_of, on_cpu, options, output_of, record_of, weights
 from torch.nn.functional import cross_entropy
 
 THEIRS = ["--model", "exact_code.Linear", "--run.name", "x", *QUIET]

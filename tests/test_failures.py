@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import fork_app, on_cpu, record, tiny
+from forked import fork_app
+from harness import on_cpu, record, tiny
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from app.launch.failures import callstack, error_file, message_of

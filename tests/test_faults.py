@@ -16,18 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import (
-    RECIPE,
-    ForkServer,
-    acts,
-    difference,
-    family,
-    options,
-    output_of,
-    started,
-    tiny,
-    weights,
-)
+from forked import ForkServer
+from harness import RECIPE, acts, difference, family, options, output_of, started, tiny, weights
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import App, error_of, fork_app, on_cpu, output_of, record, tiny, weights
+from forked import fork_app
+from harness import App, error_of, on_cpu, output_of, record, tiny, weights
 
 DATA = tiny(400, 24, max_epochs=2)
 # an epoch has 15 batches; the loss of the first epoch's seventh batch is NaN

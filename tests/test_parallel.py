@@ -5,13 +5,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from forked import fork_app, fork_fit
 from harness import (
     QUIET,
     App,
     Fit,
     error_of,
-    fork_app,
-    fork_fit,
     last_of,
     newest_run,
     on_cpu,

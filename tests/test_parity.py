@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import RECIPE, difference, fork_fit, losses, on_cpu, options, tiny
+from forked import fork_fit
+from harness import RECIPE, difference, losses, on_cpu, options, tiny
 
 from app.data.shares import stream
 from app.data.synthetic import SyntheticSource

@@ -14,7 +14,8 @@ import pandas as pd
 import pytest
 import torch
 from cluster.hosts import Network
-from harness import QUIET, App, error_of, fork_app, options, output_of, record_of, tiny
+from forked import fork_app
+from harness import QUIET, App, error_of, options, output_of, record_of, tiny
 from jsonargparse import Namespace
 
 from app.command.configuration import resolve

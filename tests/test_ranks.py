@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import stuck_code
-from harness import QUIET, fork_app, options, output_of, record
+from forked import fork_app
+from harness import QUIET, options, output_of, record
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower

@@ -15,7 +15,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from harness import QUIET, ROOT, App, fork_app, on_cpu, options, output_of, record, start_app, tiny
+from forked import fork_app
+from harness import QUIET, ROOT, App, on_cpu, options, output_of, record, start_app, tiny
 from stuck_code import never_ends
 
 from app.monitor.loggers import claim_version

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from forked import fork_app
 from harness import (
     App,
     assert_same,
     error_of,
-    fork_app,
     free_port,
     on_two_nodes,
     options,

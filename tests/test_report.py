@@ -13,7 +13,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, App, fork_app, last_of, options, output_of, record_of, seen_colours, tiny
+from forked import fork_app
+from harness import QUIET, App, last_of, options, output_of, record_of, seen_colours, tiny
 from matplotlib.figure import Figure
 
 from app.monitor.report import (

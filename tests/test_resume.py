@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from forked import fork_app, fork_fit
 from harness import (
     RECIPE,
     App,
@@ -20,8 +21,6 @@ from harness import (
     bit_flipped,
     difference,
     error_of,
-    fork_app,
-    fork_fit,
     on_cpu,
     options,
     output_of,
@@ -405,7 +404,7 @@ def test_last_is_found_without_the_record(app: App, tmp_path: Path) -> None:
 
 
 TUNED = ["--data=user_code.TheirData", *options(accelerator="cpu", test=False, max_epochs=3)]
-TUNED += ["--model=user_code.FineTuned", "--trainer.callbacks+=BackboneFinetuning"]
+TUNED += ["--model=saving_code.FineTuned", "--trainer.callbacks+=BackboneFinetuning"]
 TUNED += ["--trainer.callbacks.unfreeze_backbone_at_epoch=1", "--trainer.callbacks.train_bn=false"]
 
 
@@ -430,7 +429,7 @@ def test_unfrozen_layers_are_averaged_over_the_ranks(tmp_path: Path) -> None:
 
 def test_module_that_steps_its_own_optimizer(tmp_path: Path) -> None:
     """Lightning counts no steps, so batches count as steps, also in a resumed run."""
-    flags = ["--model=user_code.StepsItself", "--data=user_code.TheirData", "--run.name=x"]
+    flags = ["--model=saving_code.StepsItself", "--data=user_code.TheirData", "--run.name=x"]
     flags += [*options(root=tmp_path, test=False, accelerator="cpu"), "--trainer.max_epochs"]
     line = "StepsItself steps SGD itself, and Lightning counts no such step: each batch counts as "
     line += "a step. Use `self.optimizers()`, whose steps Lightning counts"

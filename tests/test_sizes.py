@@ -11,17 +11,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import (
-    QUIET,
-    App,
-    assert_same,
-    draw_images,
-    error_of,
-    fork_app,
-    on_cpu,
-    options,
-    output_of,
-)
+from forked import fork_app
+from harness import QUIET, App, assert_same, draw_images, error_of, on_cpu, options, output_of
 from PIL import ExifTags, Image, ImageOps
 from test_cache import cache, decoded  # noqa: F401
 from test_data import attach, folder

@@ -15,11 +15,11 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from cluster.hosts import awaited
+from forked import fork_app
 from harness import (
     App,
     difference,
     family,
-    fork_app,
     last_of,
     on_cpu,
     options,

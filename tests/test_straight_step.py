@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import QUIET, RECIPE, ROOT, Fit, fork_fit, last_of, on_cpu, options, record_of, tiny
+from forked import fork_fit
+from harness import QUIET, RECIPE, ROOT, Fit, last_of, on_cpu, options, record_of, tiny
 from lightning.pytorch import Callback
 from test_conformance import CALLS, HOOKS, recording, same_checkpoint
 

@@ -4,7 +4,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from harness import ROOT, App, error_of, fork_app, output_of, tiny
+from forked import fork_app
+from harness import ROOT, App, error_of, output_of, tiny
 
 SMALL = tiny(64, 16, test=False, max_epochs=1, accelerator="cpu")
 V2 = "--data.augment torchvision.transforms.v2."

@@ -15,18 +15,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from harness import (
-    QUIET,
-    App,
-    fork_app,
-    free_port,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    start_app,
-    tiny,
-)
+from forked import fork_app
+from harness import QUIET, App, free_port, on_cpu, options, output_of, record_of, start_app, tiny
 
 from app.command.configuration import resolve
 from app.monitor.loggers import tracking_mode

@@ -9,7 +9,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from harness import QUIET, App, error_of, fork_app, options, output_of
+from forked import fork_app
+from harness import QUIET, App, error_of, options, output_of
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 

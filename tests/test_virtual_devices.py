@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from forked import fork_app, fork_fit
 from harness import (
     QUIET,
     App,
     Fit,
     difference,
     error_of,
-    fork_app,
-    fork_fit,
     free_port,
     last_of,
     on_cpu,

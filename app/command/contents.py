@@ -22,7 +22,6 @@ from app.system.trust import chosen_modules, is_within, local_modules
 FROZEN = "frozen"  # key in a checkpoint
 
 
-@expects("lightning.pytorch.trainer.trainer:Trainer._checkpoint_connector")
 class Contents(Callback):
     """Callback that tries the first checkpoint, and saves and restores frozen layers.
 
@@ -76,11 +75,15 @@ def finetunes(trainer: Any) -> bool:
 
 
 def attempt(hook: Callable[..., None], *args: Any) -> None:
-    """Call a hook; ignore its exception on this rank, because it may need what training makes."""
+    """Call a hook, and ignore its exception, because the hook may need what training makes.
+
+    The first real checkpoint raises it again.
+    """
     with suppress(Exception):
         hook(*args)
 
 
+@expects("lightning.pytorch.trainer.trainer:Trainer._checkpoint_connector")
 def complaint(trainer: Any) -> str | None:
     """Return why a checkpoint could not be read again, or None.
 

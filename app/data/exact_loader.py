@@ -408,7 +408,8 @@ class Exactness(Callback):
         virtual_devices = None
         parts = trainer.world_size
         if is_training and self.virtual_devices is not None:
-            virtual_devices = parts = self.virtual_devices
+            virtual_devices = self.virtual_devices
+            parts = self.virtual_devices
         batch_size = batches.batch_size * parts
         if is_training and self.global_batch is not None:
             batch_size = int(self.global_batch)  # jsonargparse's subclass of int cannot be saved

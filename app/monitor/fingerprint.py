@@ -91,7 +91,9 @@ class Fingerprint:
             column = [values[place] for values, _ in ranks]
             if alike([min(column)], [max(column)]):
                 continue
-            low, high = sorted([column.index(min(column)), column.index(max(column))])
+            ends = [column.index(min(column)), column.index(max(column))]
+            low = min(ends)
+            high = max(ends)
             text = f"{name} differs between rank {low} and rank {high}"
             if name == RATES:
                 text = f"{name} {ranks[low][1]} on rank {low}, {ranks[high][1]} on rank {high}"

@@ -67,6 +67,8 @@ class _Emptying(pickle.Pickler):
         return NotImplemented
 
 
+# what pickling raises for an object that it cannot save, and torch for one that it does not load
+UNREADABLE = (pickle.PickleError, AttributeError, ImportError, RuntimeError, TypeError, ValueError)
 _EMPTY = torch.empty(0)
 _EMPTYING: Any = SimpleNamespace(__name__="pickle", Pickler=_Emptying)
 
@@ -87,7 +89,7 @@ def unreadable(value: Any, place: str = "") -> tuple[str, Any] | None:
         file.seek(0)
         _load(file)
         return None
-    except Exception:  # pickling and unpickling a user's objects can raise anything
+    except UNREADABLE:
         members: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         members = value.items()

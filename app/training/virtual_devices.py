@@ -71,7 +71,8 @@ class ShardSums:
     """
 
     def __init__(self, module: LightningModule, strategy: Any, count: int) -> None:
-        self.model = model = strategy.model
+        model = strategy.model
+        self.model = model
         self.device = strategy.root_device
         # frozen ones, too, because a callback may unfreeze them
         self.parameters = list(module.parameters())
