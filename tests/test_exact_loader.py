@@ -9,6 +9,9 @@ from exact_code import Linear, samples
 from forked import fork_app
 from harness import QUIET, App, error_of, on_cpu, options, output_of, record_of, weights
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Sampler
+
+from app.data.exact_loader import why_not
 
 THEIRS = ["--model", "exact_code.Linear", "--run.name", "x", *QUIET]
 THEIRS += options(enable_model_summary=True, accelerator="cpu", test=False, threads=1, max_epochs=2)
@@ -147,6 +150,25 @@ def test_resumes_with_workers(steps: int, devices: int, tmp_path: Path) -> None:
     assert record_of(cut)["steps"] == 15
     for name, value in weights(cut).items():
         torch.testing.assert_close(value, weights(whole)[name], rtol=0, atol=1e-6)
+
+
+class Endless(Sampler[int]):
+    """Sampler of a user, without a length."""
+
+
+LEFT = {  # loaders that stay with Lightning: the stage, its loader, and the reason
+    "train": ({"sampler": Endless()}, "has a sampler of its own (Endless)"),
+    "val": ({"sampler": Endless()}, "has a sampler of its own (Endless)"),
+    "test": ({"sampler": [0, 1]}, "has a sampler of its own (list)"),
+    "predict": ({"batch_sampler": [[0, 1, 2], [3], [4, 5]]}, "has batches of several sizes"),
+}
+
+
+@pytest.mark.parametrize("stage", LEFT)
+def test_loader_that_stays_with_lightning(stage: str) -> None:
+    settings, reason = LEFT[stage]
+    loader = DataLoader(samples(6, 0), **settings)  # type: ignore[arg-type]
+    assert why_not(loader, stage, 2) == reason
 
 
 def test_what_is_not_exact_is_said(tmp_path: Path) -> None:

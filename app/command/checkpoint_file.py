@@ -15,13 +15,13 @@ from app.system.torch_files import load, unreadable
 
 FLAG = "--ckpt_path"
 LAST = "last.ckpt"
+PREVIOUS = "last-1.ckpt"  # the `last.ckpt` that a newer one has replaced
 HYPERPARAMETERS = (  # sections of a checkpoint; the types are OmegaConf's
     LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
     LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE,
     LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY,
     LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE,
 )
-PREVIOUS = "last-1.ckpt"  # the `last.ckpt` that a newer one has replaced
 
 
 class CheckpointFiles(TorchCheckpointIO):

@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
@@ -18,6 +17,7 @@ from app.record.words import listed
 from app.system.patches import expects
 from app.system.torch_files import unreadable
 from app.system.trust import chosen_modules, is_within, local_modules
+from app.training.step_patches import finetunes
 
 FROZEN = "frozen"  # key in a checkpoint
 
@@ -67,11 +67,6 @@ class Contents(Callback):
         for name, module in pl_module.named_modules():
             if hasattr(module, "track_running_stats"):
                 module.track_running_stats = name not in frozen
-
-
-def finetunes(trainer: Any) -> bool:
-    """Return whether a callback freezes and unfreezes layers."""
-    return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
 
 
 def attempt(hook: Callable[..., None], *args: Any) -> None:

@@ -355,7 +355,7 @@ class Exactness(Callback):
         if reason is not None:
             self._except(where, reason, trainer, name)
             return loader
-        return ExactLoader(loader, self._order(loader, trainer, name, where))
+        return ExactLoader(loader, self._sampler(loader, trainer, name, where))
 
     def _except(self, where: str, reason: str, trainer: Any, name: str) -> None:
         """Name a loader that is not exact, and the effect."""
@@ -393,7 +393,10 @@ class Exactness(Callback):
         if order.is_uneven or len(order) % trainer.accumulate_grad_batches:
             self._say("step", f"with {reason}, the samples of a smaller batch count more")
 
-    def _order(self, loader: DataLoader[Any], trainer: Any, name: str, where: str) -> GlobalSampler:
+    def _sampler(
+        self, loader: DataLoader[Any], trainer: Any, name: str, where: str
+    ) -> GlobalSampler:
+        """Return the sampler that takes the place of a loader's batch sampler."""
         is_training = name == "train"
         batches: Any = loader.batch_sampler
         if type(batches) is not BatchSampler:  # a prediction's
@@ -458,17 +461,18 @@ def why_not(loader: Any, name: str, world_size: int) -> str | None:
         return f"returns {type(loader).__name__}, which makes its own batches"
     if loader.batch_sampler is None:
         return "makes no batches"
-    samples: Any = getattr(loader.batch_sampler, "sampler", loader.dataset)
-    if name != "train" and len(samples) < world_size:
-        return "has fewer samples than there are ranks"
-    if name == "predict" and type(loader.batch_sampler) is not BatchSampler:
-        first, *others = map(len, loader.batch_sampler)
-        if others and (set(others[:-1]) - {first} or others[-1] > first):
+    batches: Any = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        if name != "predict":
+            return f"has a batch sampler of its own ({type(batches).__name__})"
+        sizes = list(map(len, batches))  # a prediction takes the rows of any batch sampler
+        if len(set(sizes[:-1])) > 1 or sizes[-1:] > sizes[:1]:
             return "has batches of several sizes"
-        return None  # rows in the loader's order, whatever it is
-    if type(loader.batch_sampler) is not BatchSampler:
-        return f"has a batch sampler of its own ({type(loader.batch_sampler).__name__})"
-    sampler = loader.batch_sampler.sampler
-    if name != "predict" and type(sampler) not in SAMPLERS:
-        return f"has a sampler of its own ({type(sampler).__name__})"
+        count = sum(sizes)
+    elif name != "predict" and type(batches.sampler) not in SAMPLERS:
+        return f"has a sampler of its own ({type(batches.sampler).__name__})"
+    else:
+        count = len(batches.sampler)  # type: ignore[arg-type]
+    if name != "train" and count < world_size:
+        return "has fewer samples than there are ranks"
     return None

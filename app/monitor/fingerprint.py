@@ -82,13 +82,17 @@ class Fingerprint:
             [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
         )
 
-    def difference(self) -> str:
-        """Describe what differs first between the ranks, with the likely cause. Collective."""
+    def difference(self, values: Tensor) -> str:
+        """Describe what differs first between the ranks, with the likely cause. Collective.
+
+        Args:
+            values: This rank's values, which differ between the ranks.
+        """
         rates = ", ".join(f"{float(rate):g}" for rate in dict.fromkeys(self._rates()))
-        ranks = gather_objects((self.values().tolist(), rates))
+        ranks = gather_objects((values.tolist(), rates))
         names = [RATES, SCALE, *self._weights()]
-        for place, name in enumerate(names):
-            column = [values[place] for values, _ in ranks]
+        for place, name in enumerate(names[: len(values)]):
+            column = [others[place] for others, _ in ranks]
             if alike([min(column)], [max(column)]):
                 continue
             ends = [column.index(min(column)), column.index(max(column))]
@@ -98,7 +102,7 @@ class Fingerprint:
             if name == RATES:
                 text = f"{name} {ranks[low][1]} on rank {low}, {ranks[high][1]} on rank {high}"
             return f"{text}: {self._cause(name)}"
-        raise AssertionError("the ranks have become equal again")
+        raise AssertionError("the ranks' values are alike")
 
     def _cause(self, name: str) -> str:
         if name == RATES:

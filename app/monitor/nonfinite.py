@@ -139,7 +139,7 @@ class NonFinite(Callback):
         highest = [-value for value in lowest[2 + len(mine) :]]
         differ = not alike(lowest[2 : 2 + len(mine)], highest)
         if differ and not self._has_warned:
-            problem = f"ranks differ in step {trainer.global_step}: {fingerprint.difference()}"
+            problem = f"ranks differ in step {trainer.global_step}: {fingerprint.difference(mine)}"
             if self.on_divergence == "stop":
                 raise RanksDifferError(f"{problem}; --run.on_divergence warn continues anyway")
             rank_zero_info(problem)

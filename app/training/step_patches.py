@@ -172,6 +172,11 @@ class CountedOptimization(_ManualOptimization):
             )
 
 
+def finetunes(trainer: Any) -> bool:
+    """Return whether a callback freezes and unfreezes layers."""
+    return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
+
+
 class WindowLoop(_TrainingEpochLoop):
     """Lightning's loop over batches, which stops and saves only between accumulation windows.
 
@@ -194,9 +199,7 @@ class WindowLoop(_TrainingEpochLoop):
         """
         super().on_run_start(data_fetcher)
         trainer = self.trainer
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        finetunes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
-        if finetunes and isinstance(trainer.strategy, DDP):
+        if finetunes(trainer) and isinstance(trainer.strategy, DDP):
             trainer.strategy.follow_frozen()  # after the callbacks' on_train_epoch_start
         batches = trainer.accumulate_grad_batches
         if batches == 1 or not trainer.checkpoint_callbacks:
