@@ -134,6 +134,23 @@ class Halved(Stock):
         return DataLoader(self.train, batch_size=BATCH // self.trainer.world_size, shuffle=True)
 
 
+class Packed:
+    """Batch of a user's class, in which nobody finds the tensors."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __getitem__(self, place: int) -> Tensor:
+        return self.batch[place]
+
+
+class Hidden(Stock):
+    """`Stock` with batches of a user's class in training."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return Packed(batch) if self.trainer.training else batch  # type: ignore[union-attr]
+
+
 class PaddingSampler(DistributedSampler[Any]):
     """Sampler class of a user, which repeats samples to give all ranks equally many."""
 

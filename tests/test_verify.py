@@ -193,6 +193,7 @@ NAMED = {  # model and data: the causes in ddp × 2
     "PlainMean Stock": [],  # the batch of a rank
     "Normalised Stock": [BATCHNORM],
     "Normalised Halved": [BATCHNORM],
+    "PlainMean Hidden": [],  # no samples are seen
     "Model NoisyStock": ["the same samples with other pixels"],
     "ScaledRate Stock": ["the learning rate is 2 times the reference's"],
     "DriftsOnOneRank Stock": ["parameters differ between ranks at the end: net.1.bias"],

@@ -121,7 +121,7 @@ class Step:
         batches = rows["samples"].sum()  # a sum of lists
         self.ranks = ranks
         self.epoch = ranks[0]["epoch"]
-        self.counts = list(map(len, batches))
+        self.counts = rows["counts"].sum()
         self.samples = list(itertools.chain(*batches))
         self.labels = rows["labels"].sum()
         self.micro_batches = len(ranks[0]["samples"])

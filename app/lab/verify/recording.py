@@ -83,11 +83,17 @@ class Recording(Callback):
                 "epoch": trainer.current_epoch,
                 "samples": [],
                 "labels": [],
+                "counts": [],
                 "losses": [],
                 "gradients": {},
                 "bits": {},
             }
-        samples, labels = contents(trainer.train_dataloader, batch, batch_idx)
+        loader = trainer.train_dataloader
+        samples, labels = contents(loader, batch, batch_idx)
+        count = len(samples)
+        if isinstance(loader, ExactLoader):  # also for batches that hide their samples
+            count = loader.batch_sampler.share_size(batch_idx)
+        self._step["counts"].append(count)
         self._step["samples"].append(samples)
         self._step["labels"] += labels
         self._random = torch.get_rng_state()
