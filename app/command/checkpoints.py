@@ -31,6 +31,7 @@ _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 
 @expects(
     f"{_CHECKPOINT}._every_n_train_steps",
+    f"{_CHECKPOINT}._last_global_step_saved",
     f"{_CHECKPOINT}._save_topk_checkpoint",
     f"{_CHECKPOINT}._should_skip_saving_checkpoint",
     f"{_CHECKPOINT}._train_time_interval",
@@ -61,6 +62,7 @@ class RunCheckpoint(ModelCheckpoint):
         with warnings.catch_warnings():  # a resumed run uses its existing folder
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
+        self._last_global_step_saved = -1  # so that a probe's validation, at step 0, is saved
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop monitoring a validation metric in a run without validation."""

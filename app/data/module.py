@@ -316,6 +316,12 @@ class ImageData(LightningDataModule):
         images = [read((row, 0)) for row in rows[:: max(len(rows) // 1024, 1)].tolist()]
         return self.transform(torch.stack(images))
 
+    @property
+    def varies(self) -> bool:
+        """Whether the training images change from epoch to epoch."""
+        crops = self._splits["train"][0].ragged is not None
+        return bool(crops or self.augment or self.transform.draws or any(self.mixing))
+
     def _read(self, split: Split, train: bool) -> ReadImage:
         crop = None
         if split.ragged is not None:
@@ -385,13 +391,15 @@ class ImageData(LightningDataModule):
             return int(os.environ["SLURM_CPUS_PER_TASK"])
         return max(usable_cores() // self._local_ranks, 1)
 
-    def _loader(self, name: SplitName, train: bool = False) -> GlobalBatches:
+    def loader(self, name: SplitName, train: bool = False) -> GlobalBatches:
+        """Return a loader of a split, for evaluation or for training."""
         trainer = self.trainer
         split, rows = self._splits[name]
         accepts_empty = getattr(trainer.lightning_module, "accepts_empty", False)
         one_by_one = (
             accepts_empty
-            and name == "val"
+            and name in ("train", "val")
+            and not train
             and bool(self.virtual_devices)
             and trainer.limit_val_batches == 1.0
         )
@@ -429,24 +437,24 @@ class ImageData(LightningDataModule):
 
     def train_dataloader(self) -> GlobalBatches:
         """Return the loader of the training split, shuffled."""
-        return self._loader("train", train=True)
+        return self.loader("train", train=True)
 
     def val_dataloader(self) -> GlobalBatches | list[Any]:
         """Return the loader of the validation split, or an empty list without samples."""
         if not self.counts["val"]:
             return []
-        return self._loader("val")
+        return self.loader("val")
 
     def test_dataloader(self) -> GlobalBatches:
         """Return the loader that yields each sample of the test split once."""
-        return self._loader("test")
+        return self.loader("test")
 
     def predict_dataloader(self) -> GlobalBatches:
         """Return the loader that yields each image to predict once.
 
         These images are the source's `predict_dir`, or by default the test split.
         """
-        return self._loader(self._predicted)
+        return self.loader(self._predicted)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Augment and normalise a batch on the device.
@@ -456,7 +464,9 @@ class ImageData(LightningDataModule):
             classes) instead of labels.
         """
         assert isinstance(batch, RawBatch)
-        images = self.transform(batch.images, batch.draws)
+        images = batch.images
+        if images.ndim == 4:  # otherwise, features of the images
+            images = self.transform(images, batch.draws)
         labels = batch.labels
         if batch.mix is not None:
             images, labels = batch.mix(images, labels, self.num_classes)

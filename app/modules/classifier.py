@@ -26,8 +26,17 @@ from app.data.batches import GlobalBatches
 from app.data.module import ImageData
 from app.errors import UserError
 from app.modules.execution import Compile, Execution, MatmulPrecision, fastest
-from app.modules.networks import MLP, SIZES, WhitenedCNN, make_network, shape_problem, title
-from app.modules.recipe import Loss, MovingAverage, Recipe, freeze, name_defaults
+from app.modules.networks import (
+    MLP,
+    SIZES,
+    WhitenedCNN,
+    head_of,
+    make_network,
+    shape_problem,
+    title,
+)
+from app.modules.probe import Probe
+from app.modules.recipe import Loss, MovingAverage, Recipe, freeze, is_batch_norm, name_defaults
 from app.modules.sums import Sums, log_window
 from app.modules.weights import load_weights, read_weights
 
@@ -45,8 +54,12 @@ class ImageClassifier(LightningModule):
             takes the number of classes.
         num_classes: Number of classes; on the command line, it comes from the data.
         weights: Weights to begin with: a file (torch or safetensors), a run's folder, or `DEFAULT`
-            for the published weights of torchvision or timm. The last layer keeps its random
-            weights if its size differs.
+            for the published weights of torchvision or timm. The last layer is new if its size
+            differs.
+        head: First weights of the last layer: `probe` fits them to the training images by logistic
+            regression, whose accuracy is that of epoch 0; `random`; `auto`: `probe` if `weights`
+            are given and the layer is new.
+        keep_statistics: Keep the statistics of BatchNorm; `auto`: if `weights` are given.
         channels_last: Store images and convolution weights as (N, H, W, C). `auto`: on a CPU, if
             the network has convolutions; on a GPU in 16 bits, if some of them have 32 channels or
             more.
@@ -85,6 +98,8 @@ class ImageClassifier(LightningModule):
         network: str | nn.Module = "resnet18",
         num_classes: int = 10,
         weights: str | None = None,
+        head: Literal["auto", "probe", "random"] = "auto",
+        keep_statistics: bool | Literal["auto"] = "auto",
         channels_last: bool | Literal["auto"] = "auto",
         compile: Compile | bool = "off",
         matmul_precision: MatmulPrecision = "highest",
@@ -102,7 +117,11 @@ class ImageClassifier(LightningModule):
         self.network = make_network(network, num_classes) if isinstance(network, str) else network
         self.weights = weights
         self._frozen = freeze(self.network, self.recipe.freeze) if self.recipe.freeze else []
-        if self._frozen:
+        self._keeps_statistics = keep_statistics
+        if keep_statistics == "auto":
+            self._keeps_statistics = weights is not None
+        self.probe = Probe(head, self.recipe.freeze == "backbone")
+        if self._frozen or self._keeps_statistics:
             warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode")
         self.execution = Execution(channels_last, compile, matmul_precision)
         self.executed: dict[str, Any] = {}
@@ -131,19 +150,26 @@ class ImageClassifier(LightningModule):
             read_weights(self.weights, self.network_name)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the training mode, except for frozen blocks."""
+        """Set the training mode, except for frozen blocks and kept statistics."""
         super().train(mode)
         for block in self._frozen:
             block.eval()
+        for module in self.network.modules():
+            if self._keeps_statistics and is_batch_norm(module):
+                module.eval()
         return self
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that averages the weights, if `ema` is set."""
-        decay = self.recipe.ema
+        """Return the callbacks that fit the head, and average the weights, if they are needed."""
         trainer = self.trainer
-        if decay is None or trainer.state.fn != "fit":
-            return []
-        return [MovingAverage(decay, trainer.strategy.root_device)]
+        callbacks: list[Callback] = []
+        if trainer.state.fn != "fit":
+            return callbacks
+        if self.probe.is_needed(self.weights is not None):
+            callbacks.append(self.probe)
+        if self.recipe.ema is not None:
+            callbacks.append(MovingAverage(self.recipe.ema, trainer.strategy.root_device))
+        return callbacks
 
     def setup(self, stage: str) -> None:
         """Prepare network and metrics.
@@ -167,7 +193,8 @@ class ImageClassifier(LightningModule):
         if stage == "fit":
             if self.weights is not None:
                 content = read_weights(self.weights, self.network_name)
-                rank_zero_info(load_weights(self.network, content, self.weights))
+                line, self.probe.has_new_head = load_weights(self.network, content, self.weights)
+                rank_zero_info(line)
             elif isinstance(self.network, WhitenedCNN):
                 data = self._image_data("--model.network whitened", "show its images")
                 self.network.whiten(data.sample())
@@ -202,7 +229,13 @@ class ImageClassifier(LightningModule):
                 )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, classes) of images (B, C, H, W); in evaluation, a mean over views."""
+        """Return logits (B, classes) of images; in evaluation, a mean over views.
+
+        Args:
+            images: (B, C, H, W), or the last layer's inputs, (B, D).
+        """
+        if images.ndim == 2:
+            return head_of(self.network)[1](images)
         if self.training or self.views is None:
             return self.network(images)
         moved = [images]

@@ -299,6 +299,11 @@ def _falling(done: float) -> float:
     return (1 + math.cos(math.pi * done)) / 2
 
 
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is a BatchNorm layer."""
+    return isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
+
+
 def freeze(network: nn.Module, blocks: int | Literal["backbone"]) -> list[nn.Module]:
     """Exclude blocks from training, and return the modules to keep in evaluation mode.
 

@@ -127,8 +127,10 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
     return settings
 
 
-def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: bool = True) -> str:
-    """Load weights into a network, and return a message.
+def load_weights(
+    network: nn.Module, content: Any, source: str, may_start_anew: bool = True
+) -> tuple[str, bool]:
+    """Load weights into a network.
 
     The tensors may lie in any containers, and their names may have any prefix, such as a wrapper's
     `module.`. See `_prefixes`.
@@ -138,6 +140,9 @@ def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: 
         content: Content of a file of weights.
         source: Origin of the weights, for messages.
         may_start_anew: Whether the network keeps its own head if the head's shape differs.
+
+    Returns:
+        A message, and whether the network keeps its own head.
 
     Raises:
         UserError: When the weights are of another network.
@@ -189,7 +194,7 @@ def load_weights(network: nn.Module, content: Any, source: str, may_start_anew: 
     left = [key for key in weights if key not in initial]
     if left:
         line += f", {len(left)} left out, such as {left[0]}"
-    return line
+    return line, bool(new)
 
 
 def _tensors(content: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

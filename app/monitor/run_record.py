@@ -23,6 +23,7 @@ from app.launch.agree import gather_objects
 from app.launch.failures import explained
 from app.launch.process import BEGAN
 from app.launch.signals import cause
+from app.modules.probe import Probe
 from app.monitor.fill import (
     devices_of,
     fill_configuration,
@@ -224,6 +225,11 @@ class RunRecord(Callback):
         """Restart the window that validation interrupted."""
         self._validated = not trainer.sanity_checking
         self.windows.begin_window(trainer)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            is_first = trainer.global_step == 0 and self.record.probe is None
+            if isinstance(callback, Probe) and callback.seconds is not None and is_first:
+                self.record.probe = Epoch(-1, seconds=round(callback.seconds, 3))
+                self._complete(trainer, self.record.probe)
         if trainer.state.fn == "validate":
             self.record.validation = metrics_of(trainer, "val")
 
@@ -240,15 +246,19 @@ class RunRecord(Callback):
         if row is None:
             return
         self._open_epoch = None
+        row.train_loss = metrics_of(trainer, "train").loss
+        self.record.epochs.append(row)
+        self._complete(trainer, row)
+
+    def _complete(self, trainer: Trainer, row: Epoch) -> None:
+        """Add the validation to an epoch's row, print the epoch's line, and write the record."""
         validated = self._validated
         self._validated = False
-        row.train_loss = metrics_of(trainer, "train").loss
+        best = max((earlier.val_acc or 0.0 for earlier in self.record.validated), default=0.0)
         if validated:
             validation = metrics_of(trainer, "val")
             row.val_loss = validation.loss
             row.val_acc = validation.acc
-        best = max((earlier.val_acc or 0.0 for earlier in self.record.epochs), default=0.0)
-        self.record.epochs.append(row)
         if self.path is None:
             return
         if trainer.progress_bar_callback is not None:  # print a line, which stays above the bar

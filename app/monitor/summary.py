@@ -29,14 +29,13 @@ def report(
         use: Command to suggest for the best checkpoint, such as `test`, or None.
     """
     directory = Path(str(record.run_dir))
-    validated = [row for row in record.epochs if row.val_acc is not None]
     if record.status != "completed":
         yield f"{record.status:<15} {record.error}"
     if record.not_finite_since is not None:
         epoch = record.not_finite_since + 1
         yield f"training loss   not finite since epoch {epoch}: the run has diverged"
-    if validated:
-        best = max(validated, key=lambda row: row.val_acc or 0.0)
+    if record.validated:
+        best = max(record.validated, key=lambda row: row.val_acc or 0.0)
         accuracy = percent(best.val_acc or 0.0)
         yield f"validation      best accuracy {accuracy}, in epoch {best.epoch + 1}"
     if record.test:
@@ -107,6 +106,8 @@ def epoch_line(
         number += f"/{epochs}"
     width = 2 * len(str(epochs or 0)) + 1
     texts = [f"epoch {number:>{width}}"]
+    if row.epoch < 0:
+        texts.append(f"probe {duration(row.seconds or 0.0)}")
     if row.train_loss is not None:
         texts.append(f"train {row.train_loss:.3f}")
     if row.val_loss is not None:

@@ -239,6 +239,7 @@ class Record(Part):
 
     # results
     steps_per_epoch: Float | None = None  # None for a loader without a length
+    probe: Epoch | None = None  # epoch -1: validation of the fitted head, before training
     epochs: list[Epoch] = field(default_factory=list)
     train_loss: TrainLoss | None = None
     validation: Metrics | None = None
@@ -296,6 +297,12 @@ class Record(Part):
             part.error = "the run was killed, or the machine went down"
         part.train_s = (self.train_s or 0.0) - self.earlier_s
         return part
+
+    @property
+    def validated(self) -> list[Epoch]:
+        """Epochs with an accuracy; the probe comes first."""
+        rows = [self.probe, *self.epochs]
+        return [row for row in rows if row is not None and row.val_acc is not None]
 
     @property
     def earlier_s(self) -> float:

@@ -46,6 +46,7 @@ class Replica(nn.Module):
             isinstance(module, ImageClassifier)
             and type(module).forward is ImageClassifier.forward
             and not module.views
+            and module.recipe.freeze != "backbone"  # it may take features
         ):
             self.module = module.network
         self.index = 0
