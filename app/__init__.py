@@ -14,7 +14,8 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     use         a trained classifier: inference (load, predict in Python), export (for ONNX or
                 torch)
     command     fit, validate, test, predict: arguments (tokens and configs), parser, messages
-                (of a rejected flag), help, configuration (all flags), resolved (strategy,
+                (of a rejected flag), help, configuration (all flags), defaults (flags that follow
+                others), resolved (strategy,
                 devices, processes), rules and flag_rules (whether a run can work), run
                 (launches or trains), assembly (of a Trainer), outcome (exit code, closing
                 lines), run_options, decision (rank zero's: checkpoint and folder), checkpoints,
@@ -32,8 +33,9 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                 private names), virtual_devices (the step over shards), buffers (of the module),
                 tree (sums over shards); strategies: data_parallel (dp), ddp, comm_hooks
     modules     LightningModules: classifier, networks, weights (pretrained), recipe (loss,
-                parameter groups, schedule, frozen blocks), execution (layout, precision,
-                compilation, fused updates), sums (of a logging window and of an epoch)
+                parameter groups, schedule, frozen blocks), probe (first weights of the head),
+                execution (layout, precision, compilation, fused updates), sums (of a logging
+                window and of an epoch)
     data        sources (data sets), image_files (the user's own), tables (CSV files, classes by
                 name), hugging_face, synthetic (drawn), geometry (sizes and crops), cache
                 (decoded once, mapped), shares (a rank's share of the global order), batches

@@ -97,14 +97,6 @@ FLAGS = [
     (["--trainer.max_time", "abc"], "is not a valid duration"),
     (["--best_checkpoint.mode", "x"], "--best_checkpoint.mode x: `mode` can be min, max but got x"),
     (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
-    (
-        ["--data", "../project"],
-        "--data ../project: a path: give --data ImageFolder --data.root ../project",
-    ),
-    (
-        ["--data", "no/images"],
-        "--data no/images: a path: give --data ImageFolder --data.root no/images, or for",
-    ),
     (["--run.root", "x" * 5000], "cannot be used (File name too long)"),
 ]
 

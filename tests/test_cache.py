@@ -114,7 +114,8 @@ def test_cache_off_writes_no_file(
     config = tmp_path / "off.yaml"
     config.write_text("data:\n  class_path: ImageFolder\n  init_args:\n    cache: off\n")
     folder_of_caches = tmp_path / "home" / "data-parallel-lab"
-    output_of(*app("fit", "--config", config, "--data.root", image_root, *STEPS, *UNTESTED))
+    flags = ["--model", "CIFARCNN", "--data.root", image_root, *STEPS, *UNTESTED]
+    output_of(*app("fit", "--config", config, *flags))
     assert not folder_of_caches.exists()
     attach(ImageFolder(str(image_root)))
     assert len(list(folder_of_caches.iterdir())) == 2
@@ -324,7 +325,7 @@ def test_pickles_are_checked_once_and_opened_once(
     ("data", "strategy", "count"),
     [
         (["FashionMNIST", "--model", "FashionMLP"], "ddp_fork", 60),
-        (["ImageFolder"], "ddp_spawn", 36),
+        (["ImageFolder", "--model", "CIFARCNN"], "ddp_spawn", 36),
     ],
 )
 def test_ranks_share_one_file(

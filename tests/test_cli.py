@@ -133,7 +133,7 @@ WRONG = [
     ("--model.scheduler OneCycleLR", "--model.scheduler: its max_lr is required"),
     ("--data.val_size 64", "--data.val_size 64 leaves nothing of 64 training images"),
     (
-        "--data ImageFolder --data.mean '[0.5, 0.5]'",
+        "--model CIFARCNN --data ImageFolder --data.mean '[0.5, 0.5]'",
         "--data.mean [0.5, 0.5]: give one value for each",
     ),
     ("--model.num_classes 7", "--model.num_classes comes from the data"),

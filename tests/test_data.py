@@ -59,7 +59,8 @@ def folder(root: Path, /, **settings: object) -> list[str | Path]:
 
     Settings as in `options`.
     """
-    return ["--data", "ImageFolder", "--data.root", root, *options(**settings), *QUIET]
+    flags = ["--data", root, "--model", "CIFARCNN"]
+    return [*flags, *options(**settings), *QUIET]
 
 
 # -- pixels

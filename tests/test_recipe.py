@@ -192,7 +192,7 @@ def prefixed(prefix: str) -> dict[str, Tensor]:
 def loaded(network: nn.Module, content: Any, folder: Path) -> str:
     """Load a file of weights into a network, and return the line about it."""
     torch.save(content, folder / "x.pth")
-    return load_weights(network, read_weights(str(folder / "x.pth"), ""), "x.pth")
+    return load_weights(network, read_weights(str(folder / "x.pth"), ""), "x.pth")[0]
 
 
 CONTAINERS: dict[str, Any] = {
@@ -226,7 +226,7 @@ def test_weights_of_safetensors(tmp_path: Path) -> None:
 
     save_file(prefixed("model."), tmp_path / "x.safetensors")
     state = read_weights(f"{tmp_path}/x.safetensors", "")
-    line = load_weights(make_network("squeezenet1_1", 1000), state, "x")
+    line, _ = load_weights(make_network("squeezenet1_1", 1000), state, "x")
     assert line == "Weights of x: 52 tensors loaded from model"
 
 

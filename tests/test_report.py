@@ -240,6 +240,8 @@ def test_names_are_shown_literally(tmp_path: Path, image_root: Path) -> None:
     data = [
         "--data",
         "ImageFolder",
+        "--model",
+        "CIFARCNN",
         *options(batch_size=4, max_epochs=1),
         "--data.root",
         image_root,

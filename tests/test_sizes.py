@@ -227,7 +227,7 @@ def test_augmentations_by_name(image_root: Path, app: App, tmp_path: Path) -> No
     config.write_text(
         yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": settings}})
     )
-    flags = ["--config", config, "--data.root", image_root, *QUIET]
+    flags = ["--config", config, "--data.root", image_root, "--model", "CIFARCNN", *QUIET]
     flags += options(max_epochs=1, num_workers=0, test=False)
     output_of(*app("fit", *flags))
     saved = (tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "config.yaml").read_text()

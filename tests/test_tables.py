@@ -15,6 +15,7 @@ from app.data import HuggingFace, ImageFolder, ImageTable
 from app.errors import UserError
 
 FLAGS = [*options(max_epochs=1, batch_size=8, num_workers=0, log_every_n_steps=1), *QUIET]
+FLAGS += ["--model", "CIFARCNN"]
 
 
 @pytest.fixture

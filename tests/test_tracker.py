@@ -56,7 +56,7 @@ def test_private_data_stays_local(image_root: Path, tmp_path: Path) -> None:
     """Without `online`, the run does not connect. Its files hold no image, name or git remote."""
     for image in image_root.rglob("*.*"):
         image.rename(image.with_stem(f"patient-{image.stem}"))
-    flags = ["--data", "ImageFolder", "--data.root", image_root, *options(max_epochs=1), *QUIET]
+    flags = ["--data", image_root, "--model", "CIFARCNN", *options(max_epochs=1), *QUIET]
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}

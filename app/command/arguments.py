@@ -48,7 +48,9 @@ class Token(NamedTuple):
 def tokenise(words: Sequence[str]) -> list[Token]:
     """Group words into flags and values; a negative number is a value.
 
-    `--model NAME` becomes `--model ImageClassifier --model.network NAME` for a network's name.
+    `--model NAME` becomes `--model ImageClassifier --model.network NAME` for a network's name, and
+    `--data PATH` becomes `--data ImageFolder --data.root PATH`, or for a CSV file `--data
+    ImageTable --data.csv PATH`.
     """
     tokens: list[Token] = []
     for word in words:
@@ -63,7 +65,19 @@ def tokenise(words: Sequence[str]) -> list[Token]:
         flag, name = tokens[-1]
         if flag in ("--model", "--model.class_path") and name and _is_network(name):
             tokens[-1:] = [Token("--model", "ImageClassifier"), Token("--model.network", name)]
+        elif flag in ("--data", "--data.class_path") and name and _is_path(name):
+            tokens[-1:] = [Token("--data", "ImageFolder"), Token("--data.root", name)]
+            if name.endswith(".csv"):
+                tokens[-2:] = [Token("--data", "ImageTable"), Token("--data.csv", name)]
     return tokens
+
+
+def _is_path(name: str) -> bool:
+    """Return whether a value of `--data` is a path: no class, config or import path."""
+    classes = [cls.__name__ for cls in subclasses(LightningDataModule)]
+    if name in classes or name.endswith((".yaml", ".yml")):
+        return False
+    return name.endswith(".csv") or os.path.isdir(name) or ("/" in name and "{" not in name)
 
 
 def _is_network(name: str) -> bool:
@@ -113,8 +127,15 @@ class Arguments:
             kept = [token for token in tokens[first:last] if not token.flag.startswith(STRATEGY)]
             tokens[first:last] = kept
 
+        self.tokens: list[Token] = []
+        self.add(tokens)
+
+    def add(self, tokens: Sequence[Token]) -> None:
+        """Add flags: configs first, then classes that have settings, the outer ones first."""
+        unsorted = [*self.tokens, *tokens]
+        names = [token.name for token in unsorted]
+
         def place(token: Token) -> tuple[int, int]:
-            """Sort configs first, then classes that have settings, the outer ones first."""
             if token.flag == "--config":
                 return 0, 0
             has_settings = any(name.startswith(f"{token.name}.") for name in names)
@@ -122,7 +143,7 @@ class Arguments:
                 return 1, token.name.count(".")
             return 2, 0
 
-        self.tokens = sorted(tokens, key=place)
+        self.tokens = sorted(unsorted, key=place)
 
     def _read(self, token: Token) -> Token:
         """Read the config file of a `--config` token; return other tokens unchanged."""
@@ -171,23 +192,9 @@ class Arguments:
         Raises:
             UserError: For a flag without a value, or a config section that is not a mapping.
         """
-        classes = [cls.__name__ for cls in subclasses(LightningDataModule)]
         for flag, value in self.tokens:
             if value is None and re.fullmatch(r"--[\w.]+\.(?!help)\w+\+?", flag):
                 raise UserError(f"{flag} needs a value")
-            if (
-                flag != "--data"
-                or value is None
-                or value in classes
-                or value.endswith((".yaml", ".yml"))
-            ):
-                continue
-            is_file = value.endswith(".csv") or ("/" in value and "{" not in value)
-            if is_file or os.path.isdir(value):
-                raise UserError(
-                    f"--data {value}: a path: give --data ImageFolder --data.root {value}, or for "
-                    "a CSV file --data ImageTable --data.csv"
-                )
         for file, config in self.configs.items():
             for section, content in config.items():
                 has_settings = section not in ("seed_everything", "ckpt_path")

@@ -21,14 +21,16 @@ import app.modules
 from app.command.arguments import Arguments, Token, leaves
 from app.command.checkpoint_file import FLAG, read
 from app.command.checkpoints import RunCheckpoint, find_checkpoint
+from app.command.defaults import complete
 from app.command.flag_rules import flag_problems, parameter_of
-from app.command.parser import Parser, find_class, import_trusted_only, parameters
+from app.command.parser import Parser, find_class, import_trusted_only
 from app.command.resolved import Resolved
 from app.command.rules import check
 from app.command.run_options import PLACES, LimitedTrainer, Run, requested_checkpoint
+from app.data.datasets import EncodedImages
 from app.errors import ExitStatus, UserError, one_line
 from app.launch.rendezvous import Cluster
-from app.modules.weights import checkpoint_of, image_settings
+from app.modules.weights import checkpoint_of
 from app.monitor.loggers import SaveConfig
 from app.system.patches import expects
 from app.system.trust import trust_flags
@@ -153,14 +155,18 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     register_strategies()
     arguments = Arguments(argv)
     checkpoint = arguments.chosen("ckpt_path")
-    if checkpoint is None or argv[0] not in ("validate", "test", "predict") or arguments.configs:
-        return arguments
-    name = arguments.chosen("run.name")
-    if name is not None:
-        root = arguments.chosen("run.root") or Run.root
-        checkpoint = find_checkpoint(checkpoint, [], root, name)
-    config = os.path.normpath(checkpoint_of(Path(checkpoint)) / "../../config.yaml")
-    return Arguments([*argv, "--config", config]) if Path(config).is_file() else arguments
+    evaluates = argv[0] in ("validate", "test", "predict")
+    if evaluates and checkpoint is not None and not arguments.configs:
+        name = arguments.chosen("run.name")
+        if name is not None:
+            root = arguments.chosen("run.root") or Run.root
+            checkpoint = find_checkpoint(checkpoint, [], root, name)
+        config = os.path.normpath(checkpoint_of(Path(checkpoint)) / "../../config.yaml")
+        if Path(config).is_file():
+            arguments = Arguments([*argv, "--config", config])
+    if not any(token.flag.startswith("--help") for token in arguments.tokens):
+        complete(arguments, classes_of(arguments))
+    return arguments
 
 
 def classes_of(arguments: Arguments) -> dict[str, str]:
@@ -175,6 +181,9 @@ def classes_of(arguments: Arguments) -> dict[str, str]:
         if is_overridden("train_dataloader", find_class("model", model), LightningModule):
             classes["data"] = f"{LightningDataModule.__module__}.LightningDataModule"
     classes["data"] = arguments.chosen("data") or classes["data"]
+    data = find_class("data", classes["data"]) or object
+    if model is None and issubclass(data, EncodedImages):
+        classes["model"] = "app.modules.ImageClassifier"
     return classes
 
 
@@ -198,17 +207,6 @@ def with_switches(tokens: Sequence[Token], classes: Mapping[str, str]) -> list[T
     return completed
 
 
-def _follow_weights(arguments: Arguments, classes: Mapping[str, str]) -> None:
-    """Set the data's unset normalisation and size to those of the pretrained weights."""
-    source = arguments.chosen("model.weights")
-    if source in (None, "null"):
-        return
-    known = parameters(find_class("data", classes["data"]))
-    for name, value in image_settings(source, arguments.chosen("model.network")).items():
-        if name in known and arguments.chosen(f"data.{name}") is None:
-            arguments.tokens.append(Token(f"--data.{name}", str(value)))
-
-
 @expects("jsonargparse:_util.CaptureParserException")
 def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
     classes = classes_of(arguments)
@@ -218,7 +216,6 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
         arguments.tokens = with_switches(arguments.tokens, classes)
         arguments.check()
         arguments.spell_out_strategy()
-        _follow_weights(arguments, classes)
         return parser.parse_args(arguments.words)
     except SystemExit as end:
         if ExitStatus.of(end).status != "failed":  # --help and SIGTERM end here, too

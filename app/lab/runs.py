@@ -21,15 +21,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from app.command.configuration import (
-    FIT_FLAGS,
-    classes_of,
-    find_class,
-    parameters,
-    read_arguments,
-    resolve,
-)
+from app.command.configuration import FIT_FLAGS, classes_of, find_class, read_arguments, resolve
 from app.command.flag_rules import MADE
+from app.command.parser import parameters
 from app.command.run_options import default_name
 from app.errors import UserError
 from app.launch.process import environment_of_a_run

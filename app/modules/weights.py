@@ -82,17 +82,12 @@ def _published(name: str) -> dict[str, Tensor]:
         return torchvision.models.get_model(name, weights="DEFAULT").state_dict()
 
 
-def image_settings(source: str, name: str | None) -> dict[str, Any]:
-    """Return the `--data` settings of pretrained weights: normalisation, sizes, interpolation.
+def published_settings(name: str) -> dict[str, Any]:
+    """Return the `--data` settings with which a network of torchvision or timm was published.
 
-    Args:
-        source: As for `read_weights`.
-        name: Name of the network.
-
-    Raises:
-        UserError: When the weights cannot be read.
+    For another network, or one without published weights, return nothing.
     """
-    if source == "DEFAULT" and name in names_of_torchvision():
+    if name in names_of_torchvision():
         preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
         if name in ("googlenet", "inception_v3"):  # trained with others than the preset's
             preset.mean = preset.std = [0.5] * 3
@@ -103,8 +98,8 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
             "size": preset.crop_size[0],
             "resize": preset.resize_size[0],
         }
-    if source == "DEFAULT" and name is not None and name.startswith("timm/"):
-        preset = import_timm(name).get_pretrained_cfg(name[5:])
+    preset = import_timm(name).get_pretrained_cfg(name[5:]) if name.startswith("timm/") else None
+    if preset is not None:
         size = preset.input_size[-1]
         return {
             "mean": list(preset.mean),
@@ -113,13 +108,26 @@ def image_settings(source: str, name: str | None) -> dict[str, Any]:
             "size": size,
             "resize": round(size / preset.crop_pct),
         }
-    if source == "DEFAULT":
-        return {}
-    content = _read(source)
-    images = content.get("images") if isinstance(content, dict) else None
+    return {}
+
+
+def image_settings(source: str, name: str | None) -> dict[str, Any]:
+    """Return the `--data` settings of pretrained weights: normalisation, sizes, interpolation.
+
+    Args:
+        source: As for `read_weights`.
+        name: Name of the network.
+
+    Raises:
+        UserError: When the weights cannot be read.
+    """
+    images = None
+    if source != "DEFAULT":
+        content = _read(source)
+        images = content.get("images") if isinstance(content, dict) else None
     # not a checkpoint of this application
     if not isinstance(images, dict) or "image_shape" not in images:
-        return {}
+        return published_settings(name or "")
     settings = {"size": images["image_shape"][1:]}
     for key in ("mean", "std", "resize", "interpolation"):
         if images.get(key) is not None:

@@ -61,7 +61,7 @@ def hardware() -> dict[str, Any]:
     if torch.cuda.is_initialized():
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     elif torch.cuda.device_count():
-        gpus = _nvidia_smi("name")  # not torch, which would allocate memory on unused GPUs
+        gpus = nvidia_smi("name")  # not torch, which would allocate memory on unused GPUs
     return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus}
 
 
@@ -148,10 +148,10 @@ def driver() -> str | None:
     `torch.utils.collect_env` is no alternative: it expects a heading that nvidia-smi 610 no longer
     prints.
     """
-    return "".join(_nvidia_smi("driver_version")[:1]) or None
+    return "".join(nvidia_smi("driver_version")[:1]) or None
 
 
-def _nvidia_smi(field: str) -> list[str]:
+def nvidia_smi(field: str) -> list[str]:
     """Return a field of each GPU; an empty list without a driver."""
     return _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").splitlines()
 
