@@ -481,3 +481,18 @@ class Inverted(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         return 255 - image
+
+
+class Tiny(nn.Module):
+    """Small network with BatchNorm, and dropout before its last layer."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        convolution = nn.Conv2d(3, 8, 3, stride=2)
+        self.features = nn.Sequential(convolution, nn.BatchNorm2d(8), nn.ReLU())
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.features(images).mean((2, 3))  # (B, 8)
+        return self.head(self.dropout(features))

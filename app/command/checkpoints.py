@@ -32,6 +32,7 @@ _CHECKPOINT = "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint"
 @expects(
     f"{_CHECKPOINT}._every_n_train_steps",
     f"{_CHECKPOINT}._last_global_step_saved",
+    f"{_CHECKPOINT}._monitor_candidates",
     f"{_CHECKPOINT}._save_topk_checkpoint",
     f"{_CHECKPOINT}._should_skip_saving_checkpoint",
     f"{_CHECKPOINT}._train_time_interval",
@@ -62,7 +63,7 @@ class RunCheckpoint(ModelCheckpoint):
         with warnings.catch_warnings():  # a resumed run uses its existing folder
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
-        self._last_global_step_saved = -1  # so that a probe's validation, at step 0, is saved
+        self._last_global_step_saved = -1  # because a probe is saved at step 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop monitoring a validation metric in a run without validation."""
@@ -125,6 +126,9 @@ class RunCheckpoint(ModelCheckpoint):
             rank_zero_info(f"{type(pl_module).__name__} does not log val_acc: {kept}")
             self._minimise(loss)
         super().on_validation_end(trainer, pl_module)
+        is_probed = trainer.global_step == 0 and self.monitor is not None
+        if is_probed and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
         # early stopping may end training after a validation within an epoch
         if not trainer.is_last_batch:
             self._save_if_stopped(trainer)
