@@ -16,13 +16,14 @@ from app.system.machine import nvidia_smi
 NETWORK = "resnet18"
 # recipes for own images; configs/finetune.yaml spells out the first one
 FINETUNED = {
-    "model.optimizer.lr": 0.001,
-    "model.optimizer.weight_decay": 0.0001,
+    # its steps are equally long for a steep head and for a flat one
+    "model.optimizer": "torch.optim.AdamW",
+    "model.optimizer.lr": 3e-5,
     "trainer.max_epochs": 5,
 }
 FROM_SCRATCH = {
-    "model.optimizer.lr": 0.05,
-    "model.optimizer.weight_decay": 0.0005,
+    "model.optimizer": "torch.optim.AdamW",
+    "model.optimizer.lr": 1e-3,
     "trainer.max_epochs": 30,
     "data.size": 128,
 }
@@ -30,7 +31,7 @@ COMMON = {"model.label_smoothing": 0.1, "model.schedule": "onecycle", "data.batc
 AUGMENTED = {"data.crop": "random_resized", "data.scale": [0.35, 1.0], "data.flip": True}
 # settings of the user's, and those that they leave without effect
 REPLACED = {
-    "model.optimizer": ("model.optimizer.lr", "model.optimizer.weight_decay"),
+    "model.optimizer": ("model.optimizer.lr",),
     "model.scheduler": ("model.schedule",),
     "data.crop": ("data.scale",),
     "trainer.max_steps": ("trainer.max_epochs",),

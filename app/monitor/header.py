@@ -103,6 +103,9 @@ def _recipe(model: LightningModule, data: Any) -> dict[str, Any]:
         recipe["no_decay"] = ",".join(sorted(model.recipe.no_decay))
         recipe["views"] = model.views
     if isinstance(data, ImageData):
+        geometry = getattr(data.source, "geometry", None)
+        if geometry is not None and geometry.crop != "none":
+            recipe["crop"] = geometry.crop
         recipe["flip"] = "alternate" if data.alternate else data.transform.flip
         recipe["crop_padding"] = data.transform.crop_padding
         recipe["cutout"] = data.transform.cutout
