@@ -41,6 +41,8 @@ def local_modules() -> list[str]:
     others = {*sys.stdlib_module_names, *LIBRARIES, "__main__"}
     modules = []
     for module in pkgutil.iter_modules(str(path) for path in folders if path.name not in INSTALLED):
+        if not module.name.isidentifier():  # as of mypyc, which no config can name
+            continue
         # another module of this name may come first
         if module.name not in others and _folder_of(module.name) in folders:
             modules.append(module.name)
