@@ -3,17 +3,22 @@
 import contextlib
 import csv
 import io
+import re
 import resource
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from harness import QUIET, App, draw_images, error_of, options, output_of, tiny
+from forked import fork_app
+from harness import QUIET, App, Fit, draw_images, error_of, options, output_of, tiny
 from PIL import Image
+from torchvision.transforms import InterpolationMode, v2
 
 import app as package
 from app.errors import UserError
@@ -148,6 +153,92 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Pat
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     with pytest.raises(UserError, match="has no class names"):
         load(tmp_path / "x.ckpt")
+
+
+GREY = "--model=FashionMLP --model.repeats=1"
+ODD = "--data.size=28 --data.resize=30 --data.interpolation=bicubic --data.channels=1"
+SOURCES = [
+    ("CIFAR10", "cifar_root", "--data.root=ROOT"),
+    ("FashionMNIST", "fashion_root", f"--data.root=ROOT {GREY}"),
+    ("Synthetic", "image_root", "--data.images=30"),
+    ("ImageFolder", "image_root", f"--data.root=ROOT {GREY} {ODD} --data.batch_size=0.5"),
+    ("ImageTable", "image_root", "--data.csv=ROOT/all.csv --data.mean=[0.1,0.2,0.3]"),
+    ("HuggingFace", "image_root", "--data.path=ROOT/saved"),
+]
+
+
+@pytest.mark.parametrize(("source", "fixture", "flags"), SOURCES)
+def test_new_images(
+    source: str,
+    fixture: str,
+    flags: str,
+    fit: Fit,
+    app: App,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`predict` prepares new images as in training, when the training's images are gone.
+
+    The probabilities are those of torchvision's usual transforms.
+    """
+    monkeypatch.chdir(tmp_path)
+    root = request.getfixturevalue(fixture)
+    if source == "ImageTable":
+        rows = [f"{file},{file.parent.name}" for file in root.glob("train/*/*")]
+        (root / "all.csv").write_text("\n".join(["file,label", *rows]))
+    if source == "HuggingFace":
+        made = datasets.load_dataset(
+            "imagefolder", data_dir=str(root), cache_dir=str(root / "kept")
+        )
+        made.save_to_disk(root / "saved")
+    words = flags.replace("ROOT", str(root)).split()
+    run = fit("--data", source, *words, *QUIET, *options(max_epochs=1, test=False))
+    shutil.rmtree(root)
+    new = draw_images(Path("new"), ("a", "[red]"), x=11)
+    predict = ["predict", "--ckpt_path", run, *QUIET, "--data.predict_dir"]
+    out = output_of(*app(*predict, new))
+    table = pd.read_csv(run / "predict_1" / "predictions.csv", index_col="file")
+    assert list(table.index) == sorted(map(str, new.rglob("*.*")))
+    assert re.search(r"\nnew/x/\[red\]/10.jpg  \w.* \d+\.\d%", out)
+    assert "… and 2 more" in out
+    network = load(run, "cpu").module
+    images = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["images"]
+    channels, _, size = images["image_shape"]
+    kind = InterpolationMode(images.get("interpolation", "bilinear"))
+    steps = [v2.PILToTensor(), v2.Resize(images.get("resize") or size, kind), v2.CenterCrop(size)]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(images["mean"], images["std"])]
+    for file, label, name, probability in table.itertuples():
+        picture = Image.open(file).convert({1: "L", 3: "RGB"}[channels])
+        expected = network(v2.Compose(steps)(picture)[None]).detach().softmax(1)
+        assert (label, name) == (expected.argmax(), images["class_names"][label])
+        assert probability == pytest.approx(float(expected.max()), abs=1e-4)
+    if source == "ImageFolder":
+        two = ["--trainer.accelerator=cpu", "--trainer.strategy=ddp_fork", "--trainer.devices=2"]
+        output_of(*fork_app(*predict, new.resolve(), *two, "--data.batch_size=5"))
+        again = pd.read_csv(run / "predict_2" / "predictions.csv", index_col="file")
+        again.index = again.index.str.removeprefix(f"{tmp_path}/")
+        pd.testing.assert_frame_equal(again, table, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--ckpt_path RUN", "new holds no images: 1 .ckpt"),
+        ("--ckpt_path NEW/x.ckpt", "x.ckpt has no class names: it is not of an ImageClassifier"),
+        ("--ckpt_path best", "no best.ckpt under"),
+        ("--trainer.devices 1", "--data.predict_dir needs a trained model: give its --ckpt_path"),
+        ("--data.size 9 --ckpt_path RUN --data CIFAR10", "--data: the checkpoint sets how images"),
+    ],
+)
+def test_new_images_are_refused(
+    flags: str, problem: str, trained: Path, app: App, tmp_path: Path
+) -> None:
+    new = tmp_path / "new"
+    new.mkdir()
+    torch.save({"state_dict": {}}, new / "x.ckpt")
+    words = flags.replace("RUN", str(trained)).replace("NEW", str(new)).split()
+    assert problem in error_of(*app("predict", *words, "--data.predict_dir", new))
 
 
 def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained: Path, app: App) -> None:

@@ -143,24 +143,53 @@ class Flags(LightningCLI):
 def read_arguments(argv: Sequence[str]) -> Arguments:
     """Read arguments and configs; evaluation uses the config of the checkpoint's run by default.
 
+    With `--data.predict_dir` alone, `predict` prepares images as the checkpoint's run did, so that
+    it needs no training images.
+
     Args:
         argv: The arguments of `python -m app`.
 
     Raises:
-        UserError: When a config cannot be read, or the run of `--run.name` lacks the checkpoint
-            `--ckpt_path`.
+        UserError: When a config cannot be read, the run of `--run.name` lacks the checkpoint
+            `--ckpt_path`, or `--data.predict_dir` needs another flag.
     """
     register_strategies()
     arguments = Arguments(argv)
     checkpoint = arguments.chosen("ckpt_path")
-    if checkpoint is None or argv[0] not in ("validate", "test", "predict") or arguments.configs:
+    flags = {token.name for token in arguments.tokens if token.name.startswith("--data")}
+    known = {f"--data.{name}" for name in parameters(app.data.NewImages)}
+    has_new = argv[0] == "predict" and "--data.predict_dir" in flags
+    is_alone = has_new and flags <= known  # without a flag about the training's images
+    if has_new and checkpoint is None and not _reads_new_images(arguments):
+        raise UserError("--data.predict_dir needs a trained model: give its --ckpt_path")
+    if checkpoint in (None, "auto") or argv[0] not in ("validate", "test", "predict"):
+        return arguments
+    configs = list(arguments.configs)
+    if configs and not is_alone:
         return arguments
     name = arguments.chosen("run.name")
-    if name is not None:
+    if name is not None or is_alone:
         root = arguments.chosen("run.root") or Run.root
-        checkpoint = find_checkpoint(checkpoint, [], root, name)
-    config = os.path.normpath(checkpoint_of(Path(checkpoint)) / "../../config.yaml")
-    return Arguments([*argv, "--config", config]) if Path(config).is_file() else arguments
+        checkpoint = find_checkpoint(checkpoint, configs, root, name or "")
+    file = checkpoint_of(Path(checkpoint))
+    config = os.path.normpath(file / "../../config.yaml")
+    if not configs and Path(config).is_file():
+        arguments = Arguments([*argv, "--config", config])
+    reads_new = _reads_new_images(arguments)
+    if has_new and not is_alone and not reads_new:
+        raise UserError(
+            f"{min(flags - known)}: the checkpoint sets how images of --data.predict_dir are "
+            "prepared: leave it out"
+        )
+    if not is_alone or (reads_new and "images" not in read(file)):
+        return arguments
+    data = ["--data", "app.data.NewImages", "--data.checkpoint", str(file)]
+    return Arguments([argv[0], *arguments.words, *data])
+
+
+def _reads_new_images(arguments: Arguments) -> bool:
+    """Return whether the chosen data class has a `predict_dir` of its own."""
+    return "predict_dir" in parameters(find_class("data", classes_of(arguments)["data"]))
 
 
 def classes_of(arguments: Arguments) -> dict[str, str]:

@@ -15,8 +15,7 @@ from torchvision.transforms.functional import to_pil_image
 from app.command.arguments import read_yaml
 from app.command.checkpoint_file import read
 from app.command.parser import PlainParser, import_trusted_only
-from app.data.geometry import Geometry
-from app.data.image_files import FileSplit, files_in, pixels
+from app.data.image_files import FileSplit, NewSource, files_in, pixels
 from app.data.transforms import Transform
 from app.errors import UserError, one_line
 from app.modules import ImageClassifier
@@ -42,21 +41,18 @@ class Classifier(nn.Module):
 
     Args:
         module: The LightningModule.
-        images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of the training images.
-        geometry: Resizing and cropping of input images.
+        source: Classes, shape and normalisation of images, and their resizing and cropping.
         folder: Folder of the run's config.yaml.
     """
 
-    def __init__(
-        self, module: LightningModule, images: dict[str, Any], geometry: Geometry, folder: Path
-    ) -> None:
+    def __init__(self, module: LightningModule, source: NewSource, folder: Path) -> None:
         super().__init__()
         self.module = module
-        self.geometry = geometry
+        self.geometry = source.geometry
         self.folder = folder
-        self.class_names = tuple(images["class_names"])
-        self.image_shape = tuple(images["image_shape"])
-        self.transform = Transform(images["mean"], images["std"])
+        self.class_names = source.class_names
+        self.image_shape = source.image_shape
+        self.transform = Transform(source.mean, source.std)
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -147,19 +143,13 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
     folder = file.parent
     if not (folder / "config.yaml").is_file():
         folder = Path(os.path.normpath(file / "../.."))
-    images = checkpoint.get("images")
-    if images is None:
-        raise UserError(
-            f"{file} has no class names: it is not of an ImageClassifier trained on an ImageData"
-        )
     config = read_yaml(str(folder / "config.yaml"))
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
-        module = _model(config.get("model") or {}, len(images["class_names"]))
+        source = NewSource(checkpoint, file)
+        module = _model(config.get("model") or {}, len(source.class_names))
         load_weights(module, checkpoint["state_dict"], str(file), may_start_anew=False)
-        sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
-        geometry = Geometry(tuple(images["image_shape"][1:]), **sizes)
-        return Classifier(module.to(device), images, geometry, folder)
+        return Classifier(module.to(device), source, folder)
     except UserError:
         raise
     except Exception as error:  # a damaged config or checkpoint raises anything
