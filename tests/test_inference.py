@@ -100,6 +100,13 @@ def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
     for form in (array, tensor):
         assert model.predict(form) == one._replace(file=None)
         assert model.predict(form[None]) == model.predict([form]) == [one._replace(file=None)]
+    turned = Image.fromarray(np.rot90(array).copy())
+    turned.getexif()[0x0112] = 6  # upright if turned by 90° to the right
+    pictures = [Image.fromarray(array), turned, file]
+    assert [row.probabilities for row in model.predict(pictures)] == [one.probabilities] * 3
+    for mode in ("1", "L", "P", "RGBA", "CMYK"):
+        picture = pictures[0].convert(mode)
+        assert model.predict(picture) == model.predict(np.asarray(picture.convert("RGB"))), mode
     grey = array[:, :, :1]
     assert model.predict(grey) == model.predict(np.repeat(grey, 3, axis=2))
     right = torch.randint(256, (2, 3, 24, 24), dtype=torch.uint8)
@@ -124,6 +131,7 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Pat
         ("a\0b", "cannot be read (embedded null byte)"),
         (tmp_path / "notes", "notes holds no images: 1 .txt"),
         (empty, "empty.jpg cannot be read (not an image)"),
+        (Image.new("F", (8, 8)), "cannot be read (pixels of 32 bits, mode F)"),
     ):
         with pytest.raises(UserError) as error:
             model.predict(images)

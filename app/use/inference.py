@@ -64,9 +64,9 @@ class Classifier(nn.Module):
         """Return the most likely classes of images, resized and cropped as for validation.
 
         Args:
-            images: A file, a folder, a PIL image, a uint8 array (H, W, C), or a uint8 tensor (C, H,
-                W). Several images are a list of these, an array (B, H, W, C), or a tensor (B, C, H,
-                W).
+            images: A file, a folder, a PIL image of any mode, a uint8 array (H, W, C), or a uint8
+                tensor (C, H, W). Several images are a list of these, an array (B, H, W, C), or a
+                tensor (B, C, H, W).
             k: Number of classes to return.
             batch_size: Number of images per forward pass.
 
@@ -123,7 +123,10 @@ class Classifier(nn.Module):
                     "give pixels of uint8, 0 to 255: arrays (H, W, C), tensors (C, H, W)"
                 )
             item = to_pil_image(array)
-        return self.geometry.evaluated(pixels(item, self.image_shape[0]))
+        try:
+            return self.geometry.evaluated(pixels(item, self.image_shape[0]))
+        except Exception as error:  # as for files
+            raise UserError(f"{item} cannot be read ({one_line(str(error))})") from error
 
 
 def load(run: str | Path, device: torch.device | str | None = None) -> Classifier:
