@@ -37,7 +37,7 @@ class Prediction(NamedTuple):
 
 
 class Classifier(nn.Module):
-    """Trained classifier: a LightningModule with normalisation and softmax, in evaluation mode.
+    """Trained classifier from pixels to probabilities: a LightningModule in evaluation mode.
 
     Args:
         module: The LightningModule.
@@ -56,8 +56,16 @@ class Classifier(nn.Module):
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return probabilities (B, classes) of images of any size on the host, uint8 (B, C, h, w).
+
+        `export` writes this method as a graph.
+        """
+        return self.classify(self.geometry.evaluated(images))
+
+    def classify(self, images: Tensor) -> Tensor:
         """Return probabilities (B, classes) of images in training shape, uint8 (B, C, H, W)."""
-        return self.module(self.transform(images)).float().softmax(1)
+        images = self.transform(images.to(self.module.device))
+        return self.module(images).float().softmax(1)
 
     @torch.inference_mode()
     def predict(self, images: Any, k: int = 1, batch_size: int = 64) -> Any:
@@ -95,7 +103,7 @@ class Classifier(nn.Module):
         for start in range(0, len(items), batch_size):
             chunk = items[start : start + batch_size]
             batch = torch.stack([self._pixels(item) for item in chunk])
-            best = self(batch.to(self.module.device)).topk(k)  # (B, k)
+            best = self.classify(batch).topk(k)  # (B, k)
             for item, row, labels in zip(chunk, best.values, best.indices, strict=True):
                 file = None
                 if isinstance(item, str):
