@@ -107,14 +107,11 @@ def run(arguments: list[str]) -> int:
     if channels == 1:
         picture = {"mode": "L", "axes": ""}
     code = LOADING[options.format].format(file=file, channels=channels, **picture)
-    shapes = (
-        f"(B, {channels}, h, w) of any size to probabilities (B, {len(classifier.class_names)})"
-    )
-    print(f"exported  {file}: uint8 images {shapes}")
-    print(
-        f"checked   on 64 random images of {height + 5}×{2 * width + 3}: probabilities differ by at "
-        f"most {difference:.1g}"
-    )
+    shape = f"(B, {channels}, h, w) of any size"
+    classes = len(classifier.class_names)
+    print(f"exported  {file}: uint8 images {shape} to probabilities (B, {classes})")
+    size = f"{height + 5}×{2 * width + 3}"
+    print(f"checked   on 64 images of {size}: probabilities differ by at most {difference:.1g}")
     print(f"load it   in Python, without this application:\n\n{code}")
     return 0
 
