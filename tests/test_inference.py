@@ -22,6 +22,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 import app as package
 from app.errors import UserError
+from app.modules import CIFARCNN
 from app.use.inference import Classifier, load
 
 NAMES = ("cat", "dog", "eel")
@@ -145,7 +146,7 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Pat
 GREY = "--model=FashionMLP --model.repeats=1"
 ODD = "--data.size=28 --data.resize=30 --data.interpolation=bicubic --data.channels=1"
 SOURCES = [
-    ("CIFAR10", "cifar_root", "--data.root=ROOT"),
+    ("CIFAR10", "cifar_root", "--data.root=ROOT --model.weights=ROOT/lenet.pth"),
     ("FashionMNIST", "fashion_root", f"--data.root=ROOT {GREY}"),
     ("Synthetic", "image_root", "--data.images=30"),
     ("ImageFolder", "image_root", f"--data.root=ROOT {GREY} {ODD} --data.batch_size=0.5"),
@@ -177,8 +178,9 @@ def test_new_images(
     if source == "HuggingFace":
         found = {"data_dir": str(root), "cache_dir": str(root / "kept")}
         datasets.load_dataset("imagefolder", **found).save_to_disk(root / "saved")
-    words = flags.replace("ROOT", str(root)).split()
-    run = fit("--data", source, *words, *QUIET, *options(max_epochs=1, test=False))
+    torch.save(CIFARCNN().network.state_dict(), root / "lenet.pth")
+    words = f"{flags} --trainer.max_epochs=1 --run.test=false".replace("ROOT", str(root)).split()
+    run = fit("--data", source, *words, *QUIET)
     shutil.rmtree(root)
     new = draw_images(Path("new"), ("a", "b[red]"), x=11)
     predict = ["predict", "--ckpt_path", run, *QUIET, "--run.top_k=2", "--data.predict_dir"]

@@ -183,8 +183,10 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         )
     if not is_alone or (reads_new and "images" not in read(file)):
         return arguments
-    data = ["--data", "app.data.NewImages", "--data.checkpoint", str(file)]
-    return Arguments([argv[0], *arguments.words, *data])
+    words = ["--data", "app.data.NewImages", "--data.checkpoint", str(file)]
+    if arguments.chosen("model.weights") is not None:  # their file may be gone, too
+        words += ["--model.weights", "null"]
+    return Arguments([argv[0], *arguments.words, *words])
 
 
 def _reads_new_images(arguments: Arguments) -> bool:
