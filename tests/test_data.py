@@ -117,7 +117,7 @@ def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
 def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path) -> None:
-    """`predict` writes the files and labels of the test split."""
+    """`predict` writes the test split's labels."""
     flags = folder(image_root, placement=placement, num_workers=2)
     output_of(*app("fit", *flags, *TWO_STEPS))
     assert multiprocessing.active_children() == []
@@ -125,7 +125,6 @@ def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path
     output_of(*app("predict", *flags, "--ckpt_path", last_of(run)))
     head, *rows = (run / "predict_1" / "predictions.csv").read_text().splitlines()
     assert head == "file,predicted,name,probability,label"
-    assert rows[0].startswith(str(image_root / "test" / "cat" / "00.jpg"))
     assert len(rows) == 12
 
 

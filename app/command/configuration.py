@@ -181,7 +181,8 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             f"{min(flags - known)}: the checkpoint sets how images of --data.predict_dir are "
             "prepared: leave it out"
         )
-    if not is_alone or (reads_new and "images" not in read(file)):
+    is_users = classes_of(arguments)["data"].rpartition(".")[2] not in app.data.__all__
+    if not is_alone or (reads_new and (is_users or "images" not in read(file))):
         return arguments
     words = ["--data", "app.data.NewImages", "--data.checkpoint", str(file)]
     if arguments.chosen("model.weights") is not None:  # their file may be gone, too
