@@ -6,7 +6,7 @@ commands:
   fit        train a model, validate it each epoch, and test the best checkpoint at the end
   validate   measure a checkpoint on the validation split
   test       measure a checkpoint on the test split
-  predict    write predictions.csv for the test split, or for images and folders
+  predict    classify the test split, or new images: --data.predict_dir FOLDER
   export     write a trained model as one file, for ONNX Runtime or torch
   compare    measure which strategy and settings train fastest here, with report and advice
   verify     prove that all strategies give the same training, on your model and data

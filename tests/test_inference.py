@@ -1,22 +1,28 @@
 """`app.load`, `app.fit` and `export`: use of a trained classifier outside of a run."""
 
 import contextlib
-import csv
 import io
+import re
 import resource
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from harness import QUIET, App, draw_images, error_of, options, output_of, tiny
+from forked import fork_app
+from harness import QUIET, App, Fit, draw_images, error_of, on_cpu, options, output_of, tiny
+from matplotlib.cbook import get_sample_data
 from PIL import Image
+from torchvision.transforms import InterpolationMode, v2
 
 import app as package
 from app.errors import UserError
+from app.modules import CIFARCNN
 from app.use.inference import Classifier, load
 
 NAMES = ("cat", "dog", "eel")
@@ -24,11 +30,17 @@ NAMES = ("cat", "dog", "eel")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a run on image files of different sizes, with predictions."""
+    """Directory of a run on image files of different sizes."""
     folder = tmp_path_factory.mktemp("trained")
     images = draw_images(folder / "images", NAMES, train=12, test=4)
     flags = [f"--run.root={folder / 'runs'}", "--run.name=x", *QUIET, f"--data.root={images}"]
-    flags += ["--data=ImageFolder", "--model=my_networks.Wide", "--data.size=24"]
+    flags += [
+        "--data=ImageFolder",
+        "--model=my_networks.Wide",
+        "--data.size=24",
+        "--data.resize=28",
+        "--data.interpolation=bicubic",
+    ]
     flags += map(str, options(max_epochs=1, accelerator="cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -37,8 +49,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from app.cli import main
 
         assert main(["fit", *flags, "--data.batch_size=9", "--run.test=false"]) == 0
-        both = f"--data.predict_dir=[{images}/test/eel, {images}/test/cat/00.jpg]"
-        assert main(["predict", *flags, "--ckpt_path=best", "--run.top_k=9", both]) == 0
         yield folder / "runs" / "x" / "version_0"
         sys.modules.pop("my_networks", None)
 
@@ -62,22 +72,6 @@ def model(trained: Path) -> Classifier:
     return load(trained, "cpu")
 
 
-def test_predictions_are_those_of_the_command(trained: Path, model: Classifier) -> None:
-    """A loaded model predicts the same names and probabilities as the command `predict`."""
-    rows = list(csv.DictReader((trained / "predict_1" / "predictions.csv").open()))
-    files = [row["file"] for row in rows]
-    names = [Path(file).name for file in files]
-    assert names == ["00.jpg", "01.png", "02.jpg", "03.png", "00.jpg"]
-    for row, prediction in zip(rows, model.predict(files, k=3, batch_size=2), strict=True):
-        assert row["file"] == prediction.file
-        assert (row["name"], row["name2"], row["name3"]) == prediction.names
-        written = [float(row[name]) for name in ("probability", "probability2", "probability3")]
-        assert written == pytest.approx(prediction.probabilities, abs=1e-5)
-        assert sum(written) == pytest.approx(1, abs=1e-5)
-        assert row["name"] in NAMES
-    assert set(NAMES) == set(model.class_names)
-
-
 def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
     """A resized image has the same prediction from a file, an array, a tensor and a batch."""
     folder = trained.parents[2] / "images" / "test" / "eel"
@@ -95,11 +89,12 @@ def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
     for form in (array, tensor):
         assert model.predict(form) == one._replace(file=None)
         assert model.predict(form[None]) == model.predict([form]) == [one._replace(file=None)]
+    for mode in ("1", "L", "P", "RGBA", "CMYK"):
+        picture = Image.open(file).convert(mode)
+        assert model.predict([picture]) == model.predict([np.asarray(picture.convert("RGB"))])
     grey = array[:, :, :1]
     assert model.predict(grey) == model.predict(np.repeat(grey, 3, axis=2))
-    right = torch.randint(256, (2, 3, 24, 24), dtype=torch.uint8)
-    assert len(model.predict(right)) == 2
-    assert model(right).sum(1).tolist() == pytest.approx([1, 1])
+    assert len(model.predict(torch.zeros((2, 3, 24, 24), dtype=torch.uint8))) == 2
 
 
 def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Path) -> None:
@@ -119,6 +114,7 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Pat
         ("a\0b", "cannot be read (embedded null byte)"),
         (tmp_path / "notes", "notes holds no images: 1 .txt"),
         (empty, "empty.jpg cannot be read (not an image)"),
+        (Image.new("F", (8, 8)), "cannot be read (pixels of 32 bits, mode F)"),
     ):
         with pytest.raises(UserError) as error:
             model.predict(images)
@@ -148,6 +144,101 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Pat
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     with pytest.raises(UserError, match="has no class names"):
         load(tmp_path / "x.ckpt")
+
+
+GREY = "--model=FashionMLP --model.repeats=1"
+ODD = "--data.size=28 --data.resize=30 --data.interpolation=bicubic --data.channels=1"
+SOURCES = [
+    ("CIFAR10", "cifar_root", "--data.root=ROOT --model.weights=ROOT/lenet.pth"),
+    ("FashionMNIST", "fashion_root", f"--data.root=ROOT {GREY}"),
+    ("Synthetic", "image_root", "--data.images=30"),
+    ("ImageFolder", "image_root", f"--data.root=ROOT {GREY} {ODD} --data.batch_size=0.5"),
+    ("ImageTable", "image_root", "--data.csv=ROOT/all.csv --data.mean=[0.1,0.2,0.3]"),
+    ("HuggingFace", "image_root", "--data.path=ROOT/saved"),
+]
+
+
+@pytest.mark.parametrize(("source", "fixture", "flags"), SOURCES)
+def test_new_images(
+    source: str,
+    fixture: str,
+    flags: str,
+    fit: Fit,
+    app: App,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`predict` and `app.load` prepare new images as in training, whose images are gone.
+
+    The probabilities are those of torchvision's usual transforms, also from two processes.
+    """
+    monkeypatch.chdir(tmp_path)
+    root = request.getfixturevalue(fixture)
+    if source == "ImageTable":
+        rows = [f"{file},{file.parent.name}" for file in root.glob("train/*/*")]
+        (root / "all.csv").write_text("\n".join(["file,label", *rows]))
+    if source == "HuggingFace":
+        made = datasets.load_dataset(
+            "imagefolder", data_dir=str(root), cache_dir=str(root / "kept")
+        )
+        made.save_to_disk(root / "saved")
+    torch.save(CIFARCNN().network.state_dict(), root / "lenet.pth")
+    words = f"{flags} --trainer.max_epochs=1 --run.test=false".replace("ROOT", str(root)).split()
+    run = fit("--data", source, *words, *QUIET)
+    shutil.rmtree(root)
+    new = draw_images(Path("new"), ("a", "b[red]"), x=11)
+    predict = ["predict", "--ckpt_path", run, *QUIET, "--run.top_k=2", "--data.predict_dir"]
+    if source == "ImageFolder":
+        new = new.resolve()
+        two = [f"[{new}/x/a, '{new}/x/b[red]']", *on_cpu("ddp_fork"), "--data.batch_size=5"]
+        out = output_of(*fork_app(*predict, *two))
+    else:
+        out = output_of(*app(*predict, new))
+        assert re.search(r"\nnew/x/b\[red\]/00.jpg  \w.* \d+\.\d%", out)
+    assert "… and 2 more" in out
+    table = pd.read_csv(run / "predict_1" / "predictions.csv", index_col="file")
+    files = sorted(map(str, new.rglob("*.*")))
+    assert list(table.index) == files
+    model = load(run, "cpu")
+    images = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["images"]
+    channels, _, size = images["image_shape"]
+    kind = InterpolationMode(images.get("interpolation", "bilinear"))
+    steps = [v2.PILToTensor(), v2.Resize(images.get("resize") or size, kind), v2.CenterCrop(size)]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(images["mean"], images["std"])]
+    for row, prediction in zip(table.itertuples(), model.predict(files, k=2), strict=True):
+        picture = Image.open(row.Index).convert({1: "L", 3: "RGB"}[channels])
+        shares, labels = model.module(v2.Compose(steps)(picture)[None]).softmax(1)[0].topk(2)
+        names = tuple(images["class_names"][label] for label in labels)
+        assert (row.name, row.name2) == names == prediction.names
+        expected = pytest.approx(shares.tolist(), abs=1e-4)
+        assert [row.probability, row.probability2] == expected
+        assert prediction.probabilities == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--ckpt_path RUN", " holds no images: 1 .ckpt"),
+        ("--ckpt_path NEW/x.ckpt", "x.ckpt has no class names: it is not of an ImageClassifier"),
+        ("--ckpt_path best", "no best.ckpt under"),
+        ("--trainer.devices 1", "--data.predict_dir needs a trained model: give its --ckpt_path"),
+        ("--data.size 9 --ckpt_path RUN --data CIFAR10", "--data: the checkpoint sets how images"),
+    ],
+)
+def test_new_images_are_refused(
+    flags: str, problem: str, trained: Path, app: App, tmp_path: Path
+) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    words = flags.replace("RUN", str(trained)).replace("NEW", str(tmp_path)).split()
+    assert problem in error_of(*app("predict", *words, "--data.predict_dir", tmp_path))
+
+
+def test_a_data_class_of_the_user_reads_new_images(fit: Fit, app: App, image_root: Path) -> None:
+    words = f"--data user_code.TheirImages --data.root {image_root} --trainer.max_epochs 1"
+    run = fit(*words.split(), *QUIET)
+    output_of(*app("predict", "--ckpt_path", run, "--data.predict_dir", image_root))
+    assert "path: user_code.TheirImages" in (run / "predict_1" / "config.yaml").read_text()
 
 
 def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained: Path, app: App) -> None:
@@ -199,35 +290,37 @@ def test_a_damaged_run_is_named(name: str, content: Any, trained: Path, tmp_path
         load(file)
 
 
-@pytest.mark.parametrize(
-    ("kind", "file", "limit"),
-    [("onnx", "model.onnx", 2**30), ("torch", "model.pt2", 2**30), ("onnx", "model.onnx", 0)],
-)
+@pytest.mark.parametrize(("kind", "limit"), [("onnx", 2**30), ("torch", 2**30), ("onnx", 0)])
 def test_export(
     kind: str,
-    file: str,
     limit: int,
     trained: Path,
     model: Classifier,
     app: App,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The code that `export` prints predicts as the model does, also for another batch size.
+    """The code that `export` prints predicts a photo of odd size as the model does.
 
     The weights of a large network lie in a second file, because ONNX limits the size of the first.
     """
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", limit)
     best = ["--ckpt_path", "best", "--run.root", trained.parents[1], "--run.name", "x"]
     out = output_of(*app("export", *best, "--format", kind))
-    assert "checked   on 64 random images: probabilities differ by at most" in out
+    assert "checked   on 64 images of 29×51: probabilities differ by at most" in out
     assert (trained / "model.onnx.data").exists() == (limit == 0)
     code = out[out.index("import json") :].strip()
-    assert len(code.splitlines()) == 5
-    assert str(trained / file) in code
-    images = torch.randint(256, (3, 3, 24, 24), dtype=torch.uint8)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(code, {"images": images.numpy() if kind == "onnx" else images})
-    assert printed.getvalue().strip() == str([one.names[0] for one in model.predict(images)])
+    monkeypatch.chdir(tmp_path)
+    for width, height in ((301, 217), (19, 24)):
+        with Image.open(get_sample_data("grace_hopper.jpg")) as photo:
+            photo.resize((width, height)).save("cat.jpg")
+        namespace = {}
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, namespace)
+        expected = model.predict("cat.jpg", k=3)
+        assert printed.getvalue().strip() == str([expected.names[0]])
+        ordered = sorted(namespace["probabilities"][0].tolist(), reverse=True)
+        assert ordered == pytest.approx(expected.probabilities, abs=0.01)
 
 
 @pytest.mark.parametrize(("kind", "file"), [("onnx", "model.onnx"), ("torch", "model.pt2")])

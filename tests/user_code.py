@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.utils.data import DataLoader, TensorDataset
 
-from app.data import Synthetic
+from app.data import ImageFolder, Synthetic
 from app.modules import CIFARCNN
 
 
@@ -372,6 +372,10 @@ class FillsUpOnRank1(Synthetic):
         if self.trainer.global_rank == 1:
             psutil.virtual_memory = lambda: SimpleNamespace(available=0, total=2**30)  # type: ignore[assignment]
         super().setup(stage)
+
+
+class TheirImages(ImageFolder):
+    """Image folder that might prepare its images in another way."""
 
 
 class ReadsWhenTold(Synthetic):

@@ -23,7 +23,7 @@ from app.command.checkpoint_file import FLAG, read
 from app.command.checkpoints import RunCheckpoint, find_checkpoint
 from app.command.defaults import complete
 from app.command.flag_rules import flag_problems, parameter_of
-from app.command.parser import Parser, find_class, import_trusted_only
+from app.command.parser import Parser, find_class, import_trusted_only, parameters
 from app.command.resolved import Resolved
 from app.command.rules import check
 from app.command.run_options import PLACES, LimitedTrainer, Run, requested_checkpoint
@@ -143,30 +143,73 @@ class Flags(LightningCLI):
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Read arguments and configs; evaluation uses the config of the checkpoint's run by default.
+    """Read arguments and configs, and add the flags that follow others.
 
     Args:
         argv: The arguments of `python -m app`.
 
     Raises:
-        UserError: When a config cannot be read, or the run of `--run.name` lacks the checkpoint
-            `--ckpt_path`.
+        UserError: As for `_read_arguments`, or when pretrained weights cannot be read.
+    """
+    arguments = _read_arguments(argv)
+    if not any(token.flag.startswith("--help") for token in arguments.tokens):
+        complete(arguments, classes_of(arguments))
+    return arguments
+
+
+def _read_arguments(argv: Sequence[str]) -> Arguments:
+    """Read arguments and configs; evaluation uses the config of the checkpoint's run by default.
+
+    With `--data.predict_dir` alone, `predict` prepares images as the checkpoint's run did, so that
+    it needs no training images.
+
+    Args:
+        argv: The arguments of `python -m app`.
+
+    Raises:
+        UserError: When a config cannot be read, the run of `--run.name` lacks the checkpoint
+            `--ckpt_path`, or `--data.predict_dir` needs another flag.
     """
     register_strategies()
     arguments = Arguments(argv)
     checkpoint = arguments.chosen("ckpt_path")
-    evaluates = argv[0] in ("validate", "test", "predict")
-    if evaluates and checkpoint is not None and not arguments.configs:
-        name = arguments.chosen("run.name")
-        if name is not None:
-            root = arguments.chosen("run.root") or Run.root
-            checkpoint = find_checkpoint(checkpoint, [], root, name)
-        config = os.path.normpath(checkpoint_of(Path(checkpoint)) / "../../config.yaml")
-        if Path(config).is_file():
-            arguments = Arguments([*argv, "--config", config])
-    if not any(token.flag.startswith("--help") for token in arguments.tokens):
-        complete(arguments, classes_of(arguments))
-    return arguments
+    flags = {token.name for token in arguments.tokens if token.name.startswith("--data")}
+    known = {f"--data.{name}" for name in parameters(app.data.NewImages)}
+    has_new = argv[0] == "predict" and "--data.predict_dir" in flags
+    is_alone = has_new and flags <= known  # without a flag about the training's images
+    if has_new and checkpoint is None and not _reads_new_images(arguments):
+        raise UserError("--data.predict_dir needs a trained model: give its --ckpt_path")
+    if checkpoint in (None, "auto") or argv[0] not in ("validate", "test", "predict"):
+        return arguments
+    configs = list(arguments.configs)
+    if configs and not is_alone:
+        return arguments
+    name = arguments.chosen("run.name")
+    if name is not None or is_alone:
+        root = arguments.chosen("run.root") or Run.root
+        checkpoint = find_checkpoint(checkpoint, configs, root, name or "")
+    file = checkpoint_of(Path(checkpoint))
+    config = os.path.normpath(file / "../../config.yaml")
+    if not configs and Path(config).is_file():
+        arguments = Arguments([*argv, "--config", config])
+    reads_new = _reads_new_images(arguments)
+    if has_new and not is_alone and not reads_new:
+        raise UserError(
+            f"{min(flags - known)}: the checkpoint sets how images of --data.predict_dir are "
+            "prepared: leave it out"
+        )
+    is_users = classes_of(arguments)["data"].rpartition(".")[2] not in app.data.__all__
+    if not is_alone or (reads_new and (is_users or "images" not in read(file))):
+        return arguments
+    words = ["--data", "app.data.NewImages", "--data.checkpoint", str(file)]
+    if arguments.chosen("model.weights") is not None:  # their file may be gone, too
+        words += ["--model.weights", "null"]
+    return Arguments([argv[0], *arguments.words, *words])
+
+
+def _reads_new_images(arguments: Arguments) -> bool:
+    """Return whether the chosen data class has a `predict_dir` of its own."""
+    return "predict_dir" in parameters(find_class("data", classes_of(arguments)["data"]))
 
 
 def classes_of(arguments: Arguments) -> dict[str, str]:

@@ -91,6 +91,8 @@ def _folder(cli: Flags, new: Path, checkpoint: str | None) -> tuple[Path, Record
     run = cli.config.run
     is_chosen = run.name is not None or run.root != Run.root
     is_elsewhere = is_chosen and used.parent.resolve() != new.resolve()
+    if run.name is None and cli.command != "fit":  # the default name depends on the data
+        is_elsewhere = is_chosen and Path(run.root).resolve() not in used.resolve().parents
     if checkpoint is None or is_elsewhere or not (used / "config.yaml").exists():
         return _held(claim_version(new)), None
     if cli.command != "fit":

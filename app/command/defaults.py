@@ -14,6 +14,7 @@ from app.modules.weights import image_settings, published_settings, read_weights
 from app.system.machine import nvidia_smi
 
 NETWORK = "resnet18"
+IMAGE_SETTINGS = ("mean", "std", "size", "resize", "interpolation")
 # recipes for own images; configs/finetune.yaml spells out the first one
 FINETUNED = {
     # its steps are equally long for a steep head and for a flat one
@@ -59,10 +60,11 @@ def complete(arguments: Arguments, classes: dict[str, str]) -> None:
         weights = weights or _weights_of(network)
         settings = {"model": classes["model"], "model.network": network, "model.weights": weights}
         settings |= _recipe(arguments, weights)
-    if weights not in (None, "null"):
-        for name, value in image_settings(weights, network).items():
-            if name in parameters(data):
-                settings[f"data.{name}"] = value
+    names = {f"data.{name}": name for name in IMAGE_SETTINGS if name in parameters(data)}
+    is_open = any(arguments.chosen(flag) is None for flag in names)
+    if is_open and weights not in (None, "null"):
+        images = image_settings(weights, network)
+        settings |= {flag: images[name] for flag, name in names.items() if name in images}
     added = [
         Token(f"--{name}", str(value))
         for name, value in settings.items()

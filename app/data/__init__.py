@@ -1,6 +1,14 @@
 """Data: image sources, rank shares, and augmentation."""
 
-from app.data.datasets import CIFAR10, FashionMNIST, HuggingFace, ImageFolder, ImageTable, Synthetic
+from app.data.datasets import (
+    CIFAR10,
+    FashionMNIST,
+    HuggingFace,
+    ImageFolder,
+    ImageTable,
+    NewImages,
+    Synthetic,
+)
 from app.data.module import ImageData
 
 __all__ = [
@@ -10,5 +18,6 @@ __all__ = [
     "ImageData",
     "ImageFolder",
     "ImageTable",
+    "NewImages",
     "Synthetic",
 ]

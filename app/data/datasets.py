@@ -1,6 +1,7 @@
 """Data modules for `--data`: data sets by name, and the user's own images."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -8,12 +9,13 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from app.data.geometry import Geometry
 from app.data.hugging_face import HuggingFaceSource
-from app.data.image_files import EncodedSource, FolderSource
+from app.data.image_files import EncodedSource, FolderSource, NewSource
 from app.data.module import ImageData
 from app.data.sources import CIFAR10Source, FashionMNISTSource
 from app.data.synthetic import SyntheticSource
 from app.data.tables import TableSource
 from app.errors import UserError
+from app.system.torch_files import load
 
 
 class CIFAR10(ImageData):
@@ -98,11 +100,6 @@ class EncodedImages(ImageData):
         if source.predict_dir or "test" in source.splits:
             source.splits = list(dict.fromkeys([*source.splits, "predict"]))
         super().__init__(source, **kwargs)
-        if source.skips and self.cache is None:
-            raise UserError(
-                "--data.on_bad_image skip needs the cache of decoded images: "
-                "remove --data.cache off"
-            )
 
 
 class ImageFolder(EncodedImages):
@@ -159,6 +156,38 @@ class HuggingFace(EncodedImages):
         **kwargs: Any,
     ) -> None:
         super().__init__(HuggingFaceSource(path, image_column, label_column), **kwargs)
+
+
+class NewImages(ImageData):
+    """Data module for `predict`: new images, prepared as the images of a training were.
+
+    `predict` chooses it for `--data.predict_dir`, so that it needs no training images.
+
+    Args:
+        checkpoint: Path of the training's checkpoint.
+        predict_dir: Images and folders of images.
+        on_bad_image: As for `EncodedImages`.
+        batch_size: Images per forward pass, over all ranks.
+        placement: As for `ImageData`.
+        cache: As for `ImageData`.
+        num_workers: As for `ImageData`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        predict_dir: str | list[str],
+        on_bad_image: Literal["error", "skip"] = "error",
+        batch_size: PositiveInt = 64,
+        placement: Literal["auto", "disk", "memory", "device"] = "auto",
+        cache: str | bool = "auto",
+        num_workers: NonNegativeInt | Literal["auto"] = "auto",
+    ) -> None:
+        source = NewSource(load(Path(checkpoint), "--ckpt_path"), checkpoint)
+        source.predict_dir = [predict_dir] if isinstance(predict_dir, str) else predict_dir
+        source.skips = on_bad_image == "skip"
+        settings: Any = {"placement": placement, "cache": cache, "num_workers": num_workers}
+        super().__init__(source, batch_size=batch_size, **settings)
 
 
 class Synthetic(ImageData):

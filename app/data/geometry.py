@@ -1,9 +1,11 @@
 """Resizing and cropping of images, from the file to the network."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torchvision.transforms import v2
 
 from app.errors import UserError
@@ -65,12 +67,22 @@ class Geometry:
             size = min(size, tuple(image.shape[1:]))
         return self._resize(image, size)
 
-    def evaluated(self, image: Tensor) -> Tensor:
-        """Resize and crop an image, uint8 (C, h, w), for evaluation; return uint8 (C, H, W)."""
+    def evaluated(self, images: Tensor) -> Tensor:
+        """Resize and crop images for evaluation. `export` puts this into the graph, for any size.
+
+        Args:
+            images: One or more images of one size, uint8 (…, C, h, w).
+
+        Returns:
+            uint8 (…, C, H, W).
+        """
         if self.resize == "squash":
-            return self._resize(image, self.size)
-        whole = self._resize(image, _covering(image, self._cover))
-        return v2.functional.center_crop(whole, list(self.size))
+            return self._resize(images, self.size)
+        whole = self._resize(images, _covering(images, self._cover))
+        # not slices, because torch.export would fix whether they are whole images
+        for dim, size in zip((-2, -1), self.size, strict=True):
+            whole = whole.index_select(dim, torch.arange(size) + _margin(whole.shape[dim], size))
+        return whole
 
     def random_crop(self) -> nn.Module:
         """Return a module that crops a resized training image, uint8 (C, h, w) to (C, H, W)."""
@@ -79,13 +91,25 @@ class Geometry:
         interpolation = v2.InterpolationMode(self.interpolation)
         return v2.RandomResizedCrop(self.size, self.scale, interpolation=interpolation)
 
-    def _resize(self, image: Tensor, size: tuple[int, ...]) -> Tensor:
-        return v2.functional.resize(image, list(size), v2.InterpolationMode(self.interpolation))
+    def _resize(self, images: Tensor, size: tuple[int, ...]) -> Tensor:
+        # not torchvision's resize, because torch.export would fix the images' size in it
+        resized = functional.interpolate(
+            images.view(-1, *images.shape[-3:]), size, mode=self.interpolation, antialias=True
+        )
+        return resized.view(*images.shape[:-2], *size)
 
 
-def _covering(image: Tensor, cover: tuple[int, int]) -> tuple[int, ...]:
-    """Return the smallest size that covers a rectangle and keeps the image's aspect ratio."""
-    height, width = image.shape[1:]
-    if cover[0] * width >= cover[1] * height:
-        return cover[0], width * cover[0] // height
-    return height * cover[1] // width, cover[1]
+def _covering(images: Tensor, cover: tuple[int, int]) -> tuple[Any, ...]:
+    """Return the smallest size that covers a rectangle and keeps the images' aspect ratio."""
+    height, width = images.shape[-2:]
+    # sym_max, because torch.export takes sizes as symbols
+    return (
+        torch.sym_max(cover[0], height * cover[1] // width),
+        torch.sym_max(cover[1], width * cover[0] // height),
+    )
+
+
+def _margin(length: int, size: int) -> int:
+    """Return the start of a centre crop: half of the margins, rounded half to even."""
+    spare = length - size
+    return (spare + spare // 2 % 2) // 2

@@ -5,7 +5,7 @@ import os
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import chain
@@ -308,6 +308,36 @@ class FolderSource(EncodedSource):
                 for file in _images(place / name, self.other_files[split]):
                     files.append((file, label))
         return files
+
+
+class NewSource(EncodedSource):
+    """Source of images to predict, prepared as a checkpoint's training images were.
+
+    Args:
+        checkpoint: Content of the checkpoint.
+        file: Path of the checkpoint, for messages.
+
+    Raises:
+        UserError: When the checkpoint does not describe its training images.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, Any], file: str | Path) -> None:
+        images = checkpoint.get("images")
+        if images is None:
+            raise UserError(
+                f"{file} has no class names: it is not of an ImageClassifier trained on an "
+                "ImageData"
+            )
+        self.splits = ["predict"]
+        self.class_names = tuple(images["class_names"])
+        self.image_shape = tuple(images["image_shape"])
+        self.mean = images["mean"]
+        self.std = images["std"]
+        sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
+        self.geometry = Geometry(self.image_shape[1:], **sizes)
+
+    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+        return []
 
 
 def files_in(places: Iterable[str], others: Counter[str]) -> list[str]:

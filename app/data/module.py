@@ -150,6 +150,11 @@ class ImageData(LightningDataModule):
         self.cache: ImageCache | None = None
         if cache not in ("off", False):  # YAML reads an unquoted `off` as false
             self.cache = ImageCache(cache)
+        elif source.skips:
+            raise UserError(
+                "--data.on_bad_image skip needs the cache of decoded images: "
+                "remove --data.cache off"
+            )
         self.class_names = source.class_names
         self.image_shape = source.image_shape
         self._prepared: set[SplitName] = set()

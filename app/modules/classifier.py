@@ -145,8 +145,8 @@ class ImageClassifier(LightningModule):
             self.save_hyperparameters(ignore=["optimizer", "scheduler"])
 
     def prepare_data(self) -> None:
-        """Download published weights, in one process per node."""
-        if self.weights == "DEFAULT":
+        """Download published weights to train with, in one process per node."""
+        if self.weights == "DEFAULT" and self.trainer.state.fn == "fit":
             read_weights(self.weights, self.network_name)
 
     def train(self, mode: bool = True) -> Self:

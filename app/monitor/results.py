@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from rich import get_console
+from rich.table import Table
+from rich.text import Text
 
 from app.data.batches import GlobalBatches
+from app.errors import printable
 from app.launch.agree import gather_objects
 from app.modules import ImageClassifier
 from app.monitor.loggers import trackers
@@ -18,6 +23,7 @@ from app.record.words import counted
 from app.system.files import write_csv
 
 WRONG = 25  # number of wrong images to show
+SHOWN = 20  # number of predictions to print
 
 
 class PredictionWriter(Callback):
@@ -75,9 +81,23 @@ class PredictionWriter(Callback):
                 if known and place == 1:
                     line["label"] = split.labels[index].item()
             lines.append(line)
+        show(lines)
         path = Path(directory, "predictions.csv")
         write_csv(path, [lines[0].keys(), *(line.values() for line in lines)])
         rank_zero_info(f"{counted(len(rows), 'prediction')}: {path}")
+
+
+def show(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of the first predictions: file or index, class and probability."""
+    first = next(iter(lines[0]))
+    table = Table(first, "class", "probability", box=None, padding=(0, 2, 0, 0))
+    for line in lines[:SHOWN]:
+        cells = (str(line[first]), line["name"], f"{float(line['probability']):.1%}")
+        # as Text, because rich would take [brackets] for markup
+        table.add_row(*[Text(printable(cell), overflow="fold") for cell in cells])
+    if len(lines) > SHOWN:
+        table.add_row(f"… and {len(lines) - SHOWN:,} more")
+    get_console().print(table)
 
 
 class TestFigures(Callback):

@@ -15,8 +15,7 @@ from torchvision.transforms.functional import to_pil_image
 from app.command.arguments import read_yaml
 from app.command.checkpoint_file import read
 from app.command.parser import PlainParser, import_trusted_only
-from app.data.geometry import Geometry
-from app.data.image_files import FileSplit, files_in, pixels
+from app.data.image_files import FileSplit, NewSource, files_in, pixels
 from app.data.transforms import Transform
 from app.errors import UserError, one_line
 from app.modules import ImageClassifier
@@ -38,39 +37,44 @@ class Prediction(NamedTuple):
 
 
 class Classifier(nn.Module):
-    """Trained classifier: a LightningModule with normalisation and softmax, in evaluation mode.
+    """Trained classifier from pixels to probabilities: a LightningModule in evaluation mode.
 
     Args:
         module: The LightningModule.
-        images: `class_names`, `image_shape` (C, H, W), `mean` and `std` of the training images.
-        geometry: Resizing and cropping of input images.
+        source: Classes, shape and normalisation of images, and their resizing and cropping.
         folder: Folder of the run's config.yaml.
     """
 
-    def __init__(
-        self, module: LightningModule, images: dict[str, Any], geometry: Geometry, folder: Path
-    ) -> None:
+    def __init__(self, module: LightningModule, source: NewSource, folder: Path) -> None:
         super().__init__()
         self.module = module
-        self.geometry = geometry
+        self.geometry = source.geometry
         self.folder = folder
-        self.class_names = tuple(images["class_names"])
-        self.image_shape = tuple(images["image_shape"])
-        self.transform = Transform(images["mean"], images["std"])
+        self.class_names = source.class_names
+        self.image_shape = source.image_shape
+        self.transform = Transform(source.mean, source.std)
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return probabilities (B, classes) of images of any size on the host, uint8 (B, C, h, w).
+
+        `export` writes this method as a graph.
+        """
+        return self.classify(self.geometry.evaluated(images))
+
+    def classify(self, images: Tensor) -> Tensor:
         """Return probabilities (B, classes) of images in training shape, uint8 (B, C, H, W)."""
-        return self.module(self.transform(images)).float().softmax(1)
+        images = self.transform(images.to(self.module.device))
+        return self.module(images).float().softmax(1)
 
     @torch.inference_mode()
     def predict(self, images: Any, k: int = 1, batch_size: int = 64) -> Any:
         """Return the most likely classes of images, resized and cropped as for validation.
 
         Args:
-            images: A file, a folder, a PIL image, a uint8 array (H, W, C), or a uint8 tensor (C, H,
-                W). Several images are a list of these, an array (B, H, W, C), or a tensor (B, C, H,
-                W).
+            images: A file, a folder, a PIL image of any mode, a uint8 array (H, W, C), or a uint8
+                tensor (C, H, W). Several images are a list of these, an array (B, H, W, C), or a
+                tensor (B, C, H, W).
             k: Number of classes to return.
             batch_size: Number of images per forward pass.
 
@@ -99,7 +103,7 @@ class Classifier(nn.Module):
         for start in range(0, len(items), batch_size):
             chunk = items[start : start + batch_size]
             batch = torch.stack([self._pixels(item) for item in chunk])
-            best = self(batch.to(self.module.device)).topk(k)  # (B, k)
+            best = self.classify(batch).topk(k)  # (B, k)
             for item, row, labels in zip(chunk, best.values, best.indices, strict=True):
                 file = None
                 if isinstance(item, str):
@@ -127,7 +131,10 @@ class Classifier(nn.Module):
                     "give pixels of uint8, 0 to 255: arrays (H, W, C), tensors (C, H, W)"
                 )
             item = to_pil_image(array)
-        return self.geometry.evaluated(pixels(item, self.image_shape[0]))
+        try:
+            return self.geometry.evaluated(pixels(item, self.image_shape[0]))
+        except Exception as error:  # as for files
+            raise UserError(f"{item} cannot be read ({one_line(str(error))})") from error
 
 
 def load(run: str | Path, device: torch.device | str | None = None) -> Classifier:
@@ -147,19 +154,13 @@ def load(run: str | Path, device: torch.device | str | None = None) -> Classifie
     folder = file.parent
     if not (folder / "config.yaml").is_file():
         folder = Path(os.path.normpath(file / "../.."))
-    images = checkpoint.get("images")
-    if images is None:
-        raise UserError(
-            f"{file} has no class names: it is not of an ImageClassifier trained on an ImageData"
-        )
     config = read_yaml(str(folder / "config.yaml"))
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
-        module = _model(config.get("model") or {}, len(images["class_names"]))
+        source = NewSource(checkpoint, file)
+        module = _model(config.get("model") or {}, len(source.class_names))
         load_weights(module, checkpoint["state_dict"], str(file), may_start_anew=False)
-        sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
-        geometry = Geometry(tuple(images["image_shape"][1:]), **sizes)
-        return Classifier(module.to(device), images, geometry, folder)
+        return Classifier(module.to(device), source, folder)
     except UserError:
         raise
     except Exception as error:  # a damaged config or checkpoint raises anything
