@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from app.data.exact_loader import order_of
+from app.data.image_files import EncodedSource
 from app.data.module import ImageData
 from app.modules import ImageClassifier
 from app.modules.recipe import Recipe, rate
 from app.monitor.fill import fill_configuration, fill_model
 from app.monitor.loggers import trackers
 from app.record import Record
-from app.record.words import batch, settings
+from app.record.words import batch, counted, settings
 
 
 class Header(RichModelSummary):
@@ -69,6 +70,11 @@ def lines(trainer: Trainer, record: Record) -> Iterator[tuple[str, str]]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     yield from settings(record, name)
+    source = getattr(getattr(trainer, "datamodule", None), "source", None)
+    if isinstance(source, EncodedSource):
+        yield "pixels", _pixels(source)
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        yield "length", counted(trainer.max_epochs, "epoch")
     if trainer.accumulate_grad_batches > 1:
         yield "step", f"{trainer.accumulate_grad_batches} batches"
     name = "optimizer"
@@ -88,6 +94,17 @@ def lines(trainer: Trainer, record: Record) -> Iterator[tuple[str, str]]:
         yield "tracked", tracker.where()
 
 
+def _pixels(source: EncodedSource) -> str:
+    """Format how image files become the network's input."""
+    geometry = source.geometry
+    mean = " ".join(f"{value:g}" for value in source.mean)
+    std = " ".join(f"{value:g}" for value in source.std)
+    return (
+        f"{geometry.interpolation}, resized to {geometry.resize or max(geometry.size)}, cropped to "
+        f"{' × '.join(map(str, geometry.size))}; mean {mean}, std {std}"
+    )
+
+
 RECIPE = ("loss", "label_smoothing", "class_weights", "head_lr", "norm_bias_lr", "freeze", "ema")
 DEFAULTS = inspect.signature(Recipe).parameters
 
@@ -103,9 +120,8 @@ def _recipe(model: LightningModule, data: Any) -> dict[str, Any]:
         recipe["no_decay"] = ",".join(sorted(model.recipe.no_decay))
         recipe["views"] = model.views
     if isinstance(data, ImageData):
-        geometry = getattr(data.source, "geometry", None)
-        if geometry is not None and geometry.crop != "none":
-            recipe["crop"] = geometry.crop
+        if isinstance(data.source, EncodedSource) and data.source.geometry.crop != "none":
+            recipe["crop"] = data.source.geometry.crop
         recipe["flip"] = "alternate" if data.alternate else data.transform.flip
         recipe["crop_padding"] = data.transform.crop_padding
         recipe["cutout"] = data.transform.cutout
