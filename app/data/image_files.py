@@ -113,7 +113,6 @@ class FileSplit(Split):
         self.image_shape = image_shape
         self.geometry = geometry
         self.ragged = ragged
-        self.digests = []
         self._images = None
 
     def _open(self, index: int) -> BinaryIO:

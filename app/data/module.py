@@ -42,9 +42,9 @@ READS: dict[str, Sequence[SplitName]] = {
 }
 
 
-def _by_digest(split: Split, rows: Tensor) -> dict[int, str]:
-    """Return the names of images by digest; none if the split has no digests."""
-    return {split.digests[row]: split.name(row) for row in rows.tolist() if split.digests}
+def _digests(split: Split, rows: Tensor) -> list[tuple[int, str]]:
+    """Return digests and names of images; none if the split has no digests."""
+    return [(split.digests[row], split.name(row)) for row in rows.tolist() if split.digests]
 
 
 class ImageData(LightningDataModule):
@@ -248,19 +248,18 @@ class ImageData(LightningDataModule):
     @rank_zero_only
     def _find_duplicates(self) -> None:
         """Count, and warn of, validation and test images that are training images, too."""
-        files = _by_digest(*self._splits["val"])
+        files = _digests(*self._splits["val"])
         if self.cache is not None and "test" in self.source.splits:
             test = self.cache.open(self.source, "test")
             if test is not None:
-                files |= _by_digest(test, torch.arange(len(test)))
-        trained = _by_digest(*self._splits["train"])
-        same = [digest for digest in files if digest in trained]
-        self.duplicates = len(same)
-        if same:
+                files += _digests(test, torch.arange(len(test)))
+        trained = dict(_digests(*self._splits["train"]))
+        pairs = [(name, trained[digest]) for digest, name in files if digest in trained]
+        self.duplicates = len(pairs)
+        if pairs:
             rank_zero_info(
-                f"warning: validation or test has training images ({len(same):,}, such as "
-                f"{files[same[0]]}, the same as {trained[same[0]]}), which raise its accuracy: "
-                "delete one of each pair"
+                f"warning: validation or test has training images ({len(pairs):,}, such as "
+                f"{' = '.join(pairs[0])}), which raise its accuracy: delete one of each pair"
             )
 
     def _load(self, name: SplitName) -> None:

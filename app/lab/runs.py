@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +46,6 @@ QUIET = [
 SHORT = {  # names of flags in `fit`
     "epochs": "trainer.max_epochs",
     "lr": "model.optimizer.lr",
-    "root": "data.root",
 }
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -263,11 +261,12 @@ def _whole_name(name: str, classes: Mapping[str, type | None]) -> str:
         return name
     known = {section: parameters(cls) for section, cls in classes.items()}
     sections = [section for section in known if name in known[section]]
+    if name == "root":  # of the data, if it has one, not of the runs
+        sections = sections[-1:]
     if not sections and name not in SHORT:
-        near = nearest(name, chain(SHORT, *known.values())) or ": see python -m app fit --help_all"
-        raise UserError(f"app.fit has no flag {name}{near}")
-    # a parameter of the model or the data has precedence, except the folder of the runs
-    if not sections or (name == "root" and "data" in sections):
+        near = nearest(name, {*SHORT}.union(*known.values()))
+        raise UserError(f"app.fit has no flag {name}{near or ': see python -m app fit --help_all'}")
+    if not sections:
         return SHORT[name]
     if len(sections) > 1:
         whole = f"**{{'{sections[0]}.{name}': …}}"

@@ -6,6 +6,7 @@ fields. Field names are the names in the file; `app/monitor/README.md` explains 
 
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +34,11 @@ Positive = Annotated[float, Interval(gt=0, lt=LIMIT)]
 
 @dataclass
 class Epoch:
-    """Metrics and throughput of an epoch; `whole` is false if the run stopped within the epoch."""
+    """Metrics and throughput of an epoch; `whole` is false if the run stopped within the epoch.
+
+    `val_samples` is the number of samples that the validation saw, or None if it is unknown;
+    `metrics` are the other logged metrics.
+    """
 
     epoch: Int
     whole: bool = True
@@ -43,14 +48,20 @@ class Epoch:
     train_loss: float | None = None
     val_loss: float | None = None
     val_acc: Float | None = None
+    val_samples: Int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class Metrics:
-    """Loss and accuracy (0 to 1) over a split; null if the model did not log them."""
+    """Loss and accuracy (0 to 1) over a split; null if the model did not log them.
+
+    `samples` is their number, or None if it is unknown.
+    """
 
     loss: float | None = None
     acc: Float | None = None
+    samples: Int | None = None
 
 
 @dataclass
@@ -228,12 +239,15 @@ class Record(Part):
     matmul_precision: str | None = None
     benchmark: bool | None = None
     fused: bool | None = None
+    optimizers: list[str] = field(default_factory=list)
+    recipe: dict[str, str] = field(default_factory=dict)
 
     # model, data and machine
     model: Model | None = None
     data: DataSet | None = None
     images_left_out: dict[str, Int] | None = None
     files_left_out: dict[str, Int] | None = None
+    duplicates: Int = 0
     hardware: Hardware | None = None
     versions: dict[str, str | None] = field(default_factory=dict)
 
@@ -301,6 +315,12 @@ class Record(Part):
     def earlier_s(self) -> float:
         """Seconds of training in earlier parts."""
         return sum(part.train_s or 0.0 for part in self.parts)
+
+    @property
+    def best_epoch(self) -> Epoch | None:
+        """The first epoch with the highest validation accuracy."""
+        validated = [row for row in self.epochs if row.val_acc is not None]
+        return max(validated, key=attrgetter("val_acc"), default=None)
 
     @property
     def finished(self) -> bool:
