@@ -296,8 +296,8 @@ def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert record.validation is not None
     assert record.validation.samples == 6
     out = capfd.readouterr().out
-    for line in ("runs on    one CPU, 1 thread", "epoch 1/1  train", "test            accuracy"):
-        assert f"\n{line}" in out
+    for line in ("runs on    one CPU", "epoch 1/1  train", "test            accuracy"):
+        assert line in out
     assert "lr: 0.1" in (tmp_path / "x" / "version_1" / "config.yaml").read_text()
     assert load(record.run_dir).image_shape == (3, 32, 32)
 
