@@ -22,10 +22,10 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                 checkpoint_file, contents (of a checkpoint)
     monitor     watches one run: run_record (writes the record), fill (fills it), windows
                 (throughput), step_clock, rank_times (slow ranks), balance (fewer shards for
-                slow ranks), series (time series), results (of a test or prediction), nonfinite,
-                fingerprint and logged_names (whether ranks agree), progress_bar, loggers,
-                header and summary (printed at the start and the end), report (its page),
-                batch_shapes (a callback for users)
+                slow ranks), series (time series), results (of an evaluation or prediction),
+                nonfinite, fingerprint and logged_names (whether ranks agree), progress_bar,
+                loggers, header and summary (printed at the start and the end), image_grid
+                (pictures of images), report (its page), batch_shapes (a callback for users)
     launch      processes of a run: elastic (torch's agent starts them), spawn (Lightning starts
                 them), rendezvous and cluster_environment (they connect), agree (on checkpoint
                 and folder); signals, failures, watchdog and process (they end)

@@ -31,6 +31,7 @@ from app.command.checkpoint_file import CheckpointFiles
 from app.data import batches
 from app.data.module import ImageData
 from app.modules.sums import log_window
+from app.monitor import results, run_record
 from app.monitor.step_clock import StepClock
 from app.training import virtual_devices
 from app.training.step import StraightLoop
@@ -477,6 +478,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
 
     patch(CheckpointFiles, "save_checkpoint", save_checkpoint)
     patch(CheckpointFiles, "load_checkpoint", outside(CheckpointFiles.load_checkpoint))
+    for module in (run_record, results):
+        patch(module, "draw_images", lambda rows: b"")
     patch(
         batches, "one_ahead", iter
     )  # prepare batches in this thread, because another one has no FakeTensorMode

@@ -139,7 +139,7 @@ def test_each_epoch_has_its_permutation() -> None:
     seen = []
     for epoch in (0, 1, 0):
         order.set_epoch(epoch)
-        seen.append(order.samples(0).tolist())
+        seen.append(order.permutation().tolist())
     assert seen[1] != seen[0] == seen[2]
 
 

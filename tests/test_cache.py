@@ -167,7 +167,6 @@ def test_links_that_lead_elsewhere(
         images_of(link, cache)
 
 
-@pytest.mark.parametrize("crop", ["none", "random_resized"])
 def test_damage_is_noticed(
     crop: str,
     image_root: Path,
@@ -371,3 +370,13 @@ def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -
         made = kept.open(source, split)  # type: ignore[arg-type]
         assert made is not None
         assert set(made.labels.tolist()) == expected
+
+
+def test_training_images_in_other_splits_are_named(image_root: Path, app: App) -> None:
+    """One line names a pair of files, even if training images are cropped."""
+    shutil.copytree(image_root / "test", image_root / "val")
+    for place in ("val/dog/z.jpg", "test/eel/01.png"):
+        shutil.copy(image_root / "train/cat/05.png", image_root / place)
+    out = output_of(*app("fit", *folder(image_root, crop="random"), *STEPS, *UNTESTED))
+    pair = f"{image_root}/val/dog/z.jpg = {image_root}/train/cat/05.png"
+    assert f"warning: validation or test has training images (2, such as {pair}), which" in out

@@ -362,10 +362,11 @@ def test_export_needs_a_run_and_its_packages(
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_fit_is_a_function(tmp_path: Path) -> None:
+def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`app.fit` takes flags by the last part of their names, such as `images` for `--data.images`.
 
-    It returns the new run's record, even if an earlier run has the same name.
+    Other names are short, such as `lr`. It prints the command's lines, and returns the new run's
+    record, even if an earlier run has the same name.
     """
     fit = package.fit
     flags = {
@@ -377,14 +378,19 @@ def test_fit_is_a_function(tmp_path: Path) -> None:
     }
     with pytest.raises(UserError, match=r"'run.balance': …"):
         fit(**flags, balance=True)
-    with pytest.raises(UserError, match=r"did you mean --trainer.max_epochs"):
-        fit(**flags, max_epoch=1)
+    with pytest.raises(UserError, match=r"^app.fit has no flag epoch: did you mean epochs\?$"):
+        fit(**flags, epoch=1)
     (tmp_path / "x" / "version_0").mkdir(parents=True)
     (tmp_path / "x" / "version_0" / "run.json").write_text('{"status": "completed"}')
-    more = {"model.optimizer": "SGD", "model.optimizer.lr": 0.1, "accelerator": "cpu"}
-    record = fit(**flags, **more, model="CIFARCNN", max_epochs=1, schedule="cosine", threads=1)
+    more = {"model": "CIFARCNN", "model.optimizer": "SGD", "accelerator": "cpu", "threads": 1}
+    record = fit(**flags, **more, lr=0.1, epochs=1, schedule="cosine")
     assert (record.status, record.run_dir) == ("completed", str(tmp_path / "x" / "version_1"))
     assert record.test is not None, "as by the command"
+    assert record.validation is not None
+    assert record.validation.samples == 6
+    out = capfd.readouterr().out
+    for line in ("runs on    one CPU", "epoch 1/1  train", "test            accuracy"):
+        assert line in out
     assert "lr: 0.1" in (tmp_path / "x" / "version_1" / "config.yaml").read_text()
     assert load(record.run_dir).image_shape == (3, 32, 32)
 

@@ -40,7 +40,7 @@ def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path) -> None:
     files = {path.name for path in run.iterdir()}
     assert "wandb" not in files
     assert files >= {"config.yaml", "metrics.csv", "run.json", "checkpoints"}
-    assert files >= {"confusion_matrix.png", "most_wrong.png"}
+    assert files >= {"confusion_matrix.png", "most_wrong.png", "train_batch.png"}
     assert str(run) in out
     assert f"--ckpt_path {run}/checkpoints/last.ckpt --trainer.max_epochs 6" in out
     assert "slow" not in out

@@ -75,7 +75,7 @@ def test_signal_during_training_saves_checkpoint(
     assert saved["test"] is None
     assert Path(saved["checkpoint"]["last"]).exists()
     assert f"--ckpt_path {saved['checkpoint']['last']}" in out
-    accuracy = r"\d+\.\d\d % on \d+ validation images after \d+ epochs"
+    accuracy = r"[\d.]+ % \(.*\) on \d+ validation images after \d+ epochs"
     title = rf"<title>{accuracy}, interrupted {saved['error']} .*</title>"
     assert re.search(title, (run.directory / "report.html").read_text())
 

@@ -22,7 +22,7 @@ from app.monitor.logged_names import LoggedNames
 from app.monitor.nonfinite import NonFinite
 from app.monitor.progress_bar import ProgressBar
 from app.monitor.rank_times import RankTimes
-from app.monitor.results import PredictionWriter, TestFigures
+from app.monitor.results import EvaluationFigures, PredictionWriter
 from app.monitor.run_record import RunRecord
 from app.monitor.step_clock import StepClock
 from app.system import lightning_patches
@@ -107,7 +107,7 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         StopTogether(timeout),
         Contents(),
         RunRecord(command, run.warmup_epochs, (config.best_checkpoint, config.last_checkpoint)),
-        TestFigures(track=run.track_images),
+        EvaluationFigures(track=run.track_images),
         PredictionWriter(run.top_k),
     ]
     return arguments | {"callbacks": [*chosen, *added]}

@@ -1,5 +1,6 @@
 """Checkpoints: lookup by name, checks before use, and the callback that saves them."""
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from app.command.checkpoint_file import FLAG, read
 from app.data import ImageData
@@ -50,11 +52,28 @@ class RunCheckpoint(ModelCheckpoint):
         """Key of this callback's state in a checkpoint, cached because its metric may change."""
         return super().state_key
 
+    best_loss = math.nan  # validation loss of the best checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scores so far."""
+        return {**super().state_dict(), "best_loss": self.best_loss}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the scores, which Lightning would drop in a new directory."""
         if (self.monitor, state_dict["monitor"]) == ("val_acc", "val_loss"):
             self._minimise("val_loss")
         super().load_state_dict({**state_dict, "dirpath": self.dirpath})
+        self.best_loss = state_dict.get("best_loss", math.nan)
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        """Return whether a checkpoint is kept. Of equal accuracies, that of lower loss is kept."""
+        is_better = super().check_monitor_top_k(trainer, current)
+        loss = float(trainer.callback_metrics.get("val_loss", math.nan))
+        if self.monitor == "val_acc" and current == self.best_model_score:
+            is_better = is_better or loss < self.best_loss
+        if is_better:
+            self.best_loss = loss
+        return is_better
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Add epoch and step to the names of several checkpoints, so that none is overwritten."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
@@ -245,7 +246,7 @@ def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> i
             if cli.command == "fit":
                 trainer.fit(cli.model, **arguments)
                 if recorder is not None and cli.config.run.test:
-                    test_best(cli, recorder, verbose)
+                    evaluate_best(cli, recorder, verbose)
             elif cli.command == "predict":
                 trainer.predict(cli.model, return_predictions=False, **arguments)
             else:
@@ -258,13 +259,26 @@ def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> i
     return exit_code(trainer, record_of(trainer, recorder), cli.resolved.launcher)
 
 
-def test_best(cli: Flags, recorder: RunRecord, verbose: bool) -> None:
-    """Test the best checkpoint, if there is a test and no signal has ended training."""
+def evaluate_best(cli: Flags, recorder: RunRecord, verbose: bool) -> None:
+    """Test the best checkpoint, unless a signal has ended training.
+
+    Without a test, validate a classifier of images once more, for the figures of its confusions.
+    """
     outcome = record_of(cli.trainer, recorder)
-    if not can("test", cli.model, cli.datamodule) or stopped_by(cli.trainer, outcome) is not None:
+    stage = "test"
+    if isinstance(cli.model, ImageClassifier) and not can("test", cli.model, cli.datamodule):
+        stage = "validate"
+    if not can(stage, cli.model, cli.datamodule) or stopped_by(cli.trainer, outcome) is not None:
         return
     best = gather_objects(outcome.checkpoint.best)[0]
     if best is not None and not all(gather_objects(Path(best).is_file())):
         rank_zero_warn(f"{best} is not on every node: testing the last weights instead of the best")
         best = None
-    cli.trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=best, verbose=verbose)
+    trainer: Any = cli.trainer
+    # it would replace the checkpoint's weights, which are an average
+    trainer.callbacks = [
+        callback for callback in trainer.callbacks if not isinstance(callback, WeightAveraging)
+    ]
+    cli.model.logs_evaluation = stage == "test"  # the epoch's validation has logged the same
+    evaluate = getattr(trainer, stage)
+    evaluate(cli.model, datamodule=cli.datamodule, ckpt_path=best, verbose=verbose)

@@ -23,10 +23,11 @@ class Run:
     Args:
         name: Name of the experiment; by default network and data, such as LeNet-CIFAR10.
         root: Directory of all runs; a run is saved in `root/name/version_N`.
-        test: Test the best checkpoint at the end of fit.
+        test: Test the best checkpoint at the end of fit; without test images, validate it for the
+            report.
         wandb: Mode of Weights & Biases: `online`, `offline` (sends nothing) or `off`; by default
             WANDB_MODE, else `offline`. If flag and variable differ, the more private mode is used.
-        track_images: Upload the most confidently wrong test images.
+        track_images: Upload the most confidently wrong test or validation images.
         project: Project in Weights & Biases.
         group: Group of the run in Weights & Biases.
         tags: Tags of the run in Weights & Biases.

@@ -114,10 +114,6 @@ class ImageOrder(GlobalOrder):
             return torch.randperm(count, generator=generator)
         return torch.multinomial(self.weights, count, replacement=True, generator=generator)
 
-    def samples(self, step: int) -> Tensor:
-        """Return the split's rows of this rank's samples at a step, int64 (n,)."""
-        return self.rows[self.permutation()[self.span(step)]]
-
     def place(self, step: int, is_mixed: bool = False) -> Place:
         """Return the place of this rank's samples; with `is_mixed`, also of the next sample."""
         span = self.span(step)
@@ -378,6 +374,15 @@ class GlobalBatches:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which seeds the permutation; Lightning calls this before each epoch."""
         self.order.set_epoch(epoch)
+
+    def samples(self, index: int) -> Tensor:
+        """Return the split's rows of this rank's samples in a batch, int64 (n,)."""
+        step, turn = divmod(index, self._turns)
+        bounds = self.order.bounds(step)
+        if self.one_by_one:
+            # a single bound, and no samples, after the last shard of a rank with fewer shards
+            bounds = bounds[turn : turn + 2]
+        return self.order.rows[self.order.permutation()[bounds[0] : bounds[-1]]]
 
     def __len__(self) -> int:
         return len(self.order) * self._turns

@@ -2,8 +2,8 @@
 
 A file holds the pixels of all images, a table in JSON, and the table's length and checksum. Images
 of different sizes are stored as (h, w, C). The table has labels, file names, heights and widths,
-and checksums of blocks of pixels; its key describes the source. A file with another key, or
-damaged, is rebuilt.
+digests of the files, and checksums of blocks of pixels; its key describes the source. A file with
+another key, or damaged, is rebuilt.
 
 Each rank checks the table. One process per node checks the pixels: all of them, if the file has
 been modified since it was written; else at most 160 MiB, of random blocks. For 5 GiB, a start of
@@ -35,7 +35,7 @@ from torch import Tensor
 from app.data.sources import Source, Split, SplitName, problems
 from app.system.files import open_file, remove_parts, whole
 
-VERSION = 3  # raise this number when images are decoded to other pixels, or the format changes
+VERSION = 4  # raise this number when images are decoded to other pixels, or the format changes
 END = struct.Struct("<QI")  # the table's length and checksum
 BLOCK = 2**20  # bytes; pixels with one checksum
 SAMPLE = 160  # blocks of an unmodified file that a start checks; CIFAR-10's training images: 147
@@ -90,6 +90,7 @@ class ImageCache:
             sizes = torch.tensor(table["sizes"])
             shape = shape[:1]
         made = Split(images.view(-1, *shape), torch.tensor(table["labels"]), table["names"], sizes)
+        made.digests = table["digests"]
         made.mapped = True
         made.left_out = table["left_out"]
         made.ragged = geometry
@@ -135,6 +136,7 @@ class ImageCache:
                 "key": key,
                 "labels": images.labels[right].tolist(),
                 "names": images.names and [images.names[index] for index in right],
+                "digests": images.digests,
                 "sizes": sizes,
                 "left_out": len(wrong),
                 "sums": [crc32(block.numpy().data) for block in blocks],

@@ -31,7 +31,7 @@ class RowSplit(FileSplit):
         with fsspec.open(image["path"]) as file:
             return BytesIO(file.read())
 
-    def _name(self, index: int) -> str:
+    def name(self, index: int) -> str:  # noqa: D102
         return f"row {index} of {self.place}"
 
 

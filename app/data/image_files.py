@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from hashlib import blake2b
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -87,11 +88,6 @@ def pixels(picture: Image.Image, channels: int) -> Tensor:
     return pil_to_tensor(picture.convert(MODES[channels]))
 
 
-def _arrays(images: list[Tensor | UserError]) -> list[Any]:
-    """Convert tensors to arrays, because each tensor from a worker would keep a file open."""
-    return [image if isinstance(image, UserError) else image.numpy() for image in images]
-
-
 class FileSplit(Split):
     """Labelled image files, decoded and resized when they are read.
 
@@ -120,11 +116,7 @@ class FileSplit(Split):
         self._images = None
 
     def _open(self, index: int) -> BinaryIO:
-        return open_file(self._name(index))
-
-    def _name(self, index: int) -> str:
-        assert self.names is not None
-        return self.names[index]
+        return open_file(self.name(index))
 
     def __getitem__(self, index: int) -> Tensor:
         channels = self.image_shape[0]
@@ -138,10 +130,20 @@ class FileSplit(Split):
             reason = one_line(str(error)) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):
                 reason = "not an image"
-            raise UserError(f"{self._name(index)} cannot be read ({reason}): {REPLACE}") from error
+            raise UserError(f"{self.name(index)} cannot be read ({reason}): {REPLACE}") from error
         if self.ragged is not None:
             return self.ragged.keep(image)
         return self.geometry.evaluated(image)
+
+    def _decode(self, index: int) -> tuple[Any, int]:
+        """Return an image, and a digest of its file, whose bytes are still in memory.
+
+        The image is an array, because each tensor from a worker would keep a file open.
+        """
+        image = self[index].numpy()
+        with self._open(index) as file:
+            digest = blake2b(file.read(), digest_size=8).digest()
+        return image, int.from_bytes(digest)
 
     def tensor(self, num_workers: int = 0) -> Tensor:  # noqa: D102
         if self._images is None:
@@ -155,10 +157,11 @@ class FileSplit(Split):
 
     def decoded(self, num_workers: int, skips: bool = False) -> Iterator[Tensor]:  # noqa: D102
         self.wrong = {}
+        self.digests = []
         size = self.image_shape[1:] if self.ragged is None else self.ragged.kept
         count = max(BLOCK // (3 * math.prod(size)), 1)
         batches = list(BatchSampler(range(len(self)), count, drop_last=False))
-        workers = Workers(self.__getitem__, batches, _arrays, min(num_workers, len(batches)))
+        workers = Workers(self._decode, batches, list, min(num_workers, len(batches)))
         console = get_console()
         silent = not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0"
         images = track(
@@ -169,10 +172,12 @@ class FileSplit(Split):
             transient=True,
             disable=silent,
         )
-        for index, image in enumerate(images):
-            if isinstance(image, UserError):
-                self.wrong[index] = image
+        for index, item in enumerate(images):
+            if isinstance(item, UserError):
+                self.wrong[index] = item
             else:
+                image, digest = item
+                self.digests.append(digest)
                 yield torch.from_numpy(image)
         del images, workers  # ends the processes, although an error keeps this frame
         if self.wrong and not skips:

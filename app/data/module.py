@@ -12,7 +12,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
@@ -40,6 +40,11 @@ READS: dict[str, Sequence[SplitName]] = {
     "validate": ("train", "val"),
     "test": ("test",),
 }
+
+
+def _digests(split: Split, rows: Tensor) -> list[tuple[int, str]]:
+    """Return digests and names of images; none if the split has no digests."""
+    return [(split.digests[row], split.name(row)) for row in rows.tolist() if split.digests]
 
 
 class ImageData(LightningDataModule):
@@ -84,6 +89,7 @@ class ImageData(LightningDataModule):
     trainer: Trainer  # set by Lightning
     placement: Placement  # set in setup
     virtual_devices: int | None = None  # set by `fit`
+    duplicates = 0  # images of validation and test that are training images, too
 
     def __init__(
         self,
@@ -242,6 +248,24 @@ class ImageData(LightningDataModule):
                     f"--data.drop_last leaves nothing of {images} training images in batches of "
                     f"{size}: use a smaller --data.batch_size"
                 )
+            self._find_duplicates()
+
+    @rank_zero_only
+    def _find_duplicates(self) -> None:
+        """Count, and warn of, validation and test images that are training images, too."""
+        files = _digests(*self._splits["val"])
+        if self.cache is not None and "test" in self.source.splits:
+            test = self.cache.open(self.source, "test")
+            if test is not None:
+                files += _digests(test, torch.arange(len(test)))
+        trained = dict(_digests(*self._splits["train"]))
+        pairs = [(name, trained[digest]) for digest, name in files if digest in trained]
+        self.duplicates = len(pairs)
+        if pairs:
+            rank_zero_info(
+                f"warning: validation or test has training images ({len(pairs):,}, such as "
+                f"{' = '.join(pairs[0])}), which raise its accuracy: delete one of each pair"
+            )
 
     def _load(self, name: SplitName) -> None:
         if name in self._splits:

@@ -61,13 +61,13 @@ def work_apart(worker: int, then: Callable[[int], None] | None = None) -> None:
 class _Items(Dataset[Any]):
     """Data set that returns UserErrors, because DataLoader would add tracebacks to raised ones."""
 
-    def __init__(self, read: Callable[[Any], Tensor]) -> None:
+    def __init__(self, read: Callable[[Any], Any]) -> None:
         # keep MADE_BY in an attribute, so that pickle copies it into spawned workers, where MADE_BY
         # is empty
         self.read = read
         self.made_by = MADE_BY
 
-    def __getitem__(self, item: Any) -> Tensor | UserError:
+    def __getitem__(self, item: Any) -> Any:
         try:
             return self.read(item)
         except Exception as error:
@@ -85,16 +85,17 @@ class Workers(DataLoader[Any]):
     Args:
         read: Function that reads an item's image, uint8 (C, H, W).
         batches: Items of each batch.
-        collate: Function that makes a batch of images; a `UserError` stands for an unreadable one.
+        collate: Function that makes a batch of what `read` returns; a `UserError` stands for an
+            unreadable image.
         num_workers: Number of worker processes; with 0, this process reads.
         pin_memory: Whether to pin batches for a fast copy to an accelerator.
     """
 
     def __init__(
         self,
-        read: Callable[[Any], Tensor],
+        read: Callable[[Any], Any],
         batches: Iterable[Any],
-        collate: Callable[[list[Tensor | UserError]], Any],
+        collate: Callable[[list[Any]], Any],
         num_workers: int,
         pin_memory: bool = False,
     ) -> None:
@@ -126,11 +127,14 @@ class Split(Dataset[Tensor]):
         image_shape: Shape of an image that the network gets, (C, H, W).
         wrong: Errors of unreadable images, by index.
         left_out: Number of images that could not be read.
+        digests: Digest of each image's file, once it has been decoded; images with one digest are
+            the same.
         mapped: Whether the images are memory-mapped from one file, which a node's ranks share.
     """
 
     ragged: Geometry | None = None
     left_out = 0
+    digests: list[int] = []  # noqa: RUF012
     mapped = False
     wrong: Errors = {}  # noqa: RUF012
 
@@ -159,6 +163,10 @@ class Split(Dataset[Tensor]):
         height, width = self._sizes[index].tolist()
         end = int(self._ends[index])
         return images[end - height * width : end].view(height, width, -1).permute(2, 0, 1)
+
+    def name(self, index: int) -> str:
+        """Return an image's file name, or its number if it has none."""
+        return self.names[index] if self.names else str(index)
 
     def tensor(self, num_workers: int = 0) -> Tensor:
         """Return the images, as passed to the constructor.

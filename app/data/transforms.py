@@ -196,6 +196,11 @@ class Transform:
     def _normalised(self, images: Tensor) -> Tensor:
         return images.float().sub_(self.mean).div_(self.std)
 
+    def undo(self, images: Tensor) -> Tensor:
+        """Return the pixels of normalised images (B, C, H, W), uint8 (B, C, H, W)."""
+        pixels = images.float() * self.std + self.mean
+        return pixels.round().clamp(0, 255).byte()
+
     def _crop_and_flip(
         self, images: Tensor, choices: Choices, top: Tensor, left: Tensor, side: Tensor
     ) -> Tensor:

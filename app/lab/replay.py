@@ -33,8 +33,9 @@ from app.lab.runs import CommandLine, run_fit
 from app.lab.verify.recording import loss_of, singles
 from app.launch.signals import stop_training
 from app.modules import ImageClassifier
+from app.monitor.image_grid import draw_images
 from app.monitor.loggers import claim_version
-from app.monitor.report import draw_images, read_metrics
+from app.monitor.report import read_metrics
 from app.record import Record
 from app.system.files import write_text
 from app.system.page import Section, code, page, short, table
@@ -121,16 +122,13 @@ def key(loss: float) -> float:
 
 
 def names_of(trainer: Trainer, batch_idx: int) -> list[Any]:
-    """Return the file or index of each sample of a batch; [] without a global order."""
+    """Return the file or number of each sample of a batch; [] without a global order."""
     loader = trainer.train_dataloader
     if isinstance(loader, ExactLoader):
         return loader.batch_sampler.samples(batch_idx)
     if not isinstance(loader, GlobalBatches):
         return []
-    rows = loader.order.samples(batch_idx).tolist()
-    if loader.split.names:
-        return [loader.split.names[row] for row in rows]
-    return rows
+    return [loader.split.name(row) for row in loader.samples(batch_idx).tolist()]
 
 
 @contextmanager

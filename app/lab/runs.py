@@ -25,7 +25,7 @@ from app.command.configuration import FIT_FLAGS, classes_of, find_class, read_ar
 from app.command.flag_rules import MADE
 from app.command.parser import parameters
 from app.command.run_options import default_name
-from app.errors import UserError
+from app.errors import UserError, nearest
 from app.launch.process import environment_of_a_run
 from app.record import Record
 from app.system.machine import busy_seconds, own_seconds
@@ -37,6 +37,10 @@ QUIET = [
     "--trainer.enable_model_summary=false",
     "--run.test=false",
 ]
+SHORT = {  # names of flags in `fit`
+    "epochs": "trainer.max_epochs",
+    "lr": "model.optimizer.lr",
+}
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -78,6 +82,7 @@ def run_fit(
     limit: float,
     folder: Path | None = None,
     nodes: Sequence[Mapping[str, str]] = ({},),
+    show: bool = False,
 ) -> Record:
     """Run a training to its end or its time limit, and return its record.
 
@@ -89,6 +94,7 @@ def run_fit(
         folder: Folder in which the run creates its directory, the next free `version_N`; temporary
             by default.
         nodes: Environment variables of each node; several nodes share this machine.
+        show: Print the first node's lines, and test at the end, as the command does.
 
     Returns:
         The record. `status` is `completed`, `interrupted` for a run that stopped at the limit, or
@@ -103,7 +109,9 @@ def run_fit(
             return run_fit(flags, limit, Path(temporary, "run"), nodes)
     folder.mkdir(parents=True, exist_ok=True)
     outputs = [folder / f"output_node{node}.txt" for node in range(len(nodes))]
-    arguments = ["fit", *QUIET, *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
+    if not show:
+        flags = [*QUIET, *flags]
+    arguments = ["fit", *flags, "--run.root", str(folder.parent), "--run.name", folder.name]
     commands = on_nodes(arguments, nodes, f"file://{(folder / 'rendezvous').resolve()}")
     started = time.time()
     began = time.monotonic()
@@ -122,11 +130,14 @@ def run_fit(
                     start_new_session=True,  # so that only the parent receives Ctrl-C
                 )
             )
+        lines = stack.enter_context(outputs[0].open(errors="replace"))
         codes: list[int | None] = [None]
         # stop if a node fails, because the other nodes would wait for it
         while None in codes and not any(codes) and time.monotonic() < began + limit:
             psutil.wait_procs(processes, POLL)
             codes = [process.poll() for process in processes]
+            if show:
+                print(lines.read(), end="", flush=True)
     record = Record()
     for path in folder.glob("version_*/run.json"):
         if path.stat().st_mtime >= started:
@@ -198,16 +209,16 @@ def fit(**flags: Any) -> Record:
 
         record = app.fit(model="resnet18", data="Synthetic", max_epochs=2, name="shapes")
 
-    The processes write their output to `output_node0.txt`, in the folder that contains the run's
-    directory.
+    It prints the command's lines. They are also in `output_node0.txt`, in the folder that contains
+    the run's directory.
 
     Args:
         **flags: Flags of `fit` without their section, such as `max_epochs=2` for
-            `--trainer.max_epochs 2`, or by their whole name, such as `**{"model.optimizer.lr":
-            0.1}`.
+            `--trainer.max_epochs 2`; by their whole name, such as `**{"model.optimizer.momentum":
+            0.9}`; or by a name in `SHORT`.
 
     Raises:
-        UserError: When a flag is invalid or ambiguous, or when the run fails.
+        UserError: When a flag is unknown, invalid or ambiguous, or when the run fails.
     """
     values = {name: typed(value) for name, value in flags.items()}
     chosen = [f"--{name}={values[name]}" for name in ("config", "model", "data") if name in values]
@@ -217,7 +228,7 @@ def fit(**flags: Any) -> Record:
     words = [f"--{_whole_name(name, classes)}={value}" for name, value in values.items()]
     config = resolve(["fit", *words])
     folder = Path(config.run.root, config.run.name or default_name(config))
-    record = run_fit([f"--run.test={typed(config.run.test)}", *words], math.inf, folder)
+    record = run_fit(words, math.inf, folder, show=True)
     if record.status == "failed":
         raise UserError(f"{record.error} (see {folder / 'output_node0.txt'})")
     return record
@@ -238,13 +249,20 @@ def _whole_name(name: str, classes: Mapping[str, type | None]) -> str:
         classes: Class whose parameters are the flags of each section.
 
     Raises:
-        UserError: When several sections have the flag.
+        UserError: When no section has the flag, or several.
     """
     if "." in name or f"--{name}" in (*FIT_FLAGS, "--ckpt_path"):
         return name
-    sections = [section for section, cls in classes.items() if name in parameters(cls)]
+    known = {section: parameters(cls) for section, cls in classes.items()}
+    sections = [section for section in known if name in known[section]]
+    if name == "root":  # of the data, if it has one, not of the runs
+        sections = sections[-1:]
+    if not sections and name not in SHORT:
+        near = nearest(name, {*SHORT}.union(*known.values()))
+        raise UserError(f"app.fit has no flag {name}{near or ': see python -m app fit --help_all'}")
+    if not sections:
+        return SHORT[name]
     if len(sections) > 1:
         whole = f"**{{'{sections[0]}.{name}': …}}"
         raise UserError(f"app.fit({name}=…): give {whole}, or {sections[1]}.{name}")
-    section = (sections or ["model"])[0]
-    return f"{section}.{name}"
+    return f"{sections[0]}.{name}"

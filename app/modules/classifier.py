@@ -16,11 +16,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import (
-    MulticlassAccuracy,
-    MulticlassConfusionMatrix,
-    MulticlassF1Score,
-)
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from app.data.batches import GlobalBatches
 from app.data.module import ImageData
@@ -79,11 +75,13 @@ class ImageClassifier(LightningModule):
             `image_shape` (C, H, W), `mean`, `std`, and for `EncodedImages` also `resize` and
             `interpolation`. None without a loaded checkpoint, or if the training's data module was
             not an `ImageData`.
+        logs_evaluation: Whether loggers get the metrics of validation and test.
 
     Raises:
         UserError: When there are fewer than two classes.
     """
 
+    logs_evaluation = True
     # a batch may be empty, because `training_step` weights batches by their samples
     accepts_empty = True
     sums: Sums  # set in setup for training
@@ -137,7 +135,6 @@ class ImageClassifier(LightningModule):
             )
         self.val_metrics = MetricCollection(metrics, prefix="val_", compute_groups=False)
         self.test_metrics = self.val_metrics.clone(prefix="test_")
-        self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
         # not a buffer, because the moving average would average it
         self.class_weights: Tensor | None = None
         self.train()  # our override keeps frozen blocks in evaluation mode
@@ -164,6 +161,8 @@ class ImageClassifier(LightningModule):
         trainer = self.trainer
         callbacks: list[Callback] = []
         if trainer.state.fn != "fit":
+            # hide Lightning's advice to restore the average, because the weights are the average
+            warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
             return callbacks
         if self.probe.is_needed(self.weights is not None):
             callbacks.append(self.probe)
@@ -296,20 +295,17 @@ class ImageClassifier(LightningModule):
         """Log the epoch's mean loss and accuracy."""
         self.log_dict(self.sums.end_epoch(self.trainer))
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Update the validation metrics."""
-        self._step(batch, self.val_metrics)
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Update the validation metrics, and return logits (B, classes)."""
+        return self._step(batch, self.val_metrics)
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over the validation split."""
         self._log(self.val_metrics)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Update the test metrics, and return class probabilities (B, classes)."""
-        logits = self._step(batch, self.test_metrics)
-        if len(logits):
-            self.confusion.update(logits, batch[1])
-        return logits.float().softmax(1)
+        """Update the test metrics, and return logits (B, classes)."""
+        return self._step(batch, self.test_metrics)
 
     def on_test_epoch_end(self) -> None:
         """Log the means over the test split."""
@@ -320,7 +316,8 @@ class ImageClassifier(LightningModule):
         return self(batch[0]).float().softmax(1)
 
     def _log(self, metrics: MetricCollection) -> None:
-        self.log_dict({name: value.float() for name, value in metrics.compute().items()})
+        values = {name: value.float() for name, value in metrics.compute().items()}
+        self.log_dict(values, logger=self.logs_evaluation)
         metrics.reset()
 
     def make_optimizer(self) -> Optimizer:

@@ -7,7 +7,7 @@ import statistics
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from app.data.exact_loader import Exactness
+from app.data.exact_loader import Exactness, order_of
 from app.data.module import ImageData
 from app.modules import ImageClassifier
 from app.modules.networks import count_parameters, title
@@ -67,6 +67,7 @@ def fill_configuration(record: Record, trainer: Trainer) -> None:
         )
         record.placement = data.placement
         record.images_left_out = data.left_out
+        record.duplicates = data.duplicates
         record.files_left_out = dict(data.files_left_out)
         record.global_batch_size = data.global_batch_size
     record.hardware = Hardware(**hardware())
@@ -104,6 +105,9 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows) -> Non
         record.train_s = round(record.earlier_s + seconds, 3)
     if record.epochs:
         record.train_loss = TrainLoss(record.epochs[-1].train_loss)
+    best = record.best_epoch
+    if best is not None:
+        record.validation = Metrics(best.val_loss, best.val_acc, best.val_samples)
     loop = trainer.fit_loop.epoch_loop
     record.loop_reason = loop.reason if isinstance(loop, StraightLoop) else "--run.loop lightning"
     record.loop = "lightning" if record.loop_reason else "straight"
@@ -132,13 +136,17 @@ def fill_measurements(record: Record, trainer: Trainer, windows: Windows) -> Non
 
 
 def metrics_of(trainer: Trainer, split: str) -> Metrics:
-    """Return the loss and accuracy that the model logged for a split."""
-    values = {}
+    """Return the loss and accuracy that the model logged for a split: `train`, `val` or `test`."""
+    metrics = Metrics()
     for name in ("loss", "acc"):
         value = trainer.callback_metrics.get(f"{split}_{name}")
         if value is not None:
-            values[name] = value.item()
-    return Metrics(**values)
+            setattr(metrics, name, value.item())
+    order = order_of(getattr(trainer, f"{split}_dataloaders", None))
+    if metrics.acc is not None and order is not None:
+        batches = getattr(trainer, f"num_{split}_batches")
+        metrics.samples = order.start(batches[0])
+    return metrics
 
 
 def memory_of(trainer: Trainer) -> list[DeviceMemory]:

@@ -41,6 +41,7 @@ class Header(RichModelSummary):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the header."""
         if trainer.is_global_zero:
+            fill_recipe(self._record, trainer)
             for name, text in lines(trainer, self._record):
                 _print(name, text)
         if "APP_DEBUG" in os.environ:
@@ -77,17 +78,6 @@ def lines(trainer: Trainer, record: Record) -> Iterator[tuple[str, str]]:
         yield "length", counted(trainer.max_epochs, "epoch")
     if trainer.accumulate_grad_batches > 1:
         yield "step", f"{trainer.accumulate_grad_batches} batches"
-    name = "optimizer"
-    for optimizer in trainer.optimizers:
-        text = describe(optimizer)
-        for config in trainer.lr_scheduler_configs:
-            if config.scheduler.optimizer is optimizer:
-                text += f"; {_schedule(config.scheduler, config.interval)}"
-        yield name, text
-        name = ""  # the next lines continue this one
-    recipe = _recipe(trainer.lightning_module, getattr(trainer, "datamodule", None))
-    if recipe:
-        yield "recipe", ", ".join(f"{name} {value}" for name, value in recipe.items())
     if trainer.logger is not None:  # not `trainer.log_dir`, which waits for all ranks
         yield "folder", str(trainer.logger.log_dir)
     for tracker in trackers(trainer.loggers):
@@ -105,11 +95,23 @@ def _pixels(source: EncodedSource) -> str:
     )
 
 
+def fill_recipe(record: Record, trainer: Trainer) -> None:
+    """Fill in optimizers and recipe."""
+    record.optimizers = []
+    for optimizer in trainer.optimizers:
+        text = describe(optimizer)
+        for config in trainer.lr_scheduler_configs:
+            if config.scheduler.optimizer is optimizer:
+                text += f"; {_schedule(config.scheduler, config.interval)}"
+        record.optimizers.append(text)
+    record.recipe = _recipe(trainer.lightning_module, getattr(trainer, "datamodule", None))
+
+
 RECIPE = ("loss", "label_smoothing", "class_weights", "head_lr", "norm_bias_lr", "freeze", "ema")
 DEFAULTS = inspect.signature(Recipe).parameters
 
 
-def _recipe(model: LightningModule, data: Any) -> dict[str, Any]:
+def _recipe(model: LightningModule, data: Any) -> dict[str, str]:
     """Return the non-default settings of RECIPE, augmentation and class balancing, by flag name."""
     recipe: dict[str, Any] = {}
     if isinstance(model, ImageClassifier):
@@ -128,7 +130,7 @@ def _recipe(model: LightningModule, data: Any) -> dict[str, Any]:
         recipe["mixup"], recipe["cutmix"] = data.mixing
         recipe["augment"] = " ".join(type(op).__name__ for op in data.augment)
         recipe["balance"] = data.balance
-    return {name: value for name, value in recipe.items() if value}
+    return {name: str(value) for name, value in recipe.items() if value}
 
 
 def describe(optimizer: Optimizer) -> str:

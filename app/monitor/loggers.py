@@ -221,6 +221,20 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return [dict(zip(columns, row, strict=False)) for row in rows]
 
 
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write rows to a CSV file, and return its columns: all that a row has, sorted.
+
+    Raises:
+        OSError: When the file cannot be written.
+    """
+    columns = sorted(set().union(*rows))
+    lines = [columns]
+    for row in rows:
+        lines.append([row.get(name, "") for name in columns])
+    write_csv(path, lines)
+    return columns
+
+
 class MetricsFile(CSVLogger):
     """CSV logger that continues the file of a resumed training, and survives a full disk.
 
@@ -235,14 +249,6 @@ class MetricsFile(CSVLogger):
         self._path = folder / "metrics.csv"
         self._columns: list[str] = []  # of the file, once this process has written it
         self._logged: list[dict[str, Any]] = []  # rows to write
-
-    def _rewrite(self, rows: Sequence[dict[str, Any]]) -> None:
-        columns = sorted(set().union(*rows))
-        lines = [columns]
-        for row in rows:
-            lines.append([row.get(name, "") for name in columns])
-        write_csv(self._path, lines)
-        self._columns = columns
 
     @property
     def experiment(self) -> Any:
@@ -269,7 +275,7 @@ class MetricsFile(CSVLogger):
                 with self._path.open("a", newline="") as file:
                     csv.DictWriter(file, self._columns).writerows(rows)
             else:
-                self._rewrite([*read_rows(self._path), *rows])
+                self._columns = write_rows(self._path, [*read_rows(self._path), *rows])
             self._logged = []
         except OSError as error:
             if size:
@@ -287,7 +293,8 @@ class MetricsFile(CSVLogger):
         Raises:
             OSError: When the file cannot be read or written.
         """
-        self._rewrite([row for row in read_rows(self._path) if int(row["step"]) < step])
+        rows = [row for row in read_rows(self._path) if int(row["step"]) < step]
+        self._columns = write_rows(self._path, rows)
 
 
 class SaveConfig(SaveConfigCallback):

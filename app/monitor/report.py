@@ -5,7 +5,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,16 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from torch import Tensor
-from torchvision.utils import make_grid
 
 from app.errors import one_line
 from app.monitor.loggers import read_rows
 from app.monitor.rank_times import RANK_PHASES, slow_ranks
 from app.record import PHASES, Record
 from app.record.words import (
+    accuracy,
     bottleneck,
     counted,
     duration,
-    percent,
     settings,
     taken_cores,
     time_taken,
@@ -83,6 +80,8 @@ def make_report(folder: Path, record: Record | None = None) -> str:
     lead = f"{plain(folder.parent.name)}/{plain(folder.name)}, {written:%Y-%m-%d %H:%M}\n\n"
     if record.error:
         lead = f"> {plain(record.error)}\n\n{lead}"
+    if record.duplicates:
+        lead += f"> Training images are in validation or test: {record.duplicates:,} files\n\n"
     lead += table(["", ""], _facts(record), words=(0, 1))
     sections = [
         Section("Learning", _learning(record, read_metrics(folder / "metrics.csv"), figures)),
@@ -112,27 +111,19 @@ def headline(record: Record) -> str:
             where = f"in epoch {len(epochs) + 1}"
         return f"Failed {where}: {one_line(str(record.error))[:120]}"
     count = len([row for row in epochs if row.whole])
-    validated = [row.val_acc for row in epochs if row.val_acc is not None]
     result = "Trained"
-    if record.test and record.test.acc is not None:
-        result = f"{percent(record.test.acc)} on {_images(record, 'test', 'test images')}"
-    elif validated:
-        result = f"{percent(validated[-1])} on {_images(record, 'val', 'validation images')}"
-    elif epochs and epochs[-1].train_loss is not None:
+    if epochs and epochs[-1].train_loss is not None:
         result = f"Training loss {epochs[-1].train_loss:.4g}"
+    for split, metrics in (("validation", record.validation), ("test", record.test)):
+        if metrics and metrics.acc is not None:
+            samples = f"{metrics.samples:,} " if metrics.samples else ""
+            result = f"{accuracy(metrics.acc, metrics.samples)} on {samples}{split} images"
     after = counted(count, "epoch")
     if record.ended_by_steps or not count:
         after = counted(record.steps, "step")
     if record.status == "interrupted" and not record.finished:
         after += f", interrupted {record.error}"
     return f"{result} after {after} ({way_of_running(record)})"
-
-
-def _images(record: Record, split: str, noun: str) -> str:
-    """Format a split's images: `80 test images`, or `test images` if their number is unknown."""
-    if record.data and record.data.images.get(split):
-        return f"{record.data.images[split]:,} {noun}"
-    return noun
 
 
 def _facts(record: Record) -> list[tuple[str, str]]:
@@ -185,22 +176,24 @@ def _learning(record: Record, metrics: Sequence[dict[str, float]], figures: Figu
         windows = points[f"train_{metric}_step"]
         lines = {"training": points[f"train_{metric}"], "validation": points[f"val_{metric}"]}
         if windows or any(lines.values()):
-            figure = draw(partial(_curves, windows=windows, lines=lines))
-            shown.append(_show(figures, metric, figure, caption))
+            shown.append(_show(figures, metric, _draw_curves(windows, lines), caption))
     return "\n".join(shown) or "No loss was logged as train_loss or val_loss."
 
 
-def _curves(
-    axes: Axes, windows: Sequence[tuple[float, float]], lines: dict[str, list[tuple[float, float]]]
-) -> None:
-    axes.plot(*np.reshape(windows, (-1, 2)).T, color=page.BLUE, alpha=0.35, linewidth=1)
-    for (name, points), colour in zip(lines.items(), page.COLOURS, strict=False):
-        if points:
-            axes.plot(*np.transpose(points), color=colour, label=name, marker="o", markersize=3)
-    axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.grid(axis="y")
-    axes.margins(x=0.02)
+def _draw_curves(
+    windows: Sequence[tuple[float, float]], lines: dict[str, list[tuple[float, float]]]
+) -> Figure:
+    def paint(axes: Axes) -> None:
+        axes.plot(*np.reshape(windows, (-1, 2)).T, color=page.BLUE, alpha=0.35, linewidth=1)
+        for (name, points), colour in zip(lines.items(), page.COLOURS, strict=False):
+            if points:
+                axes.plot(*np.transpose(points), color=colour, label=name, marker="o", markersize=3)
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.grid(axis="y")
+        axes.margins(x=0.02)
+
+    return draw(paint)
 
 
 # -- confusion matrix
@@ -214,56 +207,37 @@ def draw_confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> Figure:
         counts: Numbers of images, int (labels, predictions).
         names: Names of the classes.
     """
-    return draw(partial(_paint_confusion, counts=counts, names=names), 5.0, 4.6)
-
-
-def _paint_confusion(axes: Axes, counts: np.ndarray, names: Sequence[str]) -> None:
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     # from transparent to blue; SVG files ignore an array of `alpha`
     blues = LinearSegmentedColormap.from_list("blues", [f"{page.BLUE}00", f"{page.BLUE}f0"])
-    axes.imshow(shares, blues, vmin=0, vmax=1, interpolation="none", aspect="auto")
     step = math.ceil(len(names) / CELLS)
     ticks = range(0, len(names), step)
     labels = [short(name, 16) for name in names[::step]]
     size = np.clip(140 / len(names), 6, 10)  # points
-    axes.set_xticks(ticks, labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
-    axes.set_yticks(ticks, labels, fontsize=size)
-    axes.set(xlabel="predicted, % of the label's images", ylabel="label")
-    if step > 1:
-        return
-    for row, column in np.argwhere(shares >= 0.005):
-        share = shares[row, column]
-        colour = "white" if share > 0.5 else page.INK
-        text = f"{100 * share:.0f}"
-        axes.text(column, row, text, color=colour, fontsize=size, ha="center", va="center")
 
+    def paint(axes: Axes) -> None:
+        axes.imshow(shares, blues, vmin=0, vmax=1, interpolation="none", aspect="auto")
+        axes.set_xticks(
+            ticks, labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=size
+        )
+        axes.set_yticks(ticks, labels, fontsize=size)
+        axes.set(xlabel="predicted, % of the label's images", ylabel="label")
+        if step > 1:
+            return
+        for row, column in np.argwhere(shares >= 0.005):
+            share = shares[row, column]
+            colour = "white" if share > 0.5 else page.INK
+            text = f"{100 * share:.0f}"
+            axes.text(column, row, text, color=colour, fontsize=size, ha="center", va="center")
 
-def draw_images(rows: Sequence[tuple[Tensor, str]]) -> Figure:
-    """Draw a grid of images (C, H, W) with captions of two lines.
-
-    An image with 2 or more than 3 channels is drawn in grey, from its first channel.
-    """
-    lines = max(math.ceil(len(rows) / 5), 1)
-    figure = Figure(figsize=(9, 2.1 * lines), layout="constrained")
-    grid = figure.subplots(lines, 5, squeeze=False)
-    for axes in grid.flat:
-        axes.axis("off")
-    for axes, (image, caption) in zip(grid.flat, rows, strict=False):
-        if len(image) not in (1, 3):
-            image = image[:1]
-        # grey to RGB; normalised pixels are rescaled to 0…1
-        image = make_grid(image.nan_to_num(0.0, 0.0, 0.0), normalize=image.is_floating_point())
-        axes.imshow(image.permute(1, 2, 0))
-        # a grey that is readable on paper and on a dark screen
-        axes.set_title(caption, fontsize=8, color="#767676", pad=3)
-    return figure
+    return draw(paint, 5.0, 4.6)
 
 
 def _mistakes(folder: Path, figures: Figures) -> str:
     path = folder / "confusion_matrix.csv"
-    if not path.exists():  # the run was not tested
+    if not path.exists():  # the run was not evaluated
         return ""
-    (_, *names), *rows = read_csv(path)
+    (corner, *names), *rows = read_csv(path)
     counts = np.array([row[1:] for row in rows], int)  # (labels, predictions)
     images = counts.sum(1)
     wrong = counts - np.diag(counts.diagonal())
@@ -274,7 +248,8 @@ def _mistakes(folder: Path, figures: Figures) -> str:
         # classes without images have the share 0, and are never the worst
         for label in np.argsort(-shares, kind="stable")[:MISTAKES]:
             if images[label]:
-                rows.append([names[label], percent(1 - shares[label]), f"{images[label]:,}"])
+                recall = accuracy(1 - shares[label], images[label])
+                rows.append([names[label], recall, f"{images[label]:,}"])
         blocks.append(table(["least recognised", "recall", "images"], rows))
         rows = []
         for cell in np.argsort(-wrong, axis=None, kind="stable")[:MISTAKES]:
@@ -282,12 +257,14 @@ def _mistakes(folder: Path, figures: Figures) -> str:
             if wrong[label, predicted]:
                 rows.append([names[label], names[predicted], f"{wrong[label, predicted]:,}"])
         blocks.append(table(["most confused", "predicted as", "images"], rows, words=(0, 1)))
-    caption = "Confusion matrix: label against prediction, %"
+    caption = f"Confusion matrix of {corner.partition(':')[0]}: label against prediction, %"
     blocks.append(_show(figures, "confusion", draw_confusion_matrix(counts, names), caption))
     picture = folder / "most_wrong.png"
     if wrong.any() and picture.is_file():
         caption = "Most confidently wrong"
         blocks.append(_show(figures, "most_wrong", picture.read_bytes(), caption))
+        header, *rows = read_csv(picture.with_suffix(".csv"))
+        blocks.append(table(header, rows, words=range(3)))
     return "\n\n".join(blocks)
 
 

@@ -6,21 +6,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich import get_console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from app.data.batches import GlobalBatches
 from app.errors import printable
 from app.launch.agree import gather_objects
 from app.modules import ImageClassifier
+from app.monitor.image_grid import draw_images
 from app.monitor.loggers import trackers
 from app.record.words import counted
-from app.system.files import write_csv
+from app.system.files import whole, write_csv
 
 WRONG = 25  # number of wrong images to show
 SHOWN = 20  # number of predictions to print
@@ -50,7 +52,7 @@ class PredictionWriter(Callback):
         loader = trainer.predict_dataloaders
         if isinstance(pl_module, ImageClassifier) and isinstance(loader, GlobalBatches):
             shares, labels = outputs.topk(min(self.top_k, outputs.shape[1]))
-            rows = loader.order.samples(batch_idx).tolist()
+            rows = loader.samples(batch_idx).tolist()
             self._rows += zip(rows, shares.tolist(), labels.tolist(), strict=True)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -100,18 +102,19 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
     get_console().print(table)
 
 
-class TestFigures(Callback):
-    """Callback that draws the confusion matrix and the most confidently wrong test images.
+class EvaluationFigures(Callback):
+    """Callback that draws the confusion matrix and the most confidently wrong images.
+
+    It follows `test` and `validate`, but not the validations of `fit`.
 
     Args:
         track: Whether to upload the wrong images.
     """
 
-    __test__ = False  # because pytest collects classes named Test…
-
     def __init__(self, track: bool = False) -> None:
         self.track = track
-        self._worst: list[tuple[float, int, int, int]] = []  # confidence, index, predicted, label
+        # confidence, row of the split, prediction and label of each image
+        self._rows: list[tuple[float, int, int, int]] = []
 
     def on_test_batch_end(
         self,
@@ -122,51 +125,65 @@ class TestFigures(Callback):
         batch_idx: int,
         *_: Any,
     ) -> None:
-        """Store this rank's most confidently wrong images."""
-        loader = trainer.test_dataloaders
-        if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
-            return
-        shares, predicted = outputs.max(1)
-        wrong = predicted != batch[1]
-        rows = loader.order.samples(batch_idx).to(wrong.device)
-        columns = [column[wrong].tolist() for column in (shares, rows, predicted, batch[1])]
-        self._worst = heapq.nlargest(WRONG, [*self._worst, *zip(*columns, strict=True)])
+        """Store each image's prediction."""
+        loader = _evaluated(trainer)
+        # a user's classifier may return no logits
+        if loader is not None and isinstance(outputs, Tensor):
+            shares, predicted = outputs.float().softmax(1).max(1)
+            columns = (shares, loader.samples(batch_idx), predicted, batch[1])
+            self._rows += zip(*[column.tolist() for column in columns], strict=True)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather all ranks' results; write, draw and upload them. Collective."""
-        loader = trainer.test_dataloaders
-        if not isinstance(pl_module, ImageClassifier) or not isinstance(loader, GlobalBatches):
+        """Gather all ranks' predictions; write, draw and upload their figures. Collective."""
+        loader = _evaluated(trainer)
+        if loader is None:
             return
-        # torchmetrics returns a scalar for one class
-        matrix = torch.atleast_2d(pl_module.confusion.compute()).cpu()
-        pl_module.confusion.reset()
-        worst = heapq.nlargest(WRONG, itertools.chain(*gather_objects(self._worst)))
-        self._worst = []
+        rows = list(itertools.chain(*gather_objects(self._rows)))
+        self._rows = []
         directory = trainer.log_dir  # a collective call
-        if not trainer.is_global_zero or directory is None:
+        if not trainer.is_global_zero or not rows or directory is None:
             return
         # a local import, because matplotlib takes a fifth of all import time
-        from app.monitor.report import draw_confusion_matrix, draw_images
-        from app.system.page import short, write_png
+        from app.monitor.report import draw_confusion_matrix
+        from app.system.page import write_png
 
         names = list(trainer.datamodule.class_names)  # type: ignore[attr-defined]
+        matrix = np.zeros((len(names), len(names)), int)
+        for _, _, predicted, label in rows:
+            matrix[label, predicted] += 1
         images = []
-        for share, row, predicted, label in worst:
-            prediction = f"predicted {short(names[predicted], 13)}, {share:.0%}"
-            images.append((loader.split[row], f"{short(names[label], 24)}\n{prediction}"))
+        lines = [["image", "label", "predicted", "probability"]]
+        wrong = (row for row in rows if row[2] != row[3])
+        for share, row, predicted, label in heapq.nlargest(WRONG, wrong):
+            caption = f"{names[label]}\npredicted {share:.0%} {names[predicted]}"
+            images.append((loader.split[row], caption))
+            lines.append([loader.split.name(row), names[label], names[predicted], f"{share:.0%}"])
         confusion = Path(directory, "confusion_matrix.png")
         most_wrong = Path(directory, "most_wrong.png")
+        corner = f"{'test' if trainer.testing else 'validation'}: label \\ predicted"
         counts = [[name, *row] for name, row in zip(names, matrix.tolist(), strict=True)]
         try:
-            write_csv(confusion.with_suffix(".csv"), [["label \\ predicted", *names], *counts])
-            write_png(confusion, draw_confusion_matrix(matrix.numpy(), names))
-            write_png(most_wrong, draw_images(images))
+            write_csv(confusion.with_suffix(".csv"), [[corner, *names], *counts])
+            write_csv(most_wrong.with_suffix(".csv"), lines)
+            write_png(confusion, draw_confusion_matrix(matrix, names))
+            if images:
+                with whole(most_wrong) as file:
+                    file.write(draw_images(images))
         except OSError as error:
-            rank_zero_info(
-                f"{directory}: the pictures of the test cannot be written ({error.strerror})"
-            )
+            rank_zero_info(f"{directory}: the confusions cannot be written ({error.strerror})")
         pictures = [confusion]
         if self.track:
             pictures.append(most_wrong)
         for tracker in trackers(trainer.loggers):
             tracker.log_pictures(pictures)
+
+    on_validation_batch_end = on_test_batch_end  # type: ignore[assignment]
+    on_validation_epoch_end = on_test_epoch_end
+
+
+def _evaluated(trainer: Trainer) -> GlobalBatches | None:
+    """Return the loader of a classifier's test or validation; None during training."""
+    if trainer.state.fn == "fit" or not isinstance(trainer.lightning_module, ImageClassifier):
+        return None
+    loader = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+    return loader if isinstance(loader, GlobalBatches) else None

@@ -1,12 +1,13 @@
 """Callback that writes the run record to `run.json`."""
 
-import itertools
 import os
+import re
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,16 @@ from app.monitor.fill import (
     memory_of,
     metrics_of,
 )
-from app.monitor.loggers import MetricsFile, trackers
+from app.monitor.header import fill_recipe
+from app.monitor.image_grid import draw_images, first_images
+from app.monitor.loggers import MetricsFile, trackers, write_rows
 from app.monitor.summary import epoch_line
 from app.monitor.windows import Windows
 from app.record import Checkpoints, Epoch, Metrics, Record
+from app.system.files import whole
+
+# metrics that an epoch's row has under another name, or not at all
+IN_ROW = re.compile(r".*_step|lr-.*|train_loss|val_loss|val_acc")
 
 
 class RunRecord(Callback):
@@ -83,6 +90,7 @@ class RunRecord(Callback):
             launchers=self.record.launchers,
             status="running",
             error=None,
+            validation=None,
             test=None,
             tested=None,
             run_dir=str(folder),
@@ -162,8 +170,26 @@ class RunRecord(Callback):
         self.record.config = str(config) if config.exists() else None
         try:
             self.record.save(self.path)
+            if self.record.epochs:
+                rows = []
+                for row in self.record.epochs:
+                    cells = asdict(row) | row.metrics
+                    cells["epoch"] += 1  # as on the screen
+                    del cells["metrics"]
+                    rows.append(cells)
+                write_rows(self.path.with_name("epochs.csv"), rows)
         except OSError as error:
             rank_zero_warn(f"{self.path} cannot be written ({error.strerror}): training continues")
+
+    def _draw(self, batch: Any, data: Any) -> None:
+        """Draw the first images as the network gets them."""
+        if self.path is None or not isinstance(data, ImageData):
+            return
+        rows = first_images(batch, data)
+        if rows:
+            picture = self.path.with_name("train_batch.png")
+            with suppress(OSError), whole(picture) as file:  # `_write` reports a full disk
+                file.write(draw_images(rows))
 
     # -- training
     # -------------------------------------------------------------------------------------------
@@ -185,6 +211,7 @@ class RunRecord(Callback):
                         f"({content}, {first}): give all nodes the same files"
                     )
         fill_model(self.record, trainer, pl_module)
+        fill_recipe(self.record, trainer)
         for device in devices_of(trainer):
             if device.type == "cuda":  # a run on the CPU must not start CUDA
                 torch.cuda.reset_peak_memory_stats(device)
@@ -204,6 +231,7 @@ class RunRecord(Callback):
     ) -> None:
         """At the first step, record the set-up time, and start the clocks."""
         if self.windows.first_step is None:
+            self._draw(batch, getattr(trainer, "datamodule", None))
             self.record.setup_s = round(time.monotonic() - self._started, 3)
             if self.path is not None:
                 self._write()
@@ -254,24 +282,23 @@ class RunRecord(Callback):
         """Add the validation to an epoch's row, print the epoch's line, and write the record."""
         validated = self._validated
         self._validated = False
-        best = max((earlier.val_acc or 0.0 for earlier in self.record.validated), default=0.0)
         if validated:
             validation = metrics_of(trainer, "val")
             row.val_loss = validation.loss
             row.val_acc = validation.acc
+            row.val_samples = validation.samples
+        for name, value in trainer.callback_metrics.items():
+            is_older = name.startswith("val") and not validated
+            if not (is_older or IN_ROW.fullmatch(name)):
+                row.metrics[name] = float(value)
         if self.path is None:
             return
         if trainer.progress_bar_callback is not None:  # print a line, which stays above the bar
-            logged = trainer.callback_metrics.items()
-            metrics = {
-                name: value for name, value in logged if validated or not name.startswith("val")
-            }
             devices = memory_of(trainer)
             line = epoch_line(
                 row,
                 trainer.max_epochs,
-                metrics,
-                is_best=(row.val_acc or 0.0) > best,
+                is_best=row is self.record.best_epoch,
                 memory=max(device.allocated_gib or device.host_rss_gib or 0 for device in devices),
                 left=self.windows.time_left(trainer),
             )
@@ -288,7 +315,7 @@ class RunRecord(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the last epoch, and gather the ranks' peak memory. Collective."""
         memory = gather_objects(memory_of(trainer))
-        self.record.peak_memory = list(itertools.chain(*memory))
+        self.record.peak_memory = list(chain(*memory))
         self._close_epoch(trainer)
         self._measure(trainer)  # a resumed run with no steps left never ends an epoch
 

@@ -1,11 +1,8 @@
 """Printed lines about a run: one for each epoch, and a summary at the end."""
 
-import math
-import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
@@ -13,7 +10,7 @@ from app.launch.cluster_environment import OWN_AGENT
 from app.monitor.loggers import trackers
 from app.monitor.rank_times import slow_ranks
 from app.record import Epoch, Metrics, Record
-from app.record.words import duration, percent, time_taken
+from app.record.words import accuracy, duration, time_taken
 from app.system.trust import trust_flags
 
 
@@ -29,22 +26,20 @@ def report(
         use: Command to suggest for the best checkpoint, such as `test`, or None.
     """
     directory = Path(str(record.run_dir))
+    best = record.best_epoch
     if record.status != "completed":
         yield f"{record.status:<15} {record.error}"
     if record.not_finite_since is not None:
         epoch = record.not_finite_since + 1
         yield f"training loss   not finite since epoch {epoch}: the run has diverged"
-    if record.validated:
-        best = max(record.validated, key=lambda row: row.val_acc or 0.0)
-        accuracy = percent(best.val_acc or 0.0)
-        yield f"validation      best accuracy {accuracy}, in epoch {best.epoch + 1}"
+    if record.validation:
+        place = f"  (epoch {best.epoch + 1})" if best else ""
+        yield f"validation      {_figures(record.validation)}{place}"
     if record.test:
         tested = Path(record.tested or "last weights").name
         yield f"test            {_figures(record.test)}  ({tested})"
     elif fitted and not record.tested and use != "test":
         yield "test            none: there are no test images, or the model has no test_step"
-    if record.validation:
-        yield f"validation      {_figures(record.validation)}"
     if fitted and record.train_s is not None and record.setup_s is not None:
         yield f"time            {time_taken(record)}"
         for slow in slow_ranks(record.ranks).values():
@@ -79,24 +74,17 @@ def _commands(record: Record, directory: Path, use: str | None) -> Iterator[str]
     yield f"train longer    {resume} {longer}"
 
 
-# metrics that the line shows in another form, or not at all
-HIDDEN = re.compile(r".*_step|lr-.*|train_(acc|loss)|val_(acc|loss|f1)")
+HIDDEN = ("train_acc", "val_f1")  # metrics that the line does not show
 
 
 def epoch_line(
-    row: Epoch,
-    epochs: int | None,
-    metrics: Mapping[str, Any],
-    is_best: bool,
-    memory: float,
-    left: float | None,
+    row: Epoch, epochs: int | None, is_best: bool, memory: float, left: float | None
 ) -> str:
     """Format the line that is printed after an epoch, aligned with other epochs' lines.
 
     Args:
         row: The epoch's row of the run record.
         epochs: Number of epochs, or None if unknown.
-        metrics: The epoch's metrics, by name.
         is_best: Whether the epoch has the best accuracy so far.
         memory: Peak memory of this process, GiB.
         left: Seconds to the end of training, or None if unknown.
@@ -115,9 +103,9 @@ def epoch_line(
     if row.val_acc is not None:
         star = "*" if is_best else " "
         texts.append(f"acc {100 * row.val_acc:5.1f} % {star}")
-    for name, value in metrics.items():
-        if not HIDDEN.fullmatch(name):
-            texts.append(f"{name} {float(value):.4g}")
+    for name, value in row.metrics.items():
+        if name not in HIDDEN:
+            texts.append(f"{name} {value:.4g}")
     if row.lr is not None:
         texts.append(f"lr {row.lr:.3g}")
     if row.samples_per_s:
@@ -133,9 +121,7 @@ def epoch_line(
 def _figures(metrics: Metrics) -> str:
     texts = []
     if metrics.acc is not None:
-        texts.append(f"accuracy {percent(metrics.acc)}")
-    if metrics.loss is not None and math.isfinite(metrics.loss):
+        texts.append(f"accuracy {accuracy(metrics.acc, metrics.samples)}")
+    if metrics.loss is not None:
         texts.append(f"loss {metrics.loss:.4f}")
-    elif metrics.loss is not None:
-        texts.append("loss not finite")
     return ", ".join(texts)

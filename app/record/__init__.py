@@ -33,7 +33,11 @@ Positive = Annotated[float, Interval(gt=0, lt=LIMIT)]
 
 @dataclass
 class Epoch:
-    """Metrics and throughput of an epoch; `whole` is false if the run stopped within the epoch."""
+    """Metrics and throughput of an epoch; `whole` is false if the run stopped within the epoch.
+
+    `val_samples` is the number of samples that the validation saw, or None if it is unknown;
+    `metrics` are the other logged metrics.
+    """
 
     epoch: Int
     whole: bool = True
@@ -43,14 +47,20 @@ class Epoch:
     train_loss: float | None = None
     val_loss: float | None = None
     val_acc: Float | None = None
+    val_samples: Int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class Metrics:
-    """Loss and accuracy (0 to 1) over a split; null if the model did not log them."""
+    """Loss and accuracy (0 to 1) over a split; null if the model did not log them.
+
+    `samples` is their number, or None if it is unknown.
+    """
 
     loss: float | None = None
     acc: Float | None = None
+    samples: Int | None = None
 
 
 @dataclass
@@ -228,12 +238,15 @@ class Record(Part):
     matmul_precision: str | None = None
     benchmark: bool | None = None
     fused: bool | None = None
+    optimizers: list[str] = field(default_factory=list)
+    recipe: dict[str, str] = field(default_factory=dict)
 
     # model, data and machine
     model: Model | None = None
     data: DataSet | None = None
     images_left_out: dict[str, Int] | None = None
     files_left_out: dict[str, Int] | None = None
+    duplicates: Int = 0
     hardware: Hardware | None = None
     versions: dict[str, str | None] = field(default_factory=dict)
 
@@ -299,15 +312,15 @@ class Record(Part):
         return part
 
     @property
-    def validated(self) -> list[Epoch]:
-        """Epochs with an accuracy; the probe comes first."""
-        rows = [self.probe, *self.epochs]
-        return [row for row in rows if row is not None and row.val_acc is not None]
-
-    @property
     def earlier_s(self) -> float:
         """Seconds of training in earlier parts."""
         return sum(part.train_s or 0.0 for part in self.parts)
+
+    @property
+    def best_epoch(self) -> Epoch | None:
+        """The epoch, or probe, with the highest accuracy, and of equal ones the lowest loss."""
+        rows = [row for row in (self.probe, *self.epochs) if row and row.val_acc is not None]
+        return max(rows, key=lambda row: (row.val_acc, -(row.val_loss or 0.0)), default=None)
 
     @property
     def finished(self) -> bool:

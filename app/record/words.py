@@ -1,5 +1,6 @@
 """Functions that format the figures of a run record as text."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from app.errors import printable
@@ -88,6 +89,10 @@ def settings(record: Record, device: str = "") -> Iterator[tuple[str, str]]:
         yield "batch", batch(record)
     if record.precision:
         yield "precision", record.precision
+    for optimizer in record.optimizers:
+        yield "optimizer", optimizer
+    if record.recipe:
+        yield "recipe", ", ".join(f"{name} {value}" for name, value in record.recipe.items())
 
 
 def batch(record: Record) -> str:
@@ -102,9 +107,23 @@ def batch(record: Record) -> str:
     return text
 
 
-def percent(share: float) -> str:
-    """Format a share, 0 to 1, in percent: `63.73 %`."""
-    return f"{100 * share:.2f} %"
+def accuracy(share: float, samples: int | None) -> str:
+    """Format an accuracy, 0 to 1, with its 95 % interval: `34.8 % (18.8 to 55.1)`.
+
+    The interval is Wilson's: https://doi.org/10.1080/01621459.1927.10502953.
+
+    Args:
+        share: Share of the samples that are classified correctly.
+        samples: Number of samples, or None if it is unknown; then, the text has no interval.
+    """
+    text = f"{100 * share:.1f} %"
+    if not samples:
+        return text
+    count = samples / 1.96**2  # in units of the squared normal quantile
+    middle = 2 * count * share + 1
+    margin = math.sqrt(4 * count * share * (1 - share) + 1)
+    scale = 50 / (count + 1)
+    return f"{text} ({scale * (middle - margin):.1f} to {scale * (middle + margin):.1f})"
 
 
 def way_of_running(record: Record, device: str = "") -> str:
@@ -151,8 +170,8 @@ def bottleneck(
 ) -> tuple[str, str]:
     """Return a step's bottleneck with its share of the step, and a remedy, in Markdown.
 
-    If other programs disturbed the CPU that computes, they are the bottleneck: the phases then say
-    little.
+    If other programs disturbed the CPU that computes or loads the data, they are the bottleneck:
+    the phases then say little.
 
     Args:
         milliseconds: Milliseconds of each phase, and of `launch`.
@@ -160,13 +179,13 @@ def bottleneck(
         placement: Placement of the images, such as `disk` or `memory`.
         taken: Cores that other programs took, as text of `taken_cores`.
     """
-    if taken and not gpu:
-        return f"Other programs: {taken}", "again when they are done"
     overheads = [phase for phase in PHASES if phase != "forward_backward"]
     phase = max(overheads, key=milliseconds.__getitem__)
     step = sum(milliseconds[name] for name in PHASES)
     if milliseconds[phase] < OVERHEAD * step:
         phase = "forward_backward"
+    if taken and (not gpu or phase == "data"):  # workers load the data on the CPU
+        return f"Other programs: {taken}", "again when they are done"
     time = milliseconds[phase]
     if phase == "forward_backward" and gpu and milliseconds["launch"] >= LAUNCH_BOUND * time:
         phase = "rest"

@@ -209,7 +209,7 @@ def contents(loader: Any, batch: Any, index: int) -> tuple[list[Any], list[str]]
     omitted. With other loaders, the id is a digest of the sample's tensors.
     """
     if isinstance(loader, GlobalBatches):
-        return loader.order.samples(index).tolist(), []
+        return loader.samples(index).tolist(), []
     ids = []
     labels = []
     for single in singles(batch):
