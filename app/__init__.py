@@ -8,9 +8,9 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                 differences, causes, proof, verdict, report, command), compare (variants on this
                 machine: experiment, runner, results, advice, figures, report, command), plan
                 (predicts scaling: measure, cost_model, report, command), replay (repeats one
-                step of a run), doctor (tests this machine), runs (one training run as a
-                function: run_fit, fit), variant (flags of fit, their resolved configuration,
-                and commands for this machine)
+                step of a run), doctor (tests this machine), overview (lists all runs), runs (one
+                training run as a function: run_fit, fit), variant (flags of fit, their resolved
+                configuration, and commands for this machine)
     use         a trained classifier: inference (load, predict in Python), export (for ONNX or
                 torch)
     command     fit, validate, test, predict: arguments (tokens and configs), parser, messages

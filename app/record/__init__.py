@@ -220,6 +220,7 @@ class Record(Part):
     shards: list[int] = field(default_factory=list)
     max_epochs: Int | None = None
     max_steps: Int | None = None
+    lr: float | None = None
     seed: Int | None = None
     loop: str | None = None
     loop_reason: str | None = None

@@ -1,6 +1,8 @@
 """Functions that format the figures of a run record as text."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import NormalDist
 
 from app.errors import printable
 from app.record import PHASES, Hardware, Record
@@ -105,6 +107,16 @@ def batch(record: Record) -> str:
 def percent(share: float) -> str:
     """Format a share, 0 to 1, in percent: `63.73 %`."""
     return f"{100 * share:.2f} %"
+
+
+def interval(accuracy: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval (Wilson) of an accuracy, 0 to 1, that `count` images measured."""
+    z = NormalDist().inv_cdf(0.975)
+    scale = 1 + z**2 / count
+    middle = (accuracy + z**2 / (2 * count)) / scale
+    variance = accuracy * (1 - accuracy) / count + (z / (2 * count)) ** 2
+    half = z * math.sqrt(variance) / scale
+    return middle - half, middle + half
 
 
 def way_of_running(record: Record, device: str = "") -> str:
