@@ -1,7 +1,8 @@
 """Plots of a comparison, for the HTML report and as PNG files."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,14 +15,14 @@ from matplotlib.ticker import MaxNLocator
 from app.lab.compare.advice import Verdict, ranked
 from app.lab.compare.runner import Outcome
 from app.monitor.report import draw_bars
-from app.record import PHASES
-from app.system.page import BLUE, INK, ORANGE, PALE, draw, short
+from app.record import PHASES, Record
+from app.system.page import BLUE, COLOURS, INK, ORANGE, PALE, draw, short
 
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a
 # line's width.
 ALIKE = 0.005
 LEARNT = 0.98  # a variant has learnt if its loss fell below this fraction of the loss of guessing
-LONGEST = 28  # characters of a variant's name
+LONGEST = 28  # characters of the name of a variant or a run
 
 
 class Picture(NamedTuple):
@@ -65,8 +66,10 @@ def pictures(
         title = _coinciding(alike, len(losses.columns))
         if not _has_learnt(losses, outcomes):
             title = "No variant has learnt yet: the loss curves say nothing"
-        paint = partial(_loss, losses=losses, alike=list(alike.index))
-        drawn["loss_epoch"] = Picture(title, draw(paint))
+        shown = losses.drop(columns=alike.index[1:])
+        if len(alike) > 1:  # they share one line
+            shown = shown.rename(columns={alike.index[0]: f"{len(alike)} variants"})
+        drawn["loss_epoch"] = Picture(title, draw_curves(shown, "training loss"))
     timed = rows.dropna(subset=["rest_ms"]).rename(columns=lambda name: name.removesuffix("_ms"))
     if len(timed):
         bars = list(timed.itertuples())
@@ -106,17 +109,24 @@ def _throughput(axes: Axes, rows: pd.DataFrame, baseline: str, best: str | None)
 
 
 def _losses(outcomes: Sequence[Outcome]) -> pd.DataFrame:
-    """Return the training loss of each variant's first run: epochs in rows, variants in columns.
+    """Return the training loss of each variant's first run, as `curves_of` does.
 
     Runs with a non-finite loss are left out, because their large losses would flatten other curves.
     """
-    losses: dict[str, dict[int, float | None]] = {}
+    first = {}
     for outcome in outcomes:
         for record in outcome.records[:1]:
             if record.not_finite_since is None:
-                curve = {row.epoch + 1: row.train_loss for row in record.epochs if row.whole}
-                losses[outcome.variant.name] = curve
-    return pd.DataFrame(losses, dtype=float).dropna(axis="columns", how="all")
+                first[outcome.variant.name] = record
+    return curves_of(first, "train_loss")
+
+
+def curves_of(records: Mapping[str, Record], metric: str) -> pd.DataFrame:
+    """Return a metric of runs: epochs, counted from 1, in rows, and runs in columns."""
+    curves = {}
+    for name, record in records.items():
+        curves[name] = {row.epoch + 1: getattr(row, metric) for row in record.epochs if row.whole}
+    return pd.DataFrame(curves, dtype=float).dropna(axis="columns", how="all")
 
 
 def _has_learnt(losses: pd.DataFrame, outcomes: Sequence[Outcome]) -> bool:
@@ -149,15 +159,18 @@ def _coinciding(alike: pd.Series, count: int) -> str:
     return f"{len(alike)} of {count} loss curves coincide ({difference})"
 
 
-def _loss(axes: Axes, losses: pd.DataFrame, alike: list[str]) -> None:
-    """Draw each variant's loss. Curves that coincide share one line."""
-    for name, curve in losses.drop(columns=alike[1:]).items():
-        line = curve.dropna()
-        (drawn,) = axes.plot(line, marker="o", markersize=3)
-        label = short(str(name), LONGEST)
-        if name == alike[0] and len(alike) > 1:
-            label = f"{len(alike)} variants"
-        drawn.set_label(label)
-    axes.set(xlabel="epoch", ylabel="training loss")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.grid(axis="y")
+def draw_curves(curves: pd.DataFrame, title: str) -> Figure:
+    """Draw the curves of `curves_of`, with a colour and a line style each."""
+    styles = itertools.cycle(itertools.product(("-", "--", ":"), COLOURS))
+
+    def paint(axes: Axes) -> None:
+        for (name, curve), (line, colour) in zip(curves.items(), styles, strict=False):
+            label = str(name)
+            if len(label) > LONGEST:
+                label = f"…{label[-LONGEST:]}"
+            axes.plot(curve.dropna(), line, color=colour, label=label, marker="o", markersize=3)
+        axes.set(xlabel="epoch", ylabel=title)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.grid(axis="y")
+
+    return draw(paint, height=2.8 + 0.16 * len(curves.columns))

@@ -123,7 +123,8 @@ def _lead(experiment: Experiment, outcomes: Sequence[Outcome], result: Verdict) 
     return "\n\n> ".join(lead)
 
 
-def _number(value: Any, form: str = ",.6g") -> str:
+def number(value: Any, form: str = ",.6g") -> str:
+    """Format a number; text stays as it is, and a missing value becomes a dash."""
     if isinstance(value, str):
         return value
     if pd.isna(value):
@@ -143,7 +144,7 @@ def _ranking(
             note = f"baseline {note}"
         cells = [result.places.get(name, ""), name, outcome.rate]
         for column, form in FORMS.items():
-            cells.append(_number(row[column], form))
+            cells.append(number(row[column], form))
         rows.append([*cells, note])
     rows.sort(key=lambda row: row[0] or math.inf)
     headers = ["", "variant", "samples/s", f"× {baseline}", "of the ideal", "loss"]
@@ -160,7 +161,7 @@ def _published(experiment: Experiment, results: pd.DataFrame) -> str:
     for entry in published.rows:
         for key, value in entry.figures.items():
             measured = here.get(entry.variant, {}).get(key)
-            cells = [_number(value, ",.7g"), _number(measured)]
+            cells = [number(value, ",.7g"), number(measured)]
             rows.append([entry.what, key, *cells, entry.variant or "—"])
     headers = ["published for", "figure", "published", "here", "variant"]
     note = published.note
