@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import yaml
 from cluster.hosts import awaited
-from harness import ROOT, App, Running, error_of, output_of, record_of, running
+from harness import ROOT, App, Running, error_of, output_of, record_of, running, tiny
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -171,6 +171,27 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
         message = error_of(*app("compare", "--root", path.parent, "--experiment", path))
         assert f"{folder / damaged} cannot be read (" in message
         assert message.endswith("give --fresh true to begin a new report")
+
+
+@pytest.mark.usefixtures("drawn")
+def test_settings_are_compared_by_their_accuracy(app: App, tmp_path: Path) -> None:
+    """A rate of zero learns nothing; the repeats of a variant have different seeds."""
+    words = tiny(images=400, max_epochs=2, accelerator="cpu")
+    grid = ["--grid", "model.optimizer.lr=[0.01,0.0]", "--repeats", "2"]
+    out = output_of(*app("compare", "--by", "accuracy", *grid, *words))
+    folder = tmp_path / "runs" / "compare" / "settings" / "version_0"
+    head = json.loads((folder / "results.json").read_text())
+    for row in head["variants"]:
+        records = [record_of(Path(run)) for run in row["runs"]]
+        assert [record["seed"] for record in records] == [42, 43]
+        best = [max(epoch["val_acc"] for epoch in record["epochs"]) for record in records]
+        assert [row["best_acc_min"], row["best_acc_max"]] == pytest.approx(sorted(best))
+        assert row["best_acc"] == pytest.approx(sum(best) / 2)
+    assert f"# {head['verdict']['said']}" in (folder / "report.md").read_text()
+    assert "accura" in head["verdict"]["said"]
+    assert f"{folder}/report.html" in out
+    with Image.open(folder / "accuracy.png") as picture:
+        assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 20
 
 
 def test_no_verdict_on_a_busy_machine(

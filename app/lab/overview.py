@@ -127,7 +127,7 @@ def tabulate(records: dict[str, Record], column: str) -> pd.DataFrame:
     rows = []
     for name, record in records.items():
         accuracy, note = _accuracy(record)
-        values = {
+        values: dict[str, Any] = {
             "name": name,
             "data": record.data and record.data.name,
             "model": record.model and record.model.name.rpartition(", ")[2],
@@ -148,7 +148,7 @@ def tabulate(records: dict[str, Record], column: str) -> pd.DataFrame:
 def _accuracy(record: Record) -> tuple[float | None, str]:
     """Return the accuracy of the test, or else the best of validation, and a note on it."""
     split = "test"
-    accuracy = record.test and record.test.acc
+    accuracy = record.test.acc if record.test else None
     if accuracy is None:
         split = "val"
         validated = [row.val_acc for row in record.epochs if row.val_acc is not None]

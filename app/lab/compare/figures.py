@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from app.lab.compare.advice import Verdict, ranked
+from app.lab.compare.advice import ACCURACY, RATE, Verdict, ranked
 from app.lab.compare.runner import Outcome
 from app.monitor.report import draw_bars
 from app.record import PHASES, Record
@@ -39,25 +39,33 @@ class Picture(NamedTuple):
 
 
 def pictures(
-    table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, verdict: Verdict
+    table: pd.DataFrame,
+    outcomes: Sequence[Outcome],
+    baseline: str,
+    verdict: Verdict,
+    by: str = RATE,
 ) -> dict[str, Picture]:
-    """Return the plots that have data, by file name.
+    """Return the plots that have data, by file name. The first one shows the column `by`.
 
     Args:
         table: Table of `app.lab.compare.results.tabulate`.
         outcomes: The variants and their runs.
         baseline: Name of the variant from which the ideal speed-up is computed.
         verdict: The verdict. Without a recommendation, it is the title of the first plot.
+        by: Column that decides.
     """
-    rows = ranked(table)
+    rows = ranked(table, by)
+    rates = {outcome.variant.name: outcome.rate for outcome in outcomes}
     labels = [short(name, LONGEST) for name in rows.index]
+    rows = rows.assign(label=labels, rate=pd.Series(rates))
     drawn = {}
-    if len(rows):
+    if len(rows) and by == ACCURACY:
+        title = "Validation accuracy against minutes of training: median and range of the runs"
+        drawn["accuracy"] = Picture(title, draw(partial(_accuracy, rows=rows), 6.4, 4.0))
+    elif len(rows):
         title = "Samples/s of each variant: the median, the slowest and the fastest run"
         if verdict.recommended is None:
             title = verdict.conclusion
-        rates = {outcome.variant.name: outcome.rate for outcome in outcomes}
-        rows = rows.assign(label=labels, rate=pd.Series(rates))
         paint = partial(_throughput, rows=rows, baseline=baseline, best=verdict.recommended)
         drawn["throughput"] = Picture(title, draw(paint, 6.4, 1.2 + 0.36 * len(rows)))
     losses = _losses(outcomes)
@@ -106,6 +114,18 @@ def _throughput(axes: Axes, rows: pd.DataFrame, baseline: str, best: str | None)
     axes.set_xlabel("samples/s")
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def _accuracy(axes: Axes, rows: pd.DataFrame) -> None:
+    """Draw a point for each variant, with the range of its runs."""
+    for row, colour in zip(rows.to_dict("records"), itertools.cycle(COLOURS), strict=False):
+        middle = row[ACCURACY]
+        ends = [[middle - row["best_acc_min"]], [row["best_acc_max"] - middle]]
+        minutes = row["train_s"] / 60
+        axes.errorbar(minutes, middle, ends, fmt="o", color=colour, label=row["label"])
+    axes.set(xlabel="minutes of training", ylabel="validation accuracy")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid()
 
 
 def _losses(outcomes: Sequence[Outcome]) -> pd.DataFrame:
