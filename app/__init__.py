@@ -16,9 +16,10 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
     command     fit, validate, test, predict: arguments (tokens and configs), parser, messages
                 (of a rejected flag), help, configuration (all flags), resolved (strategy,
                 devices, processes), rules and flag_rules (whether a run can work), run
-                (launches or trains), assembly (of a Trainer), outcome (exit code, closing
-                lines), run_options, decision (rank zero's: checkpoint and folder), checkpoints,
-                checkpoint_file, contents (of a checkpoint)
+                (launches or trains), rate_search (for a learning rate), assembly (of a
+                Trainer), outcome (exit code, closing lines), run_options, decision (rank
+                zero's: checkpoint and folder), checkpoints, checkpoint_file, contents (of a
+                checkpoint)
     monitor     watches one run: run_record (writes the record), fill (fills it), windows
                 (throughput), step_clock, rank_times (slow ranks), balance (fewer shards for
                 slow ranks), series (time series), results (of a test or prediction), nonfinite,

@@ -78,6 +78,17 @@ class Linear(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class LinearWithRate(Linear):
+    """Linear classifier whose learning rate is a flag."""
+
+    def __init__(self, lr: float = 0.5) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
 class Ordinary(LightningDataModule):
     """Loaders as most people write them."""
 

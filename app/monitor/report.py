@@ -86,6 +86,7 @@ def make_report(folder: Path, record: Record | None = None) -> str:
     lead += table(["", ""], _facts(record), words=(0, 1))
     sections = [
         Section("Learning", _learning(record, read_metrics(folder / "metrics.csv"), figures)),
+        Section("Search for the learning rate", _rate_search(record, figures)),
         Section("What is confused", _mistakes(folder, figures)),
         Section("What limited the run", _speed(record, figures)),
         Section("The command", code(str(record.command))),
@@ -201,6 +202,22 @@ def _curves(
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(axis="y")
     axes.margins(x=0.02)
+
+
+def _rate_search(record: Record, figures: Figures) -> str:
+    found = record.found_lr
+    if found is None:
+        return ""
+
+    def paint(axes: Axes) -> None:
+        axes.semilogx(found.lr, np.array(found.loss, float))
+        axes.set_xlabel("learning rate")
+        axes.grid(axis="y")
+        if found.suggestion:
+            label = f"suggestion {found.suggestion:g}"
+            axes.axvline(found.suggestion, color=page.ORANGE, label=label, linewidth=1)
+
+    return _show(figures, "rate_search", draw(paint), "Mean training loss, as the rate grows")
 
 
 # -- confusion matrix
