@@ -211,6 +211,7 @@ def _rate_search(record: Record, figures: Figures) -> str:
 
     def paint(axes: Axes) -> None:
         axes.semilogx(found.lr, np.array(found.loss, float))
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("learning rate")
         axes.grid(axis="y")
         if found.suggestion:
