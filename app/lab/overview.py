@@ -5,16 +5,12 @@ the test's, or else the best of validation, with its 95 % interval. --diff lists
 which two runs differ.
 """
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from app.command.arguments import leaves, read_yaml
 from app.command.parser import PlainParser
@@ -28,20 +24,19 @@ from app.system.page import Section, page, table
 from app.system.terminal import make_console
 
 USAGE = "python -m app runs [FOLDER] [--sort COLUMN] | --diff RUN RUN"
-COLUMNS = {  # and the format of their numbers; the others are text
+# columns, and the formats of numbers: a width aligns them in the terminal
+FORMS = {
     "name": "",
     "data": "",
     "model": "",
-    "lr": ".3g",
-    "epochs": "d",
-    "accuracy": ".1%",
-    "images/s": ",.0f",
-    "minutes": ".2f",
+    "lr": "7.3g",
+    "epochs": "6d",
+    "accuracy": "6.1%",
+    "images/s": "8,.0f",
+    "minutes": "7.2f",
     "status": "",
 }
-WORDS = [place for place, form in enumerate(COLUMNS.values()) if not form]
-# files of a training, ours or another program's
-TRACES = {"run.json", "metrics.csv", "hparams.yaml"}
+WORDS = (0, 1, 2, 8)
 CURVES = {"val_acc": "validation accuracy", "val_loss": "validation loss"}
 DRAWN = 15  # largest number of runs in a figure
 WIDEST = 1000  # columns of a file or a pipe, so that a run is one line
@@ -59,28 +54,20 @@ def run(arguments: list[str]) -> int:
     parser = PlainParser(usage=USAGE, description=__doc__)
     parser.add_argument("folder", nargs="?", default="runs", help="folder of the runs")
     parser.add_argument(
-        "--sort", choices=COLUMNS, default="accuracy", help="column; the largest number is first"
+        "--sort", choices=FORMS, default="accuracy", help="column; the largest number is first"
     )
     parser.add_argument("--diff", nargs=2, metavar="RUN", help="folders of two runs to compare")
     options = parser.parse_args(arguments)
-    console = make_console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDEST
     if options.diff:
-        _print(console, ("setting", *options.diff), differences(*options.diff))
+        _print(["setting", *options.diff], differences(*options.diff))
         return 0
     folder = Path(options.folder)
-    records = {}
-    for place in _run_folders(folder):
-        try:
-            records[str(place.relative_to(folder))] = _read(place)
-        except ValueError as error:
-            console.print(f"[yellow]left out: {escape(printable(str(error)))}", soft_wrap=True)
+    records = read(folder)
     if not records:
         raise UserError(f"runs {folder}: there is no run below this folder: give that of your runs")
     rows = tabulate(records, options.sort)
-    cells = rows.drop(columns="value").to_numpy().tolist()
-    _print(console, list(COLUMNS), cells)
+    cells = rows.to_numpy().tolist()
+    _print(list(FORMS), cells)
     lines = []
     figures = {}
     for metric, title in CURVES.items():
@@ -88,61 +75,60 @@ def run(arguments: list[str]) -> int:
         if not curves.empty:
             lines.append(f"![The {title} of up to {DRAWN} runs, by {options.sort}]({metric})")
             figures[metric] = draw_curves(curves.iloc[:, :DRAWN], title)
-    listed = Section("Runs", table(list(COLUMNS), cells, WORDS))
-    text = page(counted(len(records), "run"), "\n".join(lines), [listed], figures)
-    write_text(folder / "runs.html", text)
-    console.print(f"curves  {folder}/runs.html", soft_wrap=True)
+    listed = Section("Runs", table(list(FORMS), cells, WORDS))
+    title = counted(len(records), "run")
+    write_text(folder / "runs.html", page(title, "\n".join(lines), [listed], figures))
+    print(f"curves  {folder}/runs.html")
     return 0
 
 
-def _run_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders of trainings in the order of their names.
+def read(folder: Path) -> dict[str, Record]:
+    """Return the record of each run below a folder, by the run's name; print what is no record.
 
-    Trainings inside another one's folder, such as those of `replay`, belong to it.
+    Runs directly inside another run's folder, such as `test_1`, belong to that run.
     """
-    for place, folders, files in os.walk(folder):
-        folders.sort()
-        if not TRACES.isdisjoint(files):
-            folders.clear()
-            yield Path(place)
-
-
-def _read(folder: Path) -> Record:
-    """Return the record of a run.
-
-    Raises:
-        ValueError: When it is unreadable, or another program's.
-    """
-    record = Record.load(folder / "run.json")
-    if record.run_dir is None:
-        raise ValueError(f"{folder}/run.json is not the record of a run")
-    return record
+    records = {}
+    for path in sorted(folder.rglob("run.json")):
+        if (path.parent.parent / path.name).exists():
+            continue
+        try:
+            record = Record.load(path)
+            if record.run_dir is None:
+                raise ValueError(f"{path} is not the record of a run")
+            records[str(path.parent.relative_to(folder))] = record
+        except ValueError as error:
+            print(printable(f"left out: {error}"))
+    return records
 
 
 def tabulate(records: dict[str, Record], column: str) -> pd.DataFrame:
     """Return a row of texts for each run, in the order of a column.
 
-    Words are ordered from A to Z, numbers from the largest. `value` is the column's value.
+    Words are ordered from A to Z, numbers from the largest; missing ones come last.
     """
     rows = []
+    notes = []
     for name, record in records.items():
         accuracy, note = _accuracy(record)
-        values: dict[str, Any] = {
-            "name": name,
-            "data": record.data and record.data.name,
-            "model": record.model and record.model.name.rpartition(", ")[2],
-            "lr": record.lr or max((row.lr or 0.0 for row in record.epochs), default=None),
-            "epochs": sum(row.whole for row in record.epochs),
-            "accuracy": accuracy,
-            "images/s": record.throughput.median,
-            "minutes": record.train_s and record.train_s / 60,
-            "status": record.status,
-        }
-        row = {name: number(value, COLUMNS[name]) for name, value in values.items()}
-        row["accuracy"] += note
-        rows.append(row | {"value": values[column]})
-    is_text = not COLUMNS[column]
-    return pd.DataFrame(rows).sort_values("value", ascending=is_text, kind="stable")
+        notes.append(note)
+        rows.append(
+            {
+                "name": name,
+                "data": record.data and record.data.name,
+                "model": record.model and record.model.name.rpartition(", ")[2],
+                "lr": record.lr,
+                "epochs": sum(row.whole for row in record.epochs),
+                "accuracy": accuracy,
+                "images/s": record.throughput.median,
+                "minutes": record.train_s and record.train_s / 60,
+                "status": record.status,
+            }
+        )
+    values = pd.DataFrame(rows)
+    texts = values.apply(lambda cells: [number(cell, FORMS[cells.name]) for cell in cells])
+    texts["accuracy"] += notes
+    order = values[column].sort_values(ascending=not FORMS[column], kind="stable")
+    return texts.loc[order.index]
 
 
 def _accuracy(record: Record) -> tuple[float | None, str]:
@@ -151,8 +137,7 @@ def _accuracy(record: Record) -> tuple[float | None, str]:
     accuracy = record.test.acc if record.test else None
     if accuracy is None:
         split = "val"
-        validated = [row.val_acc for row in record.epochs if row.val_acc is not None]
-        accuracy = max(validated, default=None)
+        accuracy = record.best_acc
     if accuracy is None:
         return None, ""
     images = record.data and record.data.images.get(split)
@@ -162,18 +147,19 @@ def _accuracy(record: Record) -> tuple[float | None, str]:
     return accuracy, f" ({100 * low:.0f} to {100 * high:.0f}) {split}"
 
 
-def _print(console: Console, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table; the terminal's width may break a cell into several lines."""
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for header in headers:
-        is_number = bool(COLUMNS.get(header))
-        shown.add_column(header, justify="right" if is_number else "left", overflow="fold")
+def _print(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; in a narrow terminal, a cell takes several lines."""
+    console = make_console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = WIDEST
+    columns = [Column(header, overflow="fold") for header in headers]
+    shown = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for row in rows:
-        shown.add_row(*(escape(printable(str(cell))) for cell in row))
+        shown.add_row(*map(printable, row))
     console.print(shown)
 
 
-def differences(first: str, second: str) -> list[tuple[str, Any, Any]]:
+def differences(first: str, second: str) -> list[list[str]]:
     """Return the settings in which two runs differ: the flag, and its value in each run.
 
     Args:
@@ -183,12 +169,9 @@ def differences(first: str, second: str) -> list[tuple[str, Any, Any]]:
     Raises:
         UserError: When a run's `config.yaml` is missing or unreadable.
     """
-    configs = []
+    settings = []
     for folder in (first, second):
-        configs.append(dict(leaves(read_yaml(f"{folder}/config.yaml", "--diff"))))
-    one, other = configs
-    rows = []
-    for flag in sorted(one | other):
-        if one.get(flag) != other.get(flag):
-            rows.append((f"--{flag}", one.get(flag), other.get(flag)))
-    return rows
+        config = leaves(read_yaml(f"{folder}/config.yaml", "--diff"))
+        settings.append({f"--{flag}": str(value) for flag, value in config})
+    values = pd.DataFrame(settings).T.fillna("—").reset_index()
+    return values[values[0] != values[1]].to_numpy().tolist()

@@ -247,7 +247,7 @@ class RunRecord(Callback):
             validation = metrics_of(trainer, "val")
             row.val_loss = validation.loss
             row.val_acc = validation.acc
-        best = max((earlier.val_acc or 0.0 for earlier in self.record.epochs), default=0.0)
+        best = self.record.best_acc or 0.0
         self.record.epochs.append(row)
         if self.path is None:
             return

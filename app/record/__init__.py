@@ -320,6 +320,12 @@ class Record(Part):
         return _reaches(epochs, self.max_epochs) or self.ended_by_steps
 
     @property
+    def best_acc(self) -> float | None:
+        """Best validation accuracy of an epoch, 0 to 1, or None."""
+        validated = [row.val_acc for row in self.epochs if row.val_acc is not None]
+        return max(validated, default=None)
+
+    @property
     def ended_by_steps(self) -> bool:
         """Whether training reached the requested steps."""
         return _reaches(self.steps, self.max_steps)

@@ -114,15 +114,14 @@ def _combine(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 
 
 def _figures(record: Record) -> dict[str, Any]:
-    """Return figures of a run that its record lacks: accelerator, last accuracy, and peak memory.
+    """Return figures of a run that its record lacks: accelerator, accuracies, and peak memory.
 
     On a CPU, the peak memory is that of each process.
     """
-    figures: dict[str, Any] = {"accelerator": record.accelerator}
+    figures: dict[str, Any] = {"accelerator": record.accelerator, "best_acc": record.best_acc}
     for epoch in record.epochs:
         if epoch.val_acc is not None:
             figures["val_acc"] = epoch.val_acc
-            figures["best_acc"] = max(epoch.val_acc, figures.get("best_acc", 0.0))
     gib = []
     percent = []
     for peak in record.peak_memory:
