@@ -54,8 +54,9 @@ def opens(worker: int) -> None:
 class Linear(LightningModule):
     """Linear classifier that begins with zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 0.5) -> None:
         super().__init__()
+        self.lr = lr
         self.layer = nn.Linear(4, 3)
         nn.init.zeros_(self.layer.weight)
         nn.init.zeros_(self.layer.bias)
@@ -73,17 +74,6 @@ class Linear(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return batch[0][:, 0]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-class LinearWithRate(Linear):
-    """Linear classifier whose learning rate is a flag."""
-
-    def __init__(self, lr: float = 0.5) -> None:
-        super().__init__()
-        self.lr = lr
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), self.lr)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import lr_finder
@@ -64,14 +63,6 @@ class RateFinder(LearningRateFinder):
             trainer.callback_metrics[name] = torch.tensor(values, dtype=torch.float64)
 
 
-def rate_setting(config: Namespace) -> str | None:
-    """Return the setting that holds the learning rate, or None."""
-    for setting in RATES:
-        if config.get(setting) is not None:
-            return setting
-    return None
-
-
 def search(trainer: Trainer, model: LightningModule, data: Any) -> RateSearch:
     """Search on a Trainer that trains nothing else; the suggestion may be None. Collective."""
     callbacks = [each for each in trainer.callbacks if isinstance(each, Exactness)]  # type: ignore[attr-defined]
@@ -79,9 +70,7 @@ def search(trainer: Trainer, model: LightningModule, data: Any) -> RateSearch:
     trainer.num_sanity_val_steps = 0
     Signals.of(trainer).register_signal_handlers = do_nothing  # a signal ends the search at once
     trainer.fit(model, datamodule=data)
-    rates = trainer.callback_metrics["lr"].numpy()
-    losses = trainer.callback_metrics["loss"].numpy()
-    rates = rates[: len(losses)]
+    rates, losses = (trainer.callback_metrics[name].numpy() for name in ("lr", "loss"))
     # Lightning divides the average of n losses by 1 - MOMENTUM^(n + 1), not by 1 - MOMENTUM^n
     powers = MOMENTUM ** np.arange(1, len(losses) + 1)
     losses = losses * (1 - MOMENTUM * powers) / (1 - powers)

@@ -20,7 +20,7 @@ from app.command.checkpoints import check_checkpoint
 from app.command.configuration import Flags, shared_settings
 from app.command.decision import decide, release_folders
 from app.command.outcome import can, close, end_early, exit_code, record_of, stopped_by
-from app.command.rate_search import rate_setting, search
+from app.command.rate_search import RATES, search
 from app.command.run_options import is_recorded
 from app.data import ImageData
 from app.data.exact_loader import Exactness
@@ -200,20 +200,21 @@ def find_rate(cli: Flags, decided: dict[str, Any]) -> RateSearch | None:
     Returns:
         The search, or None if it is skipped; a line then states the reason.
     """
-    setting = rate_setting(cli.config)
+    settings = [name for name in RATES if cli.config.get(name) is not None]
     found = decided["earlier"] and decided["earlier"].found_lr
     reason = None
-    if decided["checkpoint"] is not None and found is None:
-        reason = f"{decided['checkpoint']} has one"
-    elif not cli.model.automatic_optimization:
+    if not cli.model.automatic_optimization:
         reason = f"{type(cli.model).__name__} optimizes manually"
-    elif setting is None:
+    elif not settings:
         reason = "there is no --model.optimizer.lr, --model.lr or --model.learning_rate"
-    if reason is not None or setting is None:
+    elif decided["checkpoint"] is not None and found is None:
+        reason = f"{decided['checkpoint']} has one"
+    if reason is not None:
         rank_zero_info(f"--run.find_lr: no search for a learning rate, because {reason}")
         return None
     if found is None:
         found = search(cli.trainer, cli.model, cli.datamodule)
+    setting = settings[0]
     config = cli.config.clone()
     text = f"none found, because the loss did not fall in {len(found.lr)} steps"
     if found.suggestion is not None:

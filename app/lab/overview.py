@@ -1,16 +1,15 @@
 """Command `python -m app runs`: lists the trainings below a folder, and draws their curves.
 
 FOLDER/runs.html has all runs' validation accuracy and loss on top of each other. The accuracy is
-the test's, or else the best of validation, with its 95 % interval. --diff lists the settings in
-which two runs differ.
+the best of validation, with its 95 % interval. --diff lists the settings in which two runs differ.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from rich.box import SIMPLE_HEAD
-from rich.table import Column, Table
+from rich.console import Console
+from rich.markdown import Markdown
 
 from app.command.arguments import leaves, read_yaml
 from app.command.parser import PlainParser
@@ -21,25 +20,22 @@ from app.record import Record
 from app.record.words import counted, interval
 from app.system.files import write_text
 from app.system.page import Section, page, table
-from app.system.terminal import make_console
 
 USAGE = "python -m app runs [FOLDER] [--sort COLUMN] | --diff RUN RUN"
-# columns, and the formats of numbers: a width aligns them in the terminal
+# columns, and the formats of numbers
 FORMS = {
     "name": "",
     "data": "",
     "model": "",
-    "lr": "7.3g",
-    "epochs": "6d",
-    "accuracy": "6.1%",
-    "images/s": "8,.0f",
-    "minutes": "7.2f",
+    "lr": ".3g",
+    "epochs": "d",
+    "accuracy": ".1%",
+    "images/s": ",.0f",
+    "minutes": ".2f",
     "status": "",
 }
-WORDS = (0, 1, 2, 8)
 CURVES = {"val_acc": "validation accuracy", "val_loss": "validation loss"}
 DRAWN = 15  # largest number of runs in a figure
-WIDEST = 1000  # columns of a file or a pipe, so that a run is one line
 
 
 def run(arguments: list[str]) -> int:
@@ -59,15 +55,15 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--diff", nargs=2, metavar="RUN", help="folders of two runs to compare")
     options = parser.parse_args(arguments)
     if options.diff:
-        _print(["setting", *options.diff], differences(*options.diff))
+        _print(table(["setting", *options.diff], differences(options.diff), range(3)))
         return 0
     folder = Path(options.folder)
     records = read(folder)
     if not records:
         raise UserError(f"runs {folder}: there is no run below this folder: give that of your runs")
     rows = tabulate(records, options.sort)
-    cells = rows.to_numpy().tolist()
-    _print(list(FORMS), cells)
+    listed = table(list(FORMS), rows.to_numpy(), (0, 1, 2, 8))
+    _print(listed)
     lines = []
     figures = {}
     for metric, title in CURVES.items():
@@ -75,11 +71,16 @@ def run(arguments: list[str]) -> int:
         if not curves.empty:
             lines.append(f"![The {title} of up to {DRAWN} runs, by {options.sort}]({metric})")
             figures[metric] = draw_curves(curves.iloc[:, :DRAWN], title)
-    listed = Section("Runs", table(list(FORMS), cells, WORDS))
     title = counted(len(records), "run")
-    write_text(folder / "runs.html", page(title, "\n".join(lines), [listed], figures))
+    sections = [Section("Runs", listed)]
+    write_text(folder / "runs.html", page(title, "\n".join(lines), sections, figures))
     print(f"curves  {folder}/runs.html")
     return 0
+
+
+def _print(markdown: str) -> None:
+    """Print a table with one line for each row, also in a narrow terminal or a pipe."""
+    Console(width=1000, highlight=False).print(Markdown(printable(markdown)))
 
 
 def read(folder: Path) -> dict[str, Record]:
@@ -109,7 +110,11 @@ def tabulate(records: dict[str, Record], column: str) -> pd.DataFrame:
     rows = []
     notes = []
     for name, record in records.items():
-        accuracy, note = _accuracy(record)
+        images = record.data and record.data.images.get("val")
+        note = ""
+        if images and record.best_acc is not None:
+            low, high = interval(record.best_acc, images)
+            note = f" ({100 * low:.0f} to {100 * high:.0f})"
         notes.append(note)
         rows.append(
             {
@@ -118,7 +123,7 @@ def tabulate(records: dict[str, Record], column: str) -> pd.DataFrame:
                 "model": record.model and record.model.name.rpartition(", ")[2],
                 "lr": record.lr,
                 "epochs": sum(row.whole for row in record.epochs),
-                "accuracy": accuracy,
+                "accuracy": record.best_acc,
                 "images/s": record.throughput.median,
                 "minutes": record.train_s and record.train_s / 60,
                 "status": record.status,
@@ -131,46 +136,17 @@ def tabulate(records: dict[str, Record], column: str) -> pd.DataFrame:
     return texts.loc[order.index]
 
 
-def _accuracy(record: Record) -> tuple[float | None, str]:
-    """Return the accuracy of the test, or else the best of validation, and a note on it."""
-    split = "test"
-    accuracy = record.test.acc if record.test else None
-    if accuracy is None:
-        split = "val"
-        accuracy = record.best_acc
-    if accuracy is None:
-        return None, ""
-    images = record.data and record.data.images.get(split)
-    if not images:
-        return accuracy, f" {split}"
-    low, high = interval(accuracy, images)
-    return accuracy, f" ({100 * low:.0f} to {100 * high:.0f}) {split}"
-
-
-def _print(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; in a narrow terminal, a cell takes several lines."""
-    console = make_console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = WIDEST
-    columns = [Column(header, overflow="fold") for header in headers]
-    shown = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for row in rows:
-        shown.add_row(*map(printable, row))
-    console.print(shown)
-
-
-def differences(first: str, second: str) -> list[list[str]]:
+def differences(runs: Sequence[str]) -> list[list[str]]:
     """Return the settings in which two runs differ: the flag, and its value in each run.
 
     Args:
-        first: Folder of a run.
-        second: Folder of another run.
+        runs: Folders of the runs.
 
     Raises:
         UserError: When a run's `config.yaml` is missing or unreadable.
     """
     settings = []
-    for folder in (first, second):
+    for folder in runs:
         config = leaves(read_yaml(f"{folder}/config.yaml", "--diff"))
         settings.append({f"--{flag}": str(value) for flag, value in config})
     values = pd.DataFrame(settings).T.fillna("—").reset_index()

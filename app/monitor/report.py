@@ -210,15 +210,12 @@ def _rate_search(record: Record, figures: Figures) -> str:
         return ""
 
     def paint(axes: Axes) -> None:
-        axes.semilogx(found.lr, np.array(found.loss, float))
+        axes.semilogx(found.lr, found.loss)
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("learning rate")
-        axes.grid(axis="y")
         if found.suggestion:
-            label = f"suggestion {found.suggestion:g}"
-            axes.axvline(found.suggestion, color=page.ORANGE, label=label, linewidth=1)
+            axes.axvline(found.suggestion, color=page.ORANGE, label="suggestion", linewidth=1)
 
-    return _show(figures, "rate_search", draw(paint), "Mean training loss, as the rate grows")
+    return _show(figures, "rate_search", draw(paint), "Training loss against the learning rate")
 
 
 # -- confusion matrix

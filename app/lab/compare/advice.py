@@ -10,7 +10,11 @@ from app.system.page import plain
 
 RATE = "samples_per_s"
 ACCURACY = "best_acc"
-TERMS = {RATE: ("the fastest", "as fast as"), ACCURACY: ("the most accurate", "as accurate as")}
+# words, format, and the order of variants that tie
+TERMS = {
+    RATE: ("the fastest", "as fast as", "{:,.0f} samples/s".format, ["replicas", "is_other"]),
+    ACCURACY: ("the most accurate", "as accurate as", percent, ["train_s"]),
+}
 NEARLY_FULL = 80.0  # percent of a device's memory; a variant that uses more is limited by memory
 
 
@@ -77,10 +81,8 @@ def verdict(table: pd.DataFrame, baseline: str, cores: int, usable: int, by: str
         return Verdict("Nothing was measured", ["The reasons are below."], cautions)
     tied = _tied(rows, by)
     best = rows.iloc[0]
-    superlative, equal = TERMS[by]
-    figure = f"{best[by]:,.0f} samples/s"
-    if by == ACCURACY:
-        figure = percent(best[by])
+    superlative, equal, form, keys = TERMS[by]
+    figure = form(best[by])
     if len(rows) == 1:
         conclusion = f"{best.name}: {figure}"
         reason = "no other was measured"
@@ -94,9 +96,6 @@ def verdict(table: pd.DataFrame, baseline: str, cores: int, usable: int, by: str
             other = rows.loc[[baseline]].iloc[0]
         conclusion = f"{best.name} is {superlative}: {figure}, {_lead(best, other, by)}"
     else:
-        keys = ["replicas", "is_other"]
-        if by == ACCURACY:
-            keys = ["train_s"]
         tied = tied.assign(is_other=tied.index != baseline).sort_values(keys)
         best = tied.iloc[0]
         most = tied["replicas"].max()
@@ -110,7 +109,7 @@ def verdict(table: pd.DataFrame, baseline: str, cores: int, usable: int, by: str
         elif best["replicas"] < most:
             reason += f", on {best['replicas']:g} of the {most:g} devices that others take"
     advice = [f"**Take {plain(best.name)}**: {reason}."]
-    if by == ACCURACY:
+    if by == ACCURACY and best["val_images"] > 0:
         low, high = interval(best[by], int(best["val_images"]))
         advice.append(
             f"{best['val_images']:,.0f} images measure its accuracy: the 95 % interval is "

@@ -1,6 +1,5 @@
 """Plots of a comparison, for the HTML report and as PNG files."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from app.lab.compare.advice import ACCURACY, RATE, Verdict, ranked
 from app.lab.compare.runner import Outcome
 from app.monitor.report import draw_bars
 from app.record import PHASES, Record
-from app.system.page import BLUE, COLOURS, INK, ORANGE, PALE, draw, short
+from app.system.page import BLUE, INK, ORANGE, PALE, draw, short
 
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a
 # line's width.
@@ -60,7 +59,7 @@ def pictures(
     rows = rows.assign(label=labels, rate=pd.Series(rates))
     drawn = {}
     if len(rows) and by == ACCURACY:
-        title = "Validation accuracy against minutes of training: median and range of the runs"
+        title = "Validation accuracy against minutes: worst, median and best run"
         drawn["accuracy"] = Picture(title, draw(partial(_accuracy, rows=rows), 6.4, 4.0))
     elif len(rows):
         title = "Samples/s of each variant: the median, the slowest and the fastest run"
@@ -117,12 +116,11 @@ def _throughput(axes: Axes, rows: pd.DataFrame, baseline: str, best: str | None)
 
 
 def _accuracy(axes: Axes, rows: pd.DataFrame) -> None:
-    """Draw a point for each variant, with the range of its runs."""
-    for row, colour in zip(rows.to_dict("records"), itertools.cycle(COLOURS), strict=False):
-        middle = row[ACCURACY]
-        ends = [[middle - row["best_acc_min"]], [row["best_acc_max"] - middle]]
-        minutes = row["train_s"] / 60
-        axes.errorbar(minutes, middle, ends, fmt="o", color=colour, label=row["label"])
+    """Draw the worst, the median and the best run of each variant."""
+    for row in rows.to_dict("records"):
+        minutes = [row["train_s"] / 60] * 3
+        accuracies = [row["best_acc_min"], row[ACCURACY], row["best_acc_max"]]
+        axes.plot(minutes, accuracies, marker="o", label=row["label"])
     axes.set(xlabel="minutes of training", ylabel="validation accuracy")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid()
@@ -180,15 +178,14 @@ def _coinciding(alike: pd.Series, count: int) -> str:
 
 
 def draw_curves(curves: pd.DataFrame, title: str) -> Figure:
-    """Draw the curves of `curves_of`, with a colour and a line style each."""
-    styles = itertools.cycle(itertools.product(("-", "--", ":"), COLOURS))
+    """Draw the curves of `curves_of`."""
 
     def paint(axes: Axes) -> None:
-        for (name, curve), (line, colour) in zip(curves.items(), styles, strict=False):
+        for name, curve in curves.items():
             label = str(name)
             if len(label) > LONGEST:
                 label = f"…{label[-LONGEST:]}"
-            axes.plot(curve.dropna(), line, color=colour, label=label, marker="o", markersize=3)
+            axes.plot(curve.dropna(), marker="o", markersize=3, label=label)
         axes.set(xlabel="epoch", ylabel=title)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(axis="y")

@@ -32,7 +32,7 @@ FIGURES = {
     "samples_per_s": "throughput.median",
     "samples_per_s_min": "throughput.median",
     "samples_per_s_max": "throughput.median",
-    "n": "throughput.median",
+    "n": "steps",
     "memory_main_gib": "main_gib",
     "memory_others_gib": "others_gib",
     "memory_main_percent": "main_percent",
