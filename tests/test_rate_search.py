@@ -60,15 +60,16 @@ def test_a_search_that_finds_nothing_changes_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("words", "reason"),
     [
-        ("TwoOptimizers", "TwoOptimizers optimizes manually"),
-        ("TheirModel", "there is no --model.optimizer.lr, --model.lr or"),
+        (["--model=user_code.TwoOptimizers"], "TwoOptimizers optimizes manually"),
+        (["--model=user_code.TheirModel"], "there is no --model.optimizer.lr, --model.lr or"),
+        ([*LINEAR, "--trainer.fast_dev_run=true"], "--trainer.fast_dev_run takes too few steps"),
     ],
 )
-def test_a_skipped_search_is_explained(model: str, reason: str, app: App) -> None:
-    words = [f"--model=user_code.{model}", "--data=user_code.TheirData", *SMALL]
-    assert f"no search for a learning rate, because {reason}" in app("fit", *words, *FIND)[1]
+def test_a_skipped_search_is_explained(words: list[str], reason: str, app: App) -> None:
+    out = output_of(*app("fit", "--data=user_code.TheirData", *words, *SMALL, *FIND))
+    assert f"no search for a learning rate, because {reason}" in out
 
 
 def test_a_resumed_run_keeps_its_rate(app: App, tmp_path: Path) -> None:

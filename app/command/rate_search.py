@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import lr_finder
 
-from app.data.exact_loader import Exactness
 from app.launch.signals import Signals
 from app.record import RateSearch
 from app.system.lightning_patches import do_nothing
@@ -65,8 +64,7 @@ class RateFinder(LearningRateFinder):
 
 def search(trainer: Trainer, model: LightningModule, data: Any) -> RateSearch:
     """Search on a Trainer that trains nothing else; the suggestion may be None. Collective."""
-    callbacks = [each for each in trainer.callbacks if isinstance(each, Exactness)]  # type: ignore[attr-defined]
-    trainer.callbacks = [*callbacks, RateFinder(LOWEST, update_attr=False)]  # type: ignore[attr-defined]
+    trainer.callbacks = [RateFinder(LOWEST, update_attr=False)]  # type: ignore[attr-defined]
     trainer.num_sanity_val_steps = 0
     Signals.of(trainer).register_signal_handlers = do_nothing  # a signal ends the search at once
     trainer.fit(model, datamodule=data)

@@ -207,6 +207,8 @@ def find_rate(cli: Flags, decided: dict[str, Any]) -> RateSearch | None:
         reason = f"{type(cli.model).__name__} optimizes manually"
     elif not settings:
         reason = "there is no --model.optimizer.lr, --model.lr or --model.learning_rate"
+    elif cli.config.trainer.fast_dev_run:
+        reason = "--trainer.fast_dev_run takes too few steps"
     elif decided["checkpoint"] is not None and found is None:
         reason = f"{decided['checkpoint']} has one"
     if reason is not None:
