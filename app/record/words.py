@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import NormalDist
 
 from app.errors import printable
 from app.record import PHASES, Hardware, Record
@@ -111,7 +110,7 @@ def percent(share: float) -> str:
 
 def interval(accuracy: float, count: int) -> tuple[float, float]:
     """Return the 95 % interval (Wilson) of an accuracy, 0 to 1, that `count` images measured."""
-    z = NormalDist().inv_cdf(0.975)
+    z = 1.96
     scale = 1 + z**2 / count
     middle = (accuracy + z**2 / (2 * count)) / scale
     variance = accuracy * (1 - accuracy) / count + (z / (2 * count)) ** 2

@@ -23,22 +23,20 @@ LINEAR_RULE = (
 SAME_BATCH = (
     "The global batch is the same unless a variant sets it, so that losses differ only by rounding."
 )
-# headers and formats of the figures in the table of variants
+# figures in the table of variants, and their formats
 FORMS = {
-    RATE: {
-        "speed_up": ("× {}", ".2f"),
-        "efficiency": ("of the ideal", ".0%"),
-        "loss_last": ("loss", ".4f"),
-        "val_acc": ("validation", ".1%"),
-        "memory_main_gib": ("GiB", ".2f"),
-    },
-    ACCURACY: {
-        "best_acc": ("accuracy", ".2%"),
-        "best_acc_min": ("lowest", ".2%"),
-        "best_acc_max": ("highest", ".2%"),
-        "train_s": ("seconds", ",.0f"),
-        "loss_last": ("loss", ".4f"),
-    },
+    "speed_up": ".2f",
+    "efficiency": ".0%",
+    "loss_last": ".4f",
+    "val_acc": ".1%",
+    "memory_main_gib": ".2f",
+}
+FORMS_BY_ACCURACY = {
+    "best_acc": ".2%",
+    "best_acc_min": ".2%",
+    "best_acc_max": ".2%",
+    "train_s": ",.0f",
+    "loss_last": ".4f",
 }
 SMALL_FORM = " **Here it is the small form of the experiment**, whose seconds are not comparable."
 
@@ -148,18 +146,21 @@ def _ranking(
 ) -> str:
     """Return the table of variants, the best first; unmeasured ones come last, with the reason."""
     rows = []
-    forms = FORMS[by]
+    forms = FORMS
+    headers = [f"× {baseline}", "of the ideal", "loss", "validation", "GiB"]
+    if by == ACCURACY:
+        forms = FORMS_BY_ACCURACY
+        headers = ["accuracy", "lowest", "highest", "seconds", "loss"]
     for row, outcome in zip(results.to_dict("records"), outcomes, strict=True):
         name = row["variant"]
         note = outcome.note
         if name == baseline:
             note = f"baseline {note}"
         cells = [result.places.get(name, ""), name, outcome.rate]
-        for column, (_, form) in forms.items():
+        for column, form in forms.items():
             cells.append(number(row[column], form))
         rows.append([*cells, note])
     rows.sort(key=lambda row: row[0] or math.inf)
-    headers = [header.format(baseline) for header, _ in forms.values()]
     return table(["", "variant", "samples/s", *headers, "note"], rows, words=(0, 1, 8))
 
 
