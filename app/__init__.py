@@ -8,18 +8,19 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                 differences, causes, proof, verdict, report, command), compare (variants on this
                 machine: experiment, runner, results, advice, figures, report, command), plan
                 (predicts scaling: measure, cost_model, report, command), replay (repeats one
-                step of a run), doctor (tests this machine), runs (one training run as a
-                function: run_fit, fit), variant (flags of fit, their resolved configuration,
-                and commands for this machine)
+                step of a run), doctor (tests this machine), overview (lists all runs), runs (one
+                training run as a function: run_fit, fit), variant (flags of fit, their resolved
+                configuration, and commands for this machine)
     use         a trained classifier: inference (load, predict in Python), export (for ONNX or
                 torch)
     command     fit, validate, test, predict: arguments (tokens and configs), parser, messages
                 (of a rejected flag), help, configuration (all flags), defaults (flags that follow
                 others), resolved (strategy,
                 devices, processes), rules and flag_rules (whether a run can work), run
-                (launches or trains), assembly (of a Trainer), outcome (exit code, closing
-                lines), run_options, decision (rank zero's: checkpoint and folder), checkpoints,
-                checkpoint_file, contents (of a checkpoint)
+                (launches or trains), rate_search (for a learning rate), assembly (of a
+                Trainer), outcome (exit code, closing lines), run_options, decision (rank
+                zero's: checkpoint and folder), checkpoints, checkpoint_file, contents (of a
+                checkpoint)
     monitor     watches one run: run_record (writes the record), fill (fills it), windows
                 (throughput), step_clock, rank_times (slow ranks), balance (fewer shards for
                 slow ranks), series (time series), results (of an evaluation or prediction),

@@ -11,6 +11,7 @@ commands:
   compare    measure which strategy and settings train fastest here, with report and advice
   verify     prove that all strategies give the same training, on your model and data
   replay     repeat one step of a run, and print its samples by loss
+  runs       list the runs with their accuracy, draw their curves, and compare their settings
   plan       predict the speed-up from more devices or nodes
   doctor     print this machine's hardware, and test which features work on it
 
@@ -49,6 +50,7 @@ MODULES = {  # modules of the commands other than fit, validate, test and predic
     "compare": "app.lab.compare.command",
     "verify": "app.lab.verify.command",
     "replay": "app.lab.replay",
+    "runs": "app.lab.overview",
     "plan": "app.lab.plan.command",
     "doctor": "app.lab.doctor",
 }

@@ -54,8 +54,9 @@ def opens(worker: int) -> None:
 class Linear(LightningModule):
     """Linear classifier that begins with zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 0.5) -> None:
         super().__init__()
+        self.lr = lr
         self.layer = nn.Linear(4, 3)
         nn.init.zeros_(self.layer.weight)
         nn.init.zeros_(self.layer.bias)
@@ -75,7 +76,7 @@ class Linear(LightningModule):
         return batch[0][:, 0]
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
+        return torch.optim.SGD(self.parameters(), self.lr)
 
 
 class Ordinary(LightningDataModule):

@@ -89,7 +89,7 @@ def app(
         capfd.readouterr()
         words = [str(word) for word in args]
         root = "--root" if words[0] in ("compare", "plan", "verify") else "--run.root"
-        if len(words) > 1 and words[0] not in ("doctor", "replay") and root not in words:
+        if len(words) > 1 and words[0] not in ("doctor", "replay", "runs") and root not in words:
             words[1:1] = [root, str(tmp_path / "runs")]
         try:
             code = main(words)

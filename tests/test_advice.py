@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from app.lab.compare.advice import Verdict, verdict
+from app.lab.compare.advice import ACCURACY, Verdict, verdict
 from app.lab.compare.results import COLUMNS
 
 
@@ -160,3 +160,29 @@ def test_less_accurate_variant_does_not_win() -> None:
 
 def test_advice_without_results() -> None:
     assert "Nothing was measured" in told(ONE | {"samples_per_s": float("nan")})
+
+
+A = {**ONE, "variant": "a", "val_images": 200.0, "train_s": 90.0, "others_cores": 4.0}
+B = {**A, "variant": "b", "train_s": 60.0}
+
+
+def by_accuracy(one: float, other: float) -> Verdict:
+    """Return the verdict on variants whose runs' accuracies differ by 0.01 from their median."""
+    rows = []
+    for row, median in ((A, one), (B, other)):
+        ends = {"best_acc_min": median - 0.01, "best_acc_max": median + 0.01}
+        rows.append(row | ends | {"best_acc": median})
+    return verdict(made_up(*rows), "a", 4, 4, ACCURACY)
+
+
+def test_advice_names_the_most_accurate() -> None:
+    """By Wilson's formula, 180 of 200 are 85 to 93 %. Other programs change no accuracy."""
+    result = by_accuracy(0.8, 0.9)
+    assert result.conclusion == "b is the most accurate: 90.00 %, 10.00 points above a"
+    assert result.advice == [
+        "**Take b**: it is 10.00 points above a, more than the spread of its runs.",
+        "200 images measure its accuracy: 90.0 % (85.1 to 93.4).",
+    ]
+    result = by_accuracy(0.8, 0.785)
+    assert result.conclusion.startswith("No winner: 2 variants are as accurate as each other,")
+    assert result.advice[0] == "**Take b**: it is as accurate as any, and trains in the least time."

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import yaml
 from cluster.hosts import awaited
-from harness import ROOT, App, Running, error_of, output_of, record_of, running
+from harness import ROOT, App, Running, error_of, output_of, record_of, running, tiny
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -171,6 +171,23 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
         message = error_of(*app("compare", "--root", path.parent, "--experiment", path))
         assert f"{folder / damaged} cannot be read (" in message
         assert message.endswith("give --fresh true to begin a new report")
+
+
+@pytest.mark.usefixtures("drawn")
+def test_settings_are_compared_by_their_accuracy(app: App, tmp_path: Path) -> None:
+    """The repeats of a variant have different seeds."""
+    grid = ["--grid", "model.optimizer.lr=[0.01,0.001]", "--grid", "data.flip=[true]"]
+    words = [*grid, "--repeats", "2", *tiny(400, max_epochs=1, accelerator="cpu")]
+    output_of(*app("compare", "--by", "accuracy", *words))
+    folder = tmp_path / "runs" / "compare" / "settings" / "version_0"
+    head = json.loads((folder / "results.json").read_text())
+    for row in head["variants"]:
+        records = [record_of(Path(run)) for run in row["runs"]]
+        assert [record["seed"] for record in records] == [42, 43]
+        best = [record["epochs"][0]["val_acc"] for record in records]
+        assert row["best_acc"] == pytest.approx(sum(best) / 2)
+    assert "accura" in head["verdict"]["said"]
+    assert (folder / "accuracy.png").exists()
 
 
 def test_no_verdict_on_a_busy_machine(

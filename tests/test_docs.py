@@ -205,8 +205,8 @@ def check_app(arguments: list[str]) -> None:
         readers[command](rest)
         if command != "export":
             resolve(["fit", *flags])
-    elif command == "doctor":
-        assert set(rest) <= set(own_flags("doctor"))
+    elif command in ("doctor", "runs"):
+        assert {word for word in rest if word.startswith("-")} <= set(own_flags(command))
     elif "--print_config" in rest or any("help" in word for word in rest):
         assert capture_parser(Flags, arguments)
     else:
@@ -304,7 +304,7 @@ def test_flags_in_the_prose() -> None:
     known |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
     known |= {
         flag
-        for command in ("compare", "plan", "verify", "replay", "doctor", "export")
+        for command in ("compare", "plan", "verify", "replay", "doctor", "export", "runs")
         for flag in own_flags(command)
     }
     known |= SLURM | OTHERS

@@ -119,6 +119,7 @@ REFUSED = [
     ("--cluster.node_rank=1", "cluster.node_rank is set by compare itself"),
     ("--quick=true", "has no quick_form: remove --quick"),
     ("--experiment", "--experiment needs a value"),
+    ("--grid=data.flip=true", "expected list"),
     ("--experiment=none.yaml", "there is no such file"),
 ]
 

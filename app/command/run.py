@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import WeightAveraging
@@ -20,6 +21,7 @@ from app.command.checkpoints import check_checkpoint
 from app.command.configuration import Flags, shared_settings
 from app.command.decision import decide, release_folders
 from app.command.outcome import can, close, end_early, exit_code, record_of, stopped_by
+from app.command.rate_search import RATES, search
 from app.command.run_options import is_recorded
 from app.data import ImageData
 from app.data.exact_loader import Exactness
@@ -35,6 +37,7 @@ from app.launch.watchdog import watched
 from app.modules import ImageClassifier
 from app.monitor.loggers import make_loggers, trackers, tracking_mode
 from app.monitor.run_record import RunRecord
+from app.record import RateSearch
 from app.system import lightning_patches
 from app.system.machine import busy, usable_cores
 from app.system.torch_patches import end_process_group
@@ -64,12 +67,16 @@ def run(argv: Sequence[str]) -> int:
             if cli.resolved.agent_processes:
                 code = start_ranks(cli)
             else:
-                build(cli)
+                build(cli, cli.config)
                 connect_ranks(cli)
                 decided = decide_together(cli)
+                found = None
+                if cli.config.run.find_lr and cli.command == "fit":
+                    found = find_rate(cli, decided)
                 recorder = None
                 if is_recorded(cli.config.trainer):
                     recorder = add_record(cli, decided)
+                    recorder.record.found_lr = found or recorder.record.found_lr
                 code = execute(cli, decided["checkpoint"], recorder)
         note(ENDED)
         return code
@@ -106,15 +113,15 @@ def start_ranks(cli: Flags) -> int:
     return launch(cli.argv, cli.resolved.agent_processes, nodes, end_early)
 
 
-def build(cli: Flags) -> None:
-    """Build model, data and Trainer."""
+def build(cli: Flags, config: Namespace) -> None:
+    """Build model, data and Trainer from a configuration; `config.yaml` gets that of the flags."""
     resolved = cli.resolved
     run = cli.config.run
     replaced = cli.arguments.replaced_callbacks()
     if replaced is not None:
         rank_zero_info(replaced)
     with explaining_errors(leaves(cli.config)):
-        cli.config_init = cli.parser.instantiate_classes(cli.config)
+        cli.config_init = cli.parser.instantiate_classes(config)
         cli.model = cli.config_init.model
         cli.datamodule = cli.config_init.data
         if type(cli.datamodule) is LightningDataModule:  # the model has loaders of its own
@@ -184,6 +191,43 @@ def decide_together(cli: Flags) -> dict[str, Any]:
         # to float64, before Lightning loads float64 weights
         trainer.precision_plugin.convert_module(cli.model)
     return decided
+
+
+def find_rate(cli: Flags, decided: dict[str, Any]) -> RateSearch | None:
+    """Search for the learning rate, and build the training anew with it. Collective.
+
+    A resumed run takes the rate that it found at its start.
+
+    Returns:
+        The search, or None if it is skipped; a line then states the reason.
+    """
+    settings = [name for name in RATES if cli.config.get(name) is not None]
+    found = decided["earlier"] and decided["earlier"].found_lr
+    reason = None
+    if not cli.model.automatic_optimization:
+        reason = f"{type(cli.model).__name__} optimizes manually"
+    elif not settings:
+        reason = "there is no --model.optimizer.lr, --model.lr or --model.learning_rate"
+    elif cli.config.trainer.fast_dev_run:
+        reason = "--trainer.fast_dev_run takes too few steps"
+    elif decided["checkpoint"] is not None and found is None:
+        reason = f"{decided['checkpoint']} has one"
+    if reason is not None:
+        rank_zero_info(f"--run.find_lr: no search for a learning rate, because {reason}")
+        return None
+    if found is None:
+        found = search(cli.trainer, cli.model, cli.datamodule)
+    setting = settings[0]
+    config = cli.config.clone()
+    text = f"none found, because the loss did not fall in {len(found.lr)} steps"
+    if found.suggestion is not None:
+        text = f"{found.suggestion:g} found, instead of {config[setting]:g}"
+        config[setting] = found.suggestion
+    rank_zero_info(f"--{setting.replace('.init_args', '')}: {text}")
+    reset_seed()
+    build(cli, config)
+    connect_ranks(cli)
+    return found
 
 
 def add_record(cli: Flags, decided: dict[str, Any]) -> RunRecord:

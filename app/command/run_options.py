@@ -39,6 +39,7 @@ class Run:
             `warn` and continue.
         threads: CPU threads of each process; `auto`: OMP_NUM_THREADS, else an equal share of the
             cores.
+        find_lr: Search for the learning rate before training: 100 steps with a growing rate.
         virtual_devices: Train as if on this many devices, with bitwise equal results on 1 to this
             many processes. Each global batch is cut into this many shards, whose gradients are
             added in a fixed order.
@@ -65,6 +66,7 @@ class Run:
     on_nonfinite: Literal["stop", "warn"] = "stop"
     on_divergence: Literal["stop", "warn"] = "stop"
     threads: PositiveInt | Literal["auto"] = "auto"
+    find_lr: bool = False
     virtual_devices: PositiveInt | None = None
     balance: bool = False
     loader: Literal["exact", "lightning"] = "exact"

@@ -112,7 +112,7 @@ def connect(trainer: Trainer, timeout: float) -> None:
     """
     strategy: Any = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
-    if environment is None or trainer.world_size == 1:
+    if environment is None or trainer.world_size == 1 or distributed.is_initialized():
         return
     # whether a launcher, or the user's ClusterEnvironment plugin, has started the processes
     if not environment.creates_processes_externally:

@@ -87,6 +87,9 @@ def fill_model(record: Record, trainer: Trainer, module: LightningModule) -> Non
         record.benchmark = executed.get("benchmark")
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     record.fused = any(group.get("fused") for group in groups)
+    if groups:
+        # the base rate, because a warm-up starts lower
+        record.lr = float(groups[0].get("initial_lr", groups[0]["lr"]))
 
 
 def fill_measurements(record: Record, trainer: Trainer, windows: Windows) -> None:

@@ -85,6 +85,7 @@ def make_report(folder: Path, record: Record | None = None) -> str:
     lead += table(["", ""], _facts(record), words=(0, 1))
     sections = [
         Section("Learning", _learning(record, read_metrics(folder / "metrics.csv"), figures)),
+        Section("Search for the learning rate", _rate_search(record, figures)),
         Section("What is confused", _mistakes(folder, figures)),
         Section("What limited the run", _speed(record, figures)),
         Section("The command", code(str(record.command))),
@@ -194,6 +195,20 @@ def _draw_curves(
         axes.margins(x=0.02)
 
     return draw(paint)
+
+
+def _rate_search(record: Record, figures: Figures) -> str:
+    found = record.found_lr
+    if found is None:
+        return ""
+
+    def paint(axes: Axes) -> None:
+        axes.semilogx(found.lr, found.loss)
+        axes.xaxis.set_major_formatter("{x:g}")
+        if found.suggestion:
+            axes.axvline(found.suggestion, color=page.ORANGE, label="suggestion", linewidth=1)
+
+    return _show(figures, "rate_search", draw(paint), "Training loss against the learning rate")
 
 
 # -- confusion matrix

@@ -145,6 +145,15 @@ class Course:
 
 
 @dataclass
+class RateSearch:
+    """Suggested learning rate of `--run.find_lr`, and the loss at each rate that was tried."""
+
+    suggestion: float | None = None
+    lr: list[float] = field(default_factory=list)
+    loss: list[float | None] = field(default_factory=list)
+
+
+@dataclass
 class Checkpoints:
     """Paths of the best and the last checkpoint."""
 
@@ -230,6 +239,8 @@ class Record(Part):
     shards: list[int] = field(default_factory=list)
     max_epochs: Int | None = None
     max_steps: Int | None = None
+    lr: float | None = None
+    found_lr: RateSearch | None = None
     seed: Int | None = None
     loop: str | None = None
     loop_reason: str | None = None

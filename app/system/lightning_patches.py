@@ -33,6 +33,8 @@ SPEAKERS = (
     "lightning.fabric.utilities.distributed",
     "lightning.fabric.utilities.seed",
     "lightning.pytorch.accelerators.cuda",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+    "lightning.pytorch.tuner.lr_finder",
 )
 HIDDEN = (  # first words of hidden lines
     "💡",
@@ -47,6 +49,8 @@ HIDDEN = (  # first words of hidden lines
     "Restored all states from",
     "Loading `train_dataloader`",
     "Found current_model_state",
+    "`weights_only` was not set",
+    "LR finder stopped early",
     "You are using a CUDA device",
     "LOCAL_RANK: ",
     "Your model can run with static graph",  # ignored, because a static graph gains nothing here

@@ -27,7 +27,7 @@ LOOK: Any = matplotlib.rc_params_from_file(
 # Colours of figures. In a page, they become CSS variables of the same names, such as `--2f62c9`, to
 # which page.css gives other values on a dark screen.
 COLOURS = tuple(LOOK["axes.prop_cycle"].by_key()["color"])
-BLUE, ORANGE, GREEN, PURPLE, GREY = COLOURS
+BLUE, ORANGE, GREEN, PURPLE, GREY = COLOURS[:5]
 INK = LOOK["text.color"]
 PAPER = "#fffffe"
 PALE = "#a9c1f0"

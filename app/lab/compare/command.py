@@ -4,7 +4,9 @@ Each run is a `python -m app fit …`. Every setting of the experiment file is a
 fit, such as --data.root or --trainer.precision, are added to every variant.
 """
 
+import json
 import os
+import re
 import shlex
 import time
 from dataclasses import asdict, dataclass
@@ -17,7 +19,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 
-from app.command.arguments import read_yaml, shipped
+from app.command.arguments import load_yaml, read_yaml, shipped, tokenise
 from app.command.configuration import by_name, split_flags
 from app.command.parser import PlainParser
 from app.errors import UserError, nearest
@@ -33,6 +35,7 @@ from app.system.machine import driver, hardware, usable_cores, versions
 from app.system.terminal import make_console
 
 DEFAULT = "configs/compare/this_machine.yaml"
+SETTINGS = "configs/compare/settings.yaml"  # the default of --by accuracy
 USAGE = "python -m app compare [--experiment FILE] [--SETTING VALUE ...] [--FLAG.OF.FIT VALUE ...]"
 
 
@@ -130,7 +133,20 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     """Return the options of `compare`, the experiment, and the command line's flags for `fit`."""
     remaining, flags = split_flags(arguments, ["--experiment"])
     configs, typed = by_name(flags)
-    file = shipped(typed.pop("experiment", DEFAULT))
+    grid = {}
+    words = []
+    for token in tokenise(remaining):
+        flag_and_values = re.fullmatch(r"--grid=([\w.+]+)=(.*)", token.word)
+        if flag_and_values:
+            grid[flag_and_values[1]] = load_yaml(flag_and_values[2])
+        else:
+            words.append(token.word)
+    if grid:
+        words.append(f"--grid={json.dumps(grid)}")
+    default = DEFAULT
+    if "--by=accuracy" in words:
+        default = SETTINGS
+    file = shipped(typed.pop("experiment", default))
     parser = PlainParser(usage=USAGE, description=__doc__, print_config=None)
     parser.add_argument(
         "--experiment", action="config", help=f"the experiment file (default: {DEFAULT})"
@@ -140,14 +156,14 @@ def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]
     for key in read_yaml(file, "--experiment").keys() - settings:
         near = nearest(key, settings)
         raise UserError(f"--experiment {file}: {key}: there is no such setting{near}")
-    options = parser.parse_args(["--experiment", file, *remaining])
+    options = parser.parse_args(["--experiment", file, *words])
     if options.quick:
         form = options.quick_form
         if not form:
             raise UserError(f"--experiment {file} has no quick_form: remove --quick")
         form["flags"] = options.flags | form.get("flags", {})
         small = yaml.safe_dump(form)
-        options = parser.parse_args(["--experiment", file, "--experiment", small, *remaining])
+        options = parser.parse_args(["--experiment", file, "--experiment", small, *words])
     options = parser.instantiate_classes(options)
     experiment = Experiment(**{name: options[name] for name in settings})
     experiment.name = experiment.name or Path(file).stem
@@ -169,6 +185,7 @@ def _fingerprint(experiment: Experiment, variants: list[Variant], tracked: bool)
     """Return settings, hardware and versions. If one differs, a new report begins."""
     return {
         "tracked": tracked,
+        "by": experiment.by,
         "commands": {variant.name: variant.arguments for variant in variants},
         "environment": inherited(),
         "warmup_epochs": experiment.warmup_epochs,

@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
 
@@ -50,6 +50,8 @@ class Experiment:
 
     Args:
         name: Name of the experiment; by default its file's name.
+        by: Figure that decides: `speed`, or `accuracy`, the best of validation. The repeats of a
+            variant then have different seeds.
         description: Question of the experiment, in a sentence or two, for the top of the report.
         configs: Config files of `fit` that every variant starts from.
         flags: Flags of `fit` for every variant, such as `trainer.precision: bf16-mixed`. A null
@@ -74,6 +76,7 @@ class Experiment:
     """
 
     name: str | None = None
+    by: Literal["speed", "accuracy"] = "speed"
     description: str = ""
     configs: list[str] = field(default_factory=list)
     flags: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Plots of a comparison, for the HTML report and as PNG files."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -9,19 +9,19 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from app.lab.compare.advice import Verdict, ranked
+from app.lab.compare.advice import ACCURACY, RATE, Verdict, ranked
 from app.lab.compare.runner import Outcome
 from app.monitor.report import draw_bars
-from app.record import PHASES
+from app.record import PHASES, Record
 from app.system.page import BLUE, INK, ORANGE, PALE, draw, short
 
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a
 # line's width.
 ALIKE = 0.005
 LEARNT = 0.98  # a variant has learnt if its loss fell below this fraction of the loss of guessing
-LONGEST = 28  # characters of a variant's name
+LONGEST = 28  # characters of the name of a variant or a run
 
 
 class Picture(NamedTuple):
@@ -38,25 +38,33 @@ class Picture(NamedTuple):
 
 
 def pictures(
-    table: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, verdict: Verdict
+    table: pd.DataFrame,
+    outcomes: Sequence[Outcome],
+    baseline: str,
+    verdict: Verdict,
+    by: str = RATE,
 ) -> dict[str, Picture]:
-    """Return the plots that have data, by file name.
+    """Return the plots that have data, by file name. The first one shows the column `by`.
 
     Args:
         table: Table of `app.lab.compare.results.tabulate`.
         outcomes: The variants and their runs.
         baseline: Name of the variant from which the ideal speed-up is computed.
         verdict: The verdict. Without a recommendation, it is the title of the first plot.
+        by: Column that decides.
     """
-    rows = ranked(table)
+    rows = ranked(table, by)
+    rates = {outcome.variant.name: outcome.rate for outcome in outcomes}
     labels = [short(name, LONGEST) for name in rows.index]
+    rows = rows.assign(label=labels, rate=pd.Series(rates))
     drawn = {}
-    if len(rows):
+    if len(rows) and by == ACCURACY:
+        title = "Validation accuracy against minutes: worst, median and best run"
+        drawn["accuracy"] = Picture(title, draw(partial(_accuracy, rows=rows), 6.4, 4.0))
+    elif len(rows):
         title = "Samples/s of each variant: the median, the slowest and the fastest run"
         if verdict.recommended is None:
             title = verdict.conclusion
-        rates = {outcome.variant.name: outcome.rate for outcome in outcomes}
-        rows = rows.assign(label=labels, rate=pd.Series(rates))
         paint = partial(_throughput, rows=rows, baseline=baseline, best=verdict.recommended)
         drawn["throughput"] = Picture(title, draw(paint, 6.4, 1.2 + 0.36 * len(rows)))
     losses = _losses(outcomes)
@@ -65,8 +73,10 @@ def pictures(
         title = _coinciding(alike, len(losses.columns))
         if not _has_learnt(losses, outcomes):
             title = "No variant has learnt yet: the loss curves say nothing"
-        paint = partial(_loss, losses=losses, alike=list(alike.index))
-        drawn["loss_epoch"] = Picture(title, draw(paint))
+        shown = losses.drop(columns=alike.index[1:])
+        if len(alike) > 1:  # they share one line
+            shown = shown.rename(columns={alike.index[0]: f"{len(alike)} variants"})
+        drawn["loss_epoch"] = Picture(title, draw_curves(shown, "training loss"))
     timed = rows.dropna(subset=["rest_ms"]).rename(columns=lambda name: name.removesuffix("_ms"))
     if len(timed):
         bars = list(timed.itertuples())
@@ -105,18 +115,36 @@ def _throughput(axes: Axes, rows: pd.DataFrame, baseline: str, best: str | None)
     axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
+def _accuracy(axes: Axes, rows: pd.DataFrame) -> None:
+    """Draw the worst, the median and the best run of each variant."""
+    for row in rows.to_dict("records"):
+        minutes = [row["train_s"] / 60] * 3
+        accuracies = [row["best_acc_min"], row[ACCURACY], row["best_acc_max"]]
+        axes.plot(minutes, accuracies, marker="o", label=row["label"])
+    axes.set(xlabel="minutes of training", ylabel="validation accuracy")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid()
+
+
 def _losses(outcomes: Sequence[Outcome]) -> pd.DataFrame:
-    """Return the training loss of each variant's first run: epochs in rows, variants in columns.
+    """Return the training loss of each variant's first run, as `curves_of` does.
 
     Runs with a non-finite loss are left out, because their large losses would flatten other curves.
     """
-    losses: dict[str, dict[int, float | None]] = {}
+    first = {}
     for outcome in outcomes:
         for record in outcome.records[:1]:
             if record.not_finite_since is None:
-                curve = {row.epoch + 1: row.train_loss for row in record.epochs if row.whole}
-                losses[outcome.variant.name] = curve
-    return pd.DataFrame(losses, dtype=float).dropna(axis="columns", how="all")
+                first[outcome.variant.name] = record
+    return curves_of(first, "train_loss")
+
+
+def curves_of(records: Mapping[str, Record], metric: str) -> pd.DataFrame:
+    """Return a metric of runs: epochs, counted from 1, in rows, and runs in columns."""
+    curves = {}
+    for name, record in records.items():
+        curves[name] = {row.epoch + 1: getattr(row, metric) for row in record.epochs if row.whole}
+    return pd.DataFrame(curves, dtype=float).dropna(axis="columns", how="all")
 
 
 def _has_learnt(losses: pd.DataFrame, outcomes: Sequence[Outcome]) -> bool:
@@ -149,15 +177,17 @@ def _coinciding(alike: pd.Series, count: int) -> str:
     return f"{len(alike)} of {count} loss curves coincide ({difference})"
 
 
-def _loss(axes: Axes, losses: pd.DataFrame, alike: list[str]) -> None:
-    """Draw each variant's loss. Curves that coincide share one line."""
-    for name, curve in losses.drop(columns=alike[1:]).items():
-        line = curve.dropna()
-        (drawn,) = axes.plot(line, marker="o", markersize=3)
-        label = short(str(name), LONGEST)
-        if name == alike[0] and len(alike) > 1:
-            label = f"{len(alike)} variants"
-        drawn.set_label(label)
-    axes.set(xlabel="epoch", ylabel="training loss")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.grid(axis="y")
+def draw_curves(curves: pd.DataFrame, title: str) -> Figure:
+    """Draw the curves of `curves_of`."""
+
+    def paint(axes: Axes) -> None:
+        for name, curve in curves.items():
+            label = str(name)
+            if len(label) > LONGEST:
+                label = f"…{label[-LONGEST:]}"
+            axes.plot(curve.dropna(), marker="o", markersize=3, label=label)
+        axes.set(xlabel="epoch", ylabel=title)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.grid(axis="y")
+
+    return draw(paint, height=2.8 + 0.16 * len(curves.columns))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from app.lab.compare.advice import Verdict, verdict
+from app.lab.compare.advice import ACCURACY, RATE, Verdict, verdict
 from app.lab.compare.experiment import Experiment
 from app.lab.compare.figures import pictures
 from app.lab.compare.results import tabulate
@@ -31,6 +31,13 @@ FORMS = {
     "val_acc": ".1%",
     "memory_main_gib": ".2f",
 }
+FORMS_BY_ACCURACY = {
+    "best_acc": ".2%",
+    "best_acc_min": ".2%",
+    "best_acc_max": ".2%",
+    "train_s": ",.0f",
+    "loss_last": ".4f",
+}
 SMALL_FORM = " **Here it is the small form of the experiment**, whose seconds are not comparable."
 
 
@@ -52,7 +59,8 @@ def write_report(
     """
     baseline = experiment.baseline or outcomes[0].variant.name
     results = tabulate(outcomes, baseline)
-    result = verdict(results, baseline, head["hardware"]["cores"], head["usable_cores"])
+    by = RATE if experiment.by == "speed" else ACCURACY
+    result = verdict(results, baseline, head["hardware"]["cores"], head["usable_cores"], by)
     following = ""
     shown = results
     if result.is_busy:
@@ -79,14 +87,15 @@ def write_report(
     figures = {}
     files = {}
     images = {}  # Markdown of each picture
-    for name, (title, figure) in pictures(shown, outcomes, baseline, result).items():
+    for name, (title, figure) in pictures(shown, outcomes, baseline, result, by).items():
         images[name] = f"![{plain(title)}]({name}.png)"
         figures[f"{name}.png"] = figure
         files[title] = folder / f"{name}.png"
     lead = _lead(experiment, outcomes, result)
-    above = f"{lead}\n\n{images.pop('throughput', '')}"
+    first = images.pop("throughput", "") or images.pop("accuracy", "")
+    above = f"{lead}\n\n{first}"
     advice = "\n\n".join(result.advice)
-    ranking = Section("Variants", _ranking(shown, outcomes, baseline, result))
+    ranking = Section("Variants", _ranking(shown, outcomes, baseline, result, by))
     failed = Section("Last lines of failed runs", "\n\n".join(failures), folded=True)
     sections = [
         ranking,
@@ -123,7 +132,8 @@ def _lead(experiment: Experiment, outcomes: Sequence[Outcome], result: Verdict) 
     return "\n\n> ".join(lead)
 
 
-def _number(value: Any, form: str = ",.6g") -> str:
+def number(value: Any, form: str = ",.6g") -> str:
+    """Format a number; text stays as it is, and a missing value becomes a dash."""
     if isinstance(value, str):
         return value
     if pd.isna(value):
@@ -132,22 +142,26 @@ def _number(value: Any, form: str = ",.6g") -> str:
 
 
 def _ranking(
-    results: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, result: Verdict
+    results: pd.DataFrame, outcomes: Sequence[Outcome], baseline: str, result: Verdict, by: str
 ) -> str:
-    """Return the table of variants by speed; unmeasured variants come last, with the reason."""
+    """Return the table of variants, the best first; unmeasured ones come last, with the reason."""
     rows = []
+    forms = FORMS
+    headers = [f"× {baseline}", "of the ideal", "loss", "validation", "GiB"]
+    if by == ACCURACY:
+        forms = FORMS_BY_ACCURACY
+        headers = ["accuracy", "lowest", "highest", "seconds", "loss"]
     for row, outcome in zip(results.to_dict("records"), outcomes, strict=True):
         name = row["variant"]
         note = outcome.note
         if name == baseline:
             note = f"baseline {note}"
         cells = [result.places.get(name, ""), name, outcome.rate]
-        for column, form in FORMS.items():
-            cells.append(_number(row[column], form))
+        for column, form in forms.items():
+            cells.append(number(row[column], form))
         rows.append([*cells, note])
     rows.sort(key=lambda row: row[0] or math.inf)
-    headers = ["", "variant", "samples/s", f"× {baseline}", "of the ideal", "loss"]
-    return table([*headers, "validation", "GiB", "note"], rows, words=(0, 1, 8))
+    return table(["", "variant", "samples/s", *headers, "note"], rows, words=(0, 1, 8))
 
 
 def _published(experiment: Experiment, results: pd.DataFrame) -> str:
@@ -160,7 +174,7 @@ def _published(experiment: Experiment, results: pd.DataFrame) -> str:
     for entry in published.rows:
         for key, value in entry.figures.items():
             measured = here.get(entry.variant, {}).get(key)
-            cells = [_number(value, ",.7g"), _number(measured)]
+            cells = [number(value, ",.7g"), number(measured)]
             rows.append([entry.what, key, *cells, entry.variant or "—"])
     headers = ["published for", "figure", "published", "here", "variant"]
     note = published.note
@@ -179,6 +193,11 @@ def _method(experiment: Experiment, head: dict[str, Any]) -> str:
     if machine["gpus"]:
         gpus = f"{', '.join(machine['gpus'])} (driver {head['driver']})"
     versions = ", ".join(f"{name} {number}" for name, number in head["versions"].items() if number)
+    if experiment.by == "accuracy":
+        batch += (
+            " The accuracy is the best of a run's validation, then the median over the runs, each "
+            "of which has another seed."
+        )
     return (
         f"{batch} Each run was a process of its own, in turn ({experiment.repeats} of each "
         "variant). samples/s is the median over a run's logging windows after "

@@ -24,12 +24,15 @@ FIGURES = {
     "loss_last": "train_loss.last",
     "val_acc": "val_acc",
     "val_images": "data.images.val",
+    "best_acc": "best_acc",
+    "best_acc_min": "best_acc",
+    "best_acc_max": "best_acc",
     "train_s": "train_s",
     "setup_s": "setup_s",
     "samples_per_s": "throughput.median",
     "samples_per_s_min": "throughput.median",
     "samples_per_s_max": "throughput.median",
-    "n": "throughput.median",
+    "n": "steps",
     "memory_main_gib": "main_gib",
     "memory_others_gib": "others_gib",
     "memory_main_percent": "main_percent",
@@ -49,6 +52,8 @@ AGGREGATIONS = {
     "precision": "first",
     "placement": "first",
     "accelerator": "first",
+    "best_acc_min": "min",
+    "best_acc_max": "max",
     "samples_per_s_min": "min",
     "samples_per_s_max": "max",
     "n": "count",
@@ -56,7 +61,7 @@ AGGREGATIONS = {
 COMPUTED = ("replica_batch", "less_accurate", "speed_up", "efficiency")
 COLUMNS = ["variant", "status", *FIGURES, *COMPUTED]
 # NaN for a run stopped by the time limit
-OF_THE_WHOLE = ["loss_last", "val_acc", "train_s"]
+OF_THE_WHOLE = ["loss_last", "val_acc", "best_acc", "train_s"]
 
 
 def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
@@ -68,6 +73,7 @@ def tabulate(outcomes: Sequence[Outcome], baseline: str) -> pd.DataFrame:
     - speed_up: samples/s divided by the baseline's.
     - efficiency: speed-up divided by the ratio of device counts. It is NaN for a variant with as
       many devices as the baseline, and if the baseline uses all cores of a CPU.
+    - best_acc: best validation accuracy of a run, with `_min` and `_max` over the runs.
     - less_accurate: 1 if val_acc is below the baseline's by more than two standard errors, else 0.
     - Phases of a step: milliseconds, measured in a few steps, and scaled to add up to the step time
       of samples_per_s.
@@ -108,11 +114,13 @@ def _combine(outcomes: Sequence[Outcome]) -> pd.DataFrame:
 
 
 def _figures(record: Record) -> dict[str, Any]:
-    """Return figures of a run that its record lacks: accelerator, last accuracy, and peak memory.
+    """Return figures of a run that its record lacks: accelerator, accuracies, and peak memory.
 
     On a CPU, the peak memory is that of each process.
     """
+    best = record.best_epoch
     figures: dict[str, Any] = {"accelerator": record.accelerator}
+    figures["best_acc"] = best and best.val_acc
     for epoch in record.epochs:
         if epoch.val_acc is not None:
             figures["val_acc"] = epoch.val_acc

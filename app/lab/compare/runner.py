@@ -112,6 +112,9 @@ class Runner:
         folder = self.folder(repeat, outcome)
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
         flags = [*variant.arguments[1:], *self._batch(variant), *self.more]
+        if self.experiment.by == "accuracy":
+            seed = variant.settings.seed_everything
+            flags.append(f"--seed_everything={int(seed) + repeat - 1}")
         record = run_fit(flags, self.experiment.time_limit, folder, variant.nodes())
         if record.status != "failed":
             self._keep(outcome, record)

@@ -1,0 +1,82 @@
+"""`runs`: the table of all runs, their curves, and the settings in which two differ."""
+
+from pathlib import Path
+
+import pytest
+from harness import App, error_of, output_of, tiny
+
+from app.record import DataSet, Epoch, Model, Record, Throughput
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Records of three runs, and of a test of the first."""
+    first = Record(run_dir="a", data=DataSet("Photos", 4, {"val": 23}), train_s=30.0, lr=0.01)
+    first.model = Model("ImageClassifier, ResNet", 9)
+    first.epochs = [Epoch(0, val_acc=8 / 23, val_loss=3.0, val_samples=23), Epoch(1, val_acc=0.1)]
+    first.throughput = Throughput(1234.0)
+    first.save(tmp_path / "a" / "run.json")
+    first.save(tmp_path / "a" / "test_1" / "run.json")
+    Record(run_dir="b", train_s=90.0, epochs=[Epoch(0, False, val_acc=0.3)]).save(
+        tmp_path / "b" / "run.json"
+    )
+    Record(run_dir="c", status="failed").save(tmp_path / "c" / "run.json")
+    return tmp_path
+
+
+ROWS = {
+    "a": "a Photos ResNet 0.01 2 34.8 % (18.8 to 55.1) 1,234 0.50 running",
+    "b": "b — — — 0 30.0 % — 1.50 running",
+    "c": "c — — — 0 — — — failed",
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "order"),
+    [("accuracy", "abc"), ("minutes", "bac"), ("name", "abc"), ("status", "cab")],
+)
+def test_runs_are_listed_by_a_column(
+    column: str, order: str, drawn: None, app: App, folder: Path
+) -> None:
+    lines = output_of(*app("runs", folder, "--sort", column)).splitlines()
+    assert [" ".join(line.split()) for line in lines[4:7]] == [ROWS[name] for name in order]
+    assert lines[-1] == f"curves  {folder}/runs.html"
+    assert (folder / "runs.html").read_text().count("<svg") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"epochs": 3}', "run.json cannot be read (epochs: Input should be a valid"),
+        ("{", "run.json cannot be read ("),
+        ('{"loss": 3}', "run.json is not the record of a run"),
+    ],
+)
+def test_other_records_are_named(text: str, problem: str, app: App, folder: Path) -> None:
+    (folder / "b" / "run.json").write_text(text)
+    out = output_of(*app("runs", folder))
+    assert f"left out: {folder}/b/{problem}" in out.splitlines()[0]
+    assert "ResNet" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "runs nowhere: there is no run below this folder"),
+        ([".", "--sort", "nme"], "--sort: invalid choice: 'nme' (choose from 'name', 'data',"),
+        (["--diff", "a", "b"], "--diff a/config.yaml: there is no such file"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, app: App) -> None:
+    assert message in error_of(*app("runs", *words))
+
+
+def test_settings_in_which_two_runs_differ(app: App, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    for rate in (0.1, 0.2):
+        output_of(*app("fit", *tiny(max_steps=1, name="a"), f"--model.optimizer.lr={rate}"))
+    out = output_of(*app("runs", "--diff", folder / "version_0", folder / "version_1"))
+    assert [line.split() for line in out.splitlines()[4:-1]] == [
+        ["--model.optimizer.lr", "0.1", "0.2"]
+    ]
+    assert "LeNet  0.2 " in output_of(*app("runs", folder))

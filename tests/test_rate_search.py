@@ -1,0 +1,84 @@
+"""`--run.find_lr`: the training after the search is the one with the found rate given by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import fork_fit
+from harness import App, difference, last_of, on_cpu, options, output_of, record_of, tiny
+
+from app.command.rate_search import valley
+
+FIND = ["--run.find_lr", "true"]
+SMALL = options(max_epochs=1, test=False)
+LINEAR = ["--model=exact_code.Linear", "--data=exact_code.Ordinary", "--data.count=160"]
+LINEAR += [*SMALL, *options(global_batch=16)]
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("losses", "rate"),
+    [
+        ([5, 4, 6, 3, 2, 9], 0.03),  # 5, 4, 3, 2 is the longest descent
+        ([float("nan"), 4, 3, float("nan")], 0.02),
+        ([2.0, 1.99, 1.98, 3.0], None),
+    ],
+)
+def test_suggestion(losses: list[float], rate: float | None) -> None:
+    rates = np.arange(1, len(losses) + 1) / 100
+    assert valley(rates, np.array(losses)) == rate
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        on_cpu("dp"),
+        on_cpu("ddp_fork"),
+        pytest.param(on_cpu("ddp"), marks=SLOW),
+        pytest.param(on_cpu("ddp_spawn"), marks=SLOW),
+        pytest.param(on_cpu("ddp", virtual_devices=3), marks=SLOW),
+        pytest.param(on_cpu("auto", loop="lightning"), marks=SLOW),
+    ],
+    ids=" ".join,
+)
+def test_a_found_rate_is_like_one_given_by_hand(way: list[str], tmp_path: Path) -> None:
+    """The loss falls from the first rate, 1e-6, to the last one, 1."""
+    found = fork_fit(tmp_path / "found", *LINEAR, *way, *FIND)
+    record = record_of(found)
+    assert record["found_lr"]["suggestion"] == record["lr"] == 0.001
+    assert "    lr: 0.5\n" in (found / "config.yaml").read_text(), "as typed"
+    by_hand = fork_fit(tmp_path / "hand", *LINEAR, *way, "--model.lr=0.001")
+    assert difference(found, by_hand) == 0
+
+
+def test_a_search_that_finds_nothing_changes_no_bit(tmp_path: Path) -> None:
+    words = tiny(96, flip=True, crop_padding=2, mixup=0.3, accelerator="cpu")
+    words += [*SMALL, "--model.schedule=cosine", "--model.ema=0.9"]
+    searched = fork_fit(tmp_path / "a", *words, *FIND)
+    assert record_of(searched)["found_lr"]["suggestion"] is None
+    assert difference(searched, fork_fit(tmp_path / "b", *words)) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--model=user_code.TwoOptimizers"], "TwoOptimizers optimizes manually"),
+        (["--model=user_code.TheirModel"], "there is no --model.optimizer.lr, --model.lr or"),
+        ([*LINEAR, "--trainer.fast_dev_run=true"], "--trainer.fast_dev_run takes too few steps"),
+    ],
+)
+def test_a_skipped_search_is_explained(words: list[str], reason: str, app: App) -> None:
+    out = output_of(*app("fit", "--data=user_code.TheirData", *words, *SMALL, *FIND))
+    assert f"no search for a learning rate, because {reason}" in out
+
+
+def test_a_resumed_run_keeps_its_rate(app: App, tmp_path: Path) -> None:
+    words = [*LINEAR, *FIND, "--run.name=a"]
+    assert "--model.lr: 0.001 found, instead of 0.5\n" in output_of(*app("fit", *words))
+    run = tmp_path / "runs" / "a" / "version_0"
+    words += [f"--ckpt_path={last_of(run)}", "--trainer.max_epochs"]
+    output_of(*app("fit", *words, "2"))
+    record = record_of(run)
+    assert record["lr"] == record["epochs"][-1]["lr"] == 0.001
+    out = output_of(*app("fit", *words, "3", "--run.name=b"))
+    assert f"no search for a learning rate, because {last_of(run)} has one" in out
