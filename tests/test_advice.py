@@ -178,7 +178,7 @@ def by_accuracy(one: float, other: float) -> Verdict:
 def test_advice_names_the_most_accurate() -> None:
     """By Wilson's formula, 180 of 200 are 85 to 93 %. Other programs change no accuracy."""
     result = by_accuracy(0.8, 0.9)
-    assert result.conclusion == "b is the most accurate: 90.00 %, 10.00 points above a"
+    assert result.conclusion == "b is the most accurate: 90.00%, 10.00 points above a"
     assert result.advice == [
         "**Take b**: it is 10.00 points above a, more than the spread of its runs.",
         "200 images measure its accuracy: 90.0 % (85.1 to 93.4).",

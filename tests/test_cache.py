@@ -167,6 +167,7 @@ def test_links_that_lead_elsewhere(
         images_of(link, cache)
 
 
+@pytest.mark.parametrize("crop", ["none", "random_resized"])
 def test_damage_is_noticed(
     crop: str,
     image_root: Path,

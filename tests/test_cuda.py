@@ -56,7 +56,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", touched)
     monkeypatch.setattr(torch.accelerator, "synchronize", touched)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(machine, "_nvidia_smi", lambda field: ["NVIDIA of somebody"])
+    monkeypatch.setattr(machine, "nvidia_smi", lambda field: ["NVIDIA of somebody"])
 
 
 def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, fit: Fit) -> None:

@@ -63,6 +63,7 @@ def logged(folder: Path, step: int) -> float:
 @pytest.mark.usefixtures("drawn")
 def test_step_has_the_loss_that_the_run_logged(app: App, tmp_path: Path) -> None:
     words = [*RUN, "--run.name", "run", "--model.schedule", "cosine", "--model.warmup", "1ep"]
+    words += ["--last_checkpoint.save_top_k=-1", "--last_checkpoint.filename={step}"]
     output_of(*app("fit", *words))
     folder = tmp_path / "runs" / "run" / "version_0"
     out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "7"))

@@ -13,12 +13,7 @@ ACCURACY = "best_acc"
 # words, format, and the order of variants that tie
 TERMS = {
     RATE: ("the fastest", "as fast as", "{:,.0f} samples/s".format, ["replicas", "is_other"]),
-    ACCURACY: (
-        "the most accurate",
-        "as accurate as",
-        lambda share: f"{100 * share:.2f} %",
-        ["train_s"],
-    ),
+    ACCURACY: ("the most accurate", "as accurate as", "{:.2%}".format, ["train_s"]),
 }
 NEARLY_FULL = 80.0  # percent of a device's memory; a variant that uses more is limited by memory
 
