@@ -157,6 +157,7 @@ def compute_features(trainer: Any, module: Any, loader: GlobalBatches) -> tuple[
             with trainer.precision_plugin.forward_context():
                 inputs: Any = head_input(module.network, images.contiguous(memory_format=layout))
             computed.append(inputs.float())
+    loader._iterator = None  # ends the workers; as garbage, they would wait for a time-out
     module.train()
     order = loader.order
     samples = range(len(order.rows))
