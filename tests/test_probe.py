@@ -110,11 +110,12 @@ def test_frozen_network_computes_features_once(
     forward = Mock(side_effect=Tiny.forward)
     monkeypatch.setattr(Tiny, "forward", lambda *args: forward(*args))
     flags = [*FLAGS, pretrained, *FROZEN, "--trainer.num_sanity_val_steps=0"]
+    flags += ["--trainer.check_val_every_n_epoch=2"]
     run = fit(*flags)
     assert forward.call_count == 8
     monkeypatch.setattr(ImageData, "varies", True)
     assert difference(run, fit(*flags)) < 1e-4
-    assert forward.call_count == 8 + 8 + 1 + 2 * 6
+    assert forward.call_count == 8 + 8 + 1 + 2 * 5 + 1
 
 
 @pytest.mark.parametrize("flags", [options(virtual_devices=1), FROZEN], ids=["whole", "frozen"])

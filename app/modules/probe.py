@@ -47,6 +47,7 @@ class Probe(Callback):
         self.is_frozen = is_frozen
         self.has_new_head = False
         self.seconds: float | None = None
+        self._features: dict[str, tuple[Tensor, Tensor]] = {}  # kept ones, by split
 
     def is_needed(self, has_weights: bool) -> bool:
         """Return whether a run may need this callback."""
@@ -75,9 +76,7 @@ class Probe(Callback):
             if data.counts[split]:
                 features[split] = compute_features(trainer, pl_module, data.loader(split))
         if keeps_features:
-            _read_instead(features["train"], trainer.train_dataloader)
-            if "val" in features:
-                _read_instead(features["val"], trainer.val_dataloaders)
+            self._features = features
         if not fits:
             return
         solution = None
@@ -94,6 +93,22 @@ class Probe(Callback):
             trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make the training read kept features."""
+        self._put_into(trainer.train_dataloader, "train")
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make the validations of `fit` read kept features."""
+        if trainer.state.fn == "fit":
+            self._put_into(trainer.val_dataloaders, "val")
+
+    def _put_into(self, loader: GlobalBatches, name: str) -> None:
+        """Make a loader yield kept features (N, D) in place of images."""
+        if name in self._features:
+            features, labels = self._features[name]
+            split = Split(features.cpu(), labels)
+            loader.reader = HostReader(split, torch.arange(len(labels)), loader.reader.pins)
+
     @staticmethod
     def _problem(module: Any, data: Any) -> str | None:
         """Return why the head cannot be trained on features, or None."""
@@ -106,13 +121,6 @@ class Probe(Callback):
         if inputs is None:
             return f"the last layer of {type(module.network).__name__} is not linear with a bias"
         return None
-
-
-def _read_instead(features: tuple[Tensor, Tensor], loader: GlobalBatches) -> None:
-    """Make a loader yield features (N, D) in place of images."""
-    values, labels = features
-    split = Split(values.cpu(), labels)
-    loader.reader = HostReader(split, torch.arange(len(labels)), loader.reader.pins)
 
 
 def head_input(network: Any, images: Tensor) -> Tensor | None:
