@@ -17,8 +17,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from forked import fork_app
-from harness import QUIET, App, error_of, losses, on_cpu, options, output_of, record_of
+from forked import fork_app, fork_fit
+from harness import QUIET, App, Fit, error_of, losses, on_cpu, options, output_of, record_of
 from test_data import attach, folder
 
 from app.data import CIFAR10, ImageFolder
@@ -92,30 +92,26 @@ def test_a_command_decodes_what_it_reads(
     assert decoded() == 36, "the batch is a fraction of the training images"
 
 
-def test_all_placements_and_no_cache_train_alike(
-    image_root: Path, cache: Path, app: App, tmp_path: Path
-) -> None:
+def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, fit: Fit) -> None:
     flags = folder(image_root, batch_size=8, max_epochs=2, num_workers=1, test=False)
     flags += options(log_every_n_steps=1)
     curves = []
     places = [(cache, "memory"), (cache, "disk"), (cache, "device"), ("off", "memory")]
     for place, placement in [*places, ("off", "disk")]:
-        name = f"run_{len(curves)}"
-        output_of(*app("fit", *flags, *options(placement=placement, name=name, cache=place)))
-        curves.append(losses(tmp_path / "runs" / name / "version_0").tolist())
+        curves.append(losses(fit(*flags, *options(placement=placement, cache=place))).tolist())
     assert len(curves[0]) == 10
     assert curves == curves[:1] * 5
 
 
 def test_cache_off_writes_no_file(
-    image_root: Path, tmp_path: Path, app: App, monkeypatch: pytest.MonkeyPatch
+    image_root: Path, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     config = tmp_path / "off.yaml"
     config.write_text("data:\n  class_path: ImageFolder\n  init_args:\n    cache: off\n")
     folder_of_caches = tmp_path / "home" / "data-parallel-lab"
     flags = ["--model", "CIFARCNN", "--data.root", image_root, *STEPS, *UNTESTED]
-    output_of(*app("fit", "--config", config, *flags))
+    fit("--config", config, *flags)
     assert not folder_of_caches.exists()
     attach(ImageFolder(str(image_root)))
     assert len(list(folder_of_caches.iterdir())) == 2
@@ -293,14 +289,14 @@ def test_processes_that_write_at_once(image_root: Path, cache: Path) -> None:
 
 
 def test_pickles_are_checked_once_and_opened_once(
-    cifar_root: Path, cache: Path, app: App, monkeypatch: pytest.MonkeyPatch
+    cifar_root: Path, cache: Path, app: App, fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = Mock(side_effect=pickle.load)
     monkeypatch.setattr(pickle, "load", load)
     flags = ["--data", "CIFAR10", *options(cache=cache), "--data.root", cifar_root, *STEPS]
-    output_of(*app("fit", *flags))
+    fit(*flags)
     opened = load.call_count
-    output_of(*app("fit", *flags))
+    fit(*flags)
     cached = attach(CIFAR10(str(cifar_root), cache=str(cache)))._splits["train"][0]
     assert load.call_count == opened > 0
     plain = attach(CIFAR10(str(cifar_root), cache="off"))._splits["train"][0]
@@ -354,9 +350,8 @@ def test_ranks_share_one_file(
 @SLOW
 def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
     flags = ["--data", "user_code.FillsUpOnRank1", *STEPS, *UNTESTED]
-    flags += options(images=200, batch_size=8, num_workers=0, root=tmp_path)
-    output_of(*fork_app("fit", *flags, *on_cpu("ddp_fork")))
-    assert record_of(next(tmp_path.glob("*/version_0")))["placement"] == "disk"
+    flags += options(images=200, batch_size=8, num_workers=0)
+    assert record_of(fork_fit(tmp_path, *flags, *on_cpu("ddp_fork")))["placement"] == "disk"
 
 
 def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:

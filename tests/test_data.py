@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import fork_app
+from forked import fork_fit
 from harness import (
     QUIET,
     App,
+    Fit,
     error_of,
     last_of,
     losses,
@@ -105,24 +106,22 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
 
 
 @pytest.mark.usefixtures("drawn")
-def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
+def test_fashion_mnist(fashion_root: Path, fit: Fit) -> None:
     """A batch size may be a fraction of the training images, rounded up: a quarter of 54 is 14."""
     data = attach(FashionMNIST(str(fashion_root), batch_size=0.25))
     assert next(iter(data.train_dataloader())).images.shape == (14, 1, 28, 28)
     assert len(data.train_dataloader()) == 4
     config = ["--config", "configs/fashion_mlp.yaml", "--model.repeats", "1"]
-    output_of(*app("fit", *config, "--data.root", fashion_root, *TWO_STEPS))
-    run = tmp_path / "runs" / "fashion_mlp" / "version_0"
+    run = fit(*config, "--data.root", fashion_root, *TWO_STEPS)
     assert (run / "most_wrong.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
-def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path) -> None:
+def test_image_folder(placement: str, image_root: Path, app: App, fit: Fit) -> None:
     """`predict` writes the test split's labels."""
     flags = folder(image_root, placement=placement, num_workers=2)
-    output_of(*app("fit", *flags, *TWO_STEPS))
+    run = fit(*flags, *TWO_STEPS)
     assert multiprocessing.active_children() == []
-    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
     output_of(*app("predict", *flags, "--ckpt_path", last_of(run)))
     head, *rows = (run / "predict_1" / "predictions.csv").read_text().splitlines()
     assert head == "file,predicted,name,probability,label"
@@ -325,10 +324,8 @@ def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
 
     The losses equal those of one device.
     """
-    flags = tiny(73, 32, val_size=8, max_epochs=2, log_every_n_steps=1, root=tmp_path)
-    output_of(*fork_app("fit", *flags, *on_cpu("ddp_fork"), "--run.name", "ddp"))
-    output_of(*fork_app("fit", *flags, "--run.name", "single"))
-    ours = losses(tmp_path / "ddp" / "version_0")
-    single = losses(tmp_path / "single" / "version_0")
+    flags = tiny(73, 32, val_size=8, max_epochs=2, log_every_n_steps=1)
+    ours = losses(fork_fit(tmp_path, *flags, *on_cpu("ddp_fork")))
+    single = losses(fork_fit(tmp_path, *flags))
     assert len(single) == 6
     assert ours == pytest.approx(single, abs=1e-5)

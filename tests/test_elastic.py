@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from cluster.hosts import awaited
-from forked import fork_app
-from harness import ROOT, difference, family, on_cpu, options, output_of, record_of, started, tiny
+from forked import fork_fit
+from harness import ROOT, difference, family, on_cpu, options, record_of, started, tiny
 from test_torchrun import TORCHRUN
 
 pytestmark = pytest.mark.slow
@@ -97,10 +97,7 @@ def test_restart_after_kill_ends_with_same_weights(tmp_path: Path) -> None:
     flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path]
     flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
     flags += options(max_epochs=30, test=False)
-    output_of(
-        *fork_app("fit", *flags, "--trainer.strategy", "ddp_fork", "--run.root", tmp_path / "whole")
-    )
-    whole = tmp_path / "whole" / "SaysItsProcess-Synthetic" / "version_0"
+    whole = fork_fit(tmp_path / "whole", *flags, "--trainer.strategy=ddp_fork")
     for name, more, launcher in (
         ("agent", ["--cluster.max_restarts", "2"], []),
         ("torchrun", [], [*TORCHRUN, "--max-restarts", "2"]),

@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from forked import fork_app
-from harness import App, error_of, on_cpu, options, output_of, record_of, tiny
+from forked import fork_app, fork_fit
+from harness import App, Fit, error_of, on_cpu, output_of, record_of, tiny
 from PIL import Image
 from test_data import folder
 
@@ -36,10 +36,8 @@ def confusion(run: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("trained")
-    learn = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.002"]
-    output_of(*fork_app("fit", *DATA, *learn, *options(max_epochs=1, root=root, name="x")))
-    return root / "x" / "version_0"
+    learn = ["--model.optimizer=Adam", "--model.optimizer.lr=0.002", "--trainer.max_epochs=1"]
+    return fork_fit(tmp_path_factory.mktemp("trained"), *DATA, *learn, "--run.name=x")
 
 
 @pytest.mark.parametrize(
@@ -95,16 +93,13 @@ def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> Non
     assert "class_path: app.data.Synthetic" in (tests[-1] / "config.yaml").read_text()
 
 
-def test_images_that_lack_a_class_are_tested_by_name(
-    image_root: Path, app: App, tmp_path: Path
-) -> None:
+def test_images_that_lack_a_class_are_tested_by_name(image_root: Path, app: App, fit: Fit) -> None:
     """Without a class's images, the confusions of the other classes are those of the whole test."""
     flags = folder(image_root)
-    output_of(*app("fit", *flags, *options(max_epochs=2), "--model.optimizer.lr", "0.1"))
+    run = fit(*flags, "--trainer.max_epochs=2", "--model.optimizer.lr=0.1")
     for split in ("train", "test"):
         shutil.rmtree(image_root / split / "cat")
     output_of(*app("test", *flags, "--ckpt_path", "best"))
-    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
     whole = confusion(run)
     assert confusion(run / "test_1") == [whole[0], ["cat", "0", "0", "0"], *whole[2:]]
 

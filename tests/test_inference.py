@@ -395,10 +395,10 @@ def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert load(record.run_dir).image_shape == (3, 32, 32)
 
 
-def test_tensorboard(app: App, tmp_path: Path) -> None:
+def test_tensorboard(fit: Fit, tmp_path: Path) -> None:
     """The flags in app/monitor/README.md write TensorBoard's files."""
     board = tmp_path / "board"
     logger = ["--trainer.logger+=TensorBoardLogger", f"--trainer.logger.save_dir={board}"]
-    output_of(*app("fit", *tiny(60, 20, max_epochs=1, test=False), *logger))
+    fit(*tiny(60, 20, max_epochs=1, test=False), *logger)
     assert list(board.rglob("events.out.tfevents.*"))
     assert list(tmp_path.rglob("metrics.csv")), "beside ours"

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from cluster.hosts import Network
-from forked import fork_app
+from forked import fork_fit
 from harness import QUIET, App, error_of, options, output_of, record_of, tiny
 from jsonargparse import Namespace
 
@@ -171,8 +171,7 @@ def test_range_combines_deviations_of_steps_windows_and_all_reduces() -> None:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a short run, on which a plan can be based."""
     root = tmp_path_factory.mktemp("run")
-    output_of(*fork_app("fit", *tiny(640, 64, root=root, name="x", test=False, max_steps=12)))
-    return (root / "x").rename(root / "moved") / "version_0"
+    return fork_fit(root, *tiny(640, 64, test=False, max_steps=12)).rename(root / "moved")
 
 
 NETWORK = ["--bandwidth", "25GB/s", "--latency", "20us"]

@@ -16,7 +16,19 @@ import pytest
 import torch
 import yaml
 from forked import fork_app
-from harness import QUIET, ROOT, App, on_cpu, options, output_of, record, start_app, tiny
+from harness import (
+    QUIET,
+    ROOT,
+    App,
+    Fit,
+    on_cpu,
+    options,
+    output_of,
+    record,
+    record_of,
+    start_app,
+    tiny,
+)
 from stuck_code import never_ends
 
 from app.monitor.loggers import claim_version
@@ -90,13 +102,10 @@ def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("batches", ["NamedData", "HiddenData"])
-def test_throughput_of_batches_that_begin_with_names(
-    batches: str, app: App, tmp_path: Path
-) -> None:
+def test_throughput_of_batches_that_begin_with_names(batches: str, fit: Fit) -> None:
     data = ["--model", "user_code.TheirModel", "--data", f"user_code.{batches}", *QUIET]
     flags = options(loader="lightning", max_epochs=2, log_every_n_steps=1)
-    output_of(*app("fit", *data, *flags))
-    for epoch in record(tmp_path / "runs")["epochs"]:
+    for epoch in record_of(fit(*data, *flags))["epochs"]:
         assert (epoch["samples_per_s"] is None) == (batches == "HiddenData")
 
 
@@ -138,15 +147,12 @@ def test_set_up_time_begins_with_the_command(tmp_path: Path) -> None:
     assert record(tmp_path)["setup_s"] < time.time() - began - 5
 
 
-def test_set_up_time_when_the_date_jumps(
-    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_set_up_time_when_the_date_jumps(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run also keeps a user's profiler, and then measures no phases."""
     year = 365 * 86400
     dates = itertools.cycle([time.time(), time.time() - year, time.time() + year])
     monkeypatch.setattr("time.time", lambda: next(dates))
-    output_of(*app("fit", *SMALL, *options(max_steps=9, test=False, profiler="simple")))
-    written = record(tmp_path / "runs")
+    written = record_of(fit(*SMALL, *options(max_steps=9, test=False, profiler="simple")))
     assert 0 < written["setup_s"] < 60
     assert written["time_per_step"] is None
 

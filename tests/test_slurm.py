@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cluster.hosts import awaited
 from cluster.slurm import Slurm
-from harness import ROOT, App, difference, last_of, listening, losses, output_of, record, tiny
+from harness import ROOT, Fit, difference, last_of, listening, losses, record, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SCRIPT = ROOT / "configs" / "cluster" / "slurm.sbatch"
@@ -58,7 +58,7 @@ def trained(slurm: Slurm, job: str, root: Path, epochs: int) -> None:
 
 
 @pytest.mark.usefixtures("clean")
-def test_requeued_job_equals_one_device(slurm: Slurm, app: App, tmp_path: Path) -> None:
+def test_requeued_job_equals_one_device(slurm: Slurm, fit: Fit, tmp_path: Path) -> None:
     """A job of 2 nodes × 2 tasks that is requeued twice ends as a run on one device.
 
     The requeued job needs no further flags. The runs use float64, because the four ranks add
@@ -86,7 +86,7 @@ def test_requeued_job_equals_one_device(slurm: Slurm, app: App, tmp_path: Path) 
     assert len(list(stopped.glob(f"*/version_0/wandb/offline-run-*-{final['tracker']}"))) == 3
     assert (final["world_size"], final["num_nodes"]) == (4, 2)
     assert len(final["epochs"]) == 24
-    output_of(*app("fit", *STEPS, *EXACT, "--trainer.max_epochs", "24"))
+    fit(*STEPS, *EXACT, "--trainer.max_epochs", "24")
     whole = tmp_path / "runs"
     assert difference(last(whole), last(stopped)) < 1e-7
     both = [losses(root / "LeNet-Synthetic" / "version_0") for root in (stopped, whole)]
