@@ -24,10 +24,12 @@ from harness import (
     QUIET,
     ROOT,
     App,
+    Fit,
     bit_flipped,
     difference,
     draw_images,
     error_of,
+    last_of,
     options,
     output_of,
     record_of,
@@ -90,23 +92,22 @@ def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_ro
     assert "dog" in error_of(*app("fit", *folder(image_root)))
 
 
-def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
-    output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.name", "x"))
-    good = tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt"
+def test_bad_checkpoints(app: App, fit: Fit) -> None:
+    good = last_of(fit(*SMALL, "--trainer.max_epochs=1"))
     other = ["--model.network", "resnet18", "--ckpt_path", good]
     for command in ("fit", "test"):
         message = error_of(*app(command, *SMALL, *other))
         assert 'state_dict for CIFARCNN: Missing key(s) in state_dict: "network.conv1' in message
 
 
-def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
+def test_records_with_odd_values(app: App, fit: Fit) -> None:
     """Reading a record with a value of the wrong form raises an error with the value's name.
 
     `plan` then ends with one error line. A resumed run continues without the record.
     """
-    flags = [*SMALL, "--run.name", "x", "--run.test", "false"]
-    output_of(*app("fit", *flags, "--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "1"))
-    path = tmp_path / "runs" / "x" / "version_0" / "run.json"
+    flags = [*SMALL, "--run.test=false"]
+    run = fit(*flags, *options(max_epochs=1, log_every_n_steps=1))
+    path = run / "run.json"
     good = json.loads(path.read_text())
     odd = {
         "steps": ["four", 10**400, []], "train_s": [float("nan"), {}], "global_batch_size": [0],
@@ -120,9 +121,8 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
                 Record.load(path)
     path.write_text(json.dumps(good | {"throughput": {"median": 0}}))
     refused = "run.json cannot be read (throughput.median: Input should be greater than 0)"
-    assert f"{refused}: give a run's directory" in error_of(*app("plan", "--run", path.parent))
-    more = ["--trainer.max_epochs", "2", "--ckpt_path", path.parent / "checkpoints" / "last.ckpt"]
-    out = output_of(*app("fit", *flags, *more))
+    assert f"{refused}: give a run's directory" in error_of(*app("plan", "--run", run))
+    out = output_of(*app("fit", *flags, "--trainer.max_epochs=2", "--ckpt_path", last_of(run)))
     assert f"{refused}: continuing without it" in out
 
 
@@ -211,7 +211,7 @@ def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path) -> N
     assert "cat/08.jpg cannot be read (not an image) and 28 more" in message
 
 
-def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None:
+def test_odd_images_are_read(app: App, fit: Fit, image_root: Path) -> None:
     """Unusual images are read: CMYK, 16 bits, animated, of one pixel, or with a wrong suffix.
 
     Names of classes and files need not be UTF-8.
@@ -227,24 +227,10 @@ def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None
         (image_root / split / "dog").rename(image_root / split / "d\udcffg")
     (image_root / "test" / "cat" / "00.jpg").rename(image_root / "test" / "cat" / "\udcfe.jpg")
     flags = folder(image_root, max_epochs=1)
-    output_of(*app("fit", *flags))
-    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
+    run = fit(*flags)
     assert "d\ufffdg" in (run / "confusion_matrix.csv").read_text(encoding="utf-8")
     output_of(*app("predict", *flags, "--ckpt_path", "last"))
     assert b"/\xfe.jpg" in (run / "predict_1" / "predictions.csv").read_bytes()
-
-
-def test_no_image_starts_ghostscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        "PIL.EpsImagePlugin.Ghostscript",
-        Mock(side_effect=AssertionError("Ghostscript was started")),
-    )
-    path = tmp_path / "x.png"
-    path.write_bytes(
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
-    )
-    with pytest.raises(UserError, match=r"x.png cannot be read \(not an image\)"):
-        FileSplit([str(path)], [0], (3, 8, 8), Geometry((8, 8)))[0]
 
 
 def test_changed_bit_of_fashion_mnist_is_noticed(

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import ClassLabel, Image, List, Value
-from harness import QUIET, App, losses, options, output_of, record_of
+from harness import QUIET, App, Fit, losses, options, output_of, record_of
 from test_data import attach
 
 from app.data import HuggingFace, ImageFolder, ImageTable
@@ -31,17 +31,13 @@ def table(image_root: Path) -> pd.DataFrame:
     return made
 
 
-def test_a_table_is_a_folder(
-    image_root: Path, table: pd.DataFrame, app: App, tmp_path: Path
-) -> None:
+def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, fit: Fit) -> None:
     """Training on a table has the same splits and losses as on the folder.
 
     Splits and columns may have other names.
     """
-    output_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *FLAGS))
-    output_of(*app("fit", "--data", "ImageTable", "--data.csv", image_root / "all.csv", *FLAGS))
-    folder = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
-    ours = tmp_path / "runs" / "LeNet-ImageTable" / "version_0"
+    folder = fit("--data=ImageFolder", "--data.root", image_root, *FLAGS)
+    ours = fit("--data=ImageTable", "--data.csv", image_root / "all.csv", *FLAGS)
     assert losses(ours).tolist() == losses(folder).tolist()
     assert record_of(ours)["data"]["images"] == {"train": 33, "val": 3, "test": 12}
     renamed = table.rename(columns={"file": "photo", "label": "kind"})
@@ -341,7 +337,9 @@ def test_wrong_labels_of_hugging_face_are_refused(
 
 
 def test_a_row_that_is_no_image(saved: Path, image_root: Path) -> None:
-    bad = {"image": [{"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": None}] * 3, "label": [0, 1, 0]}
+    """PIL would start Ghostscript to draw this image."""
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    bad = {"image": [{"bytes": eps, "path": None}] * 3, "label": [0, 1, 0]}
     features = datasets.load_from_disk(str(saved))["train"].features
     datasets.Dataset.from_dict(bad, features).save_to_disk(str(image_root / "bad"))
     with pytest.raises(UserError, match=r"row 0 of train in .*bad cannot be read \(not an image\)"):
