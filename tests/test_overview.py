@@ -47,8 +47,9 @@ def test_runs_are_listed_by_a_column(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"epochs": 3}', "run.json cannot be read (epochs: Input should be a valid"),
-        ("{", "run.json cannot be read ("),
+        ('{"epochs": [{"epoch": "one"}]}', "run.json cannot be read (epochs.0.epoch: Input should"),
+        ("{", "run.json cannot be read (Expecting property name"),
+        ("null", "run.json cannot be read ("),
         ('{"loss": 3}', "run.json is not the record of a run"),
     ],
 )
