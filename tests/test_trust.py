@@ -135,19 +135,17 @@ def test_other_commands_reject_code_in_configs(app: App) -> None:
     """The config of somebody's run, and an experiment file, run no code either."""
     run = Path("theirs/version_0")
     (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints" / "best.ckpt").touch()
+    checkpoint = run / "checkpoints/best.ckpt"
+    checkpoint.touch()
     model = {"class_path": "CIFARCNN", "init_args": {"optimizer": RUNS}}
-    (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    config = run / "config.yaml"
+    config.write_text(yaml.safe_dump({"model": model}))
     Path("experiment.yaml").write_text(
         yaml.safe_dump({"variants": {"a": {"model.optimizer": RUNS}}})
     )
-    checkpoint = str(run / "checkpoints" / "best.ckpt")
-    commands = [[name, "--ckpt_path", checkpoint] for name in ("predict", "test", "validate")]
-    commands += [
-        ["compare", "--experiment", "experiment.yaml"],
-        ["verify", "--config", str(run / "config.yaml")],
-    ]
-    for command in [*commands, ["plan", "--config", str(run / "config.yaml")]]:
+    commands = [[name, f"--ckpt_path={checkpoint}"] for name in ("predict", "test", "validate")]
+    commands += [[name, f"--config={config}"] for name in ("verify", "plan")]
+    for command in [*commands, ["compare", "--experiment=experiment.yaml"]]:
         assert "torch.utils.collect_env.run: expected a subclass of Optimizer" in error_of(
             *app(*command)
         )
