@@ -1,5 +1,6 @@
 """Images that a CSV file lists, and data sets of Hugging Face."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import pytest
 import torch
 from datasets import ClassLabel, Image, List, Value
 from harness import QUIET, App, Fit, losses, options, output_of, record_of
-from test_data import attach
+from test_data import attach, refusal
 
 from app.data import HuggingFace, ImageFolder, ImageTable
 from app.errors import UserError
 
 FLAGS = [*options(max_epochs=1, batch_size=8, num_workers=0, log_every_n_steps=1), *QUIET]
-FLAGS += ["--model", "CIFARCNN"]
+FLAGS += ["--model=CIFARCNN"]
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, fit: Fit) ->
 
     Splits and columns may have other names.
     """
-    folder = fit("--data=ImageFolder", "--data.root", image_root, *FLAGS)
+    folder = fit("--data=ImageFolder", f"--data.root={image_root}", *FLAGS)
     ours = fit("--data=ImageTable", "--data.csv", image_root / "all.csv", *FLAGS)
     assert losses(ours).tolist() == losses(folder).tolist()
     assert record_of(ours)["data"]["images"] == {"train": 33, "val": 3, "test": 12}
@@ -70,11 +71,7 @@ def test_labels_are_read_again(
             assert data._splits["train"][0].labels[place] == classes.index(first)
 
 
-def rejection(csv: Path, **columns: str) -> str:
-    """Read a CSV file, which must fail, and return the error message."""
-    with pytest.raises(UserError) as error:
-        attach(ImageTable(str(csv), num_workers=0, **columns))
-    return str(error.value)
+rejection = partial(refusal, ImageTable)
 
 
 def test_wrong_cell_or_column_is_named(image_root: Path, table: pd.DataFrame) -> None:
@@ -207,11 +204,11 @@ def test_a_data_set_of_hugging_face(
 
     Only its first run decodes the images.
     """
-    flags = ["--data", "HuggingFace", "--data.path", saved, *FLAGS]
+    flags = ["--data=HuggingFace", f"--data.path={saved}", *FLAGS]
     assert "Decoding 36 images" in output_of(*app("fit", *flags))
-    assert "Decoding" not in output_of(*app("fit", *flags, "--trainer.max_epochs", "2"))
-    output_of(*app("predict", *flags, "--ckpt_path", "last"))
-    run = tmp_path / "runs" / "LeNet-HuggingFace" / "version_0"
+    assert "Decoding" not in output_of(*app("fit", *flags, "--trainer.max_epochs=2"))
+    output_of(*app("predict", *flags, "--ckpt_path=last"))
+    run = tmp_path / "runs/LeNet-HuggingFace/version_0"
     assert record_of(run)["data"]["images"] == {"train": 33, "val": 3, "test": 12}
     folder = attach(ImageFolder(str(image_root), cache="off"), "test")
     parquet = image_root / "train.parquet"
