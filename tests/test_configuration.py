@@ -95,7 +95,7 @@ def test_switch_needs_no_value(flag: str, end: str, value: bool) -> None:
 def test_config_with_the_old_name_of_synthetic_images_is_read(tmp_path: Path) -> None:
     old = tmp_path / "config.yaml"
     old.write_text("data: {class_path: app.data.Synthetic, init_args: {size: 64, like: CIFAR10}}\n")
-    assert resolve(["fit", "--config", str(old)]).data.init_args.images == 64
+    assert resolve(["fit", f"--config={old}"]).data.init_args.images == 64
 
 
 def test_quick_needs_no_value(app: App) -> None:

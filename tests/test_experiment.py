@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import SHIPPED, App, error_of, output_of
+from harness import SHIPPED, SLOW, App, error_of, output_of
 
 from app.lab.compare.results import COLUMNS
 
@@ -32,7 +32,7 @@ def test_grid_expands_to_every_combination_that_is_not_excluded(
     assert pairs == [("dp", "2"), ("ddp", "1"), ("ddp", "2")]
     assert "strategy=ddp devices=2 num_workers=0" in out
     assert "3 runs to do: at most 3:00" in out
-    assert not (tmp_path / "runs" / "compare").exists(), "a dry run writes nothing"
+    assert not (tmp_path / "runs/compare").exists(), "a dry run writes nothing"
 
 
 def test_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: Write) -> None:
@@ -141,7 +141,7 @@ def test_small_form_keeps_flags_and_yields_to_the_command_line(app: App, experim
         assert flag in command
 
 
-@pytest.mark.parametrize("quick", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quick", ["false", pytest.param("true", marks=SLOW)])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_experiments_can_be_read(app: App, path: Path, quick: str) -> None:
     dry(app, path, "--quick", quick)

@@ -31,7 +31,7 @@ def test_path_is_text_on_the_command_line() -> None:
 def test_run_fit_returns_the_record(tmp_path: Path) -> None:
     record = run_fit([*FLAGS, "--trainer.max_steps=8"], 120, tmp_path / "x")
     assert (record.status, record.steps) == ("completed", 8)
-    assert Record.load(tmp_path / "x" / "version_0" / "run.json") == record
+    assert Record.load(tmp_path / "x/version_0/run.json") == record
     wrong = run_fit([*FLAGS, "--trainer.max_stepz=8"], 120)
     assert (wrong.status, wrong.setup_s) == ("failed", None)
     assert "did you mean --trainer.max_steps" in str(wrong.error)
@@ -46,9 +46,7 @@ def test_run_that_completes_at_its_limit_is_completed(
 
     def complete(processes: Sequence[Any]) -> None:
         stop(processes)
-        Record(status="completed", run_dir=str(tmp_path)).save(
-            tmp_path / "x" / "version_0" / "run.json"
-        )
+        Record(status="completed", run_dir=str(tmp_path)).save(tmp_path / "x/version_0/run.json")
 
     stop = runs._stop
     monkeypatch.setattr(runs, "_stop", complete)

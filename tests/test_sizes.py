@@ -70,7 +70,7 @@ def test_training_images_are_kept_larger(
     """
     monkeypatch.setattr("app.data.image_files.BLOCK", 3000)
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 2)
-    damaged = image_root / "train" / "dog" / "04.jpg"
+    damaged = image_root / "train/dog/04.jpg"
     damaged.write_bytes(damaged.read_bytes()[:300])
     flags = {**RESIZED, "crop": crop, "cache": str(cache), "on_bad_image": "skip"}
     data = attach(ImageFolder(str(image_root), **flags))
@@ -191,7 +191,7 @@ def test_every_variant_crops_and_augments_alike(
         flags += on_cpu(variant)
         tolerance = 1e-5
     elif variant == "decoded":
-        flags += ["--data.cache", "off", "--data.num_workers", "0"]
+        flags += ["--data.cache=off", "--data.num_workers=0"]
     else:
         fork_fit(tmp_path, *flags, "--trainer.max_steps=7")
         flags += ["--ckpt_path=last"]
@@ -225,9 +225,9 @@ def test_augmentations_by_name(image_root: Path, fit: Fit, tmp_path: Path) -> No
     config.write_text(
         yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": settings}})
     )
-    flags = ["--config", config, "--data.root", image_root, "--model", "CIFARCNN", *QUIET]
+    flags = [f"--config={config}", f"--data.root={image_root}", "--model=CIFARCNN", *QUIET]
     flags += options(max_epochs=1, num_workers=0, test=False)
     saved = (fit(*flags) / "config.yaml").read_text()
     for name in ("v2.TrivialAugmentWide", "v2.RandomErasing", "user_code.Inverted"):
         assert name in saved
-    fit(*flags, "--data.augment", "ColorJitter", "--data.augment.brightness", "0.4")
+    fit(*flags, "--data.augment=ColorJitter", "--data.augment.brightness=0.4")
