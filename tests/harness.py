@@ -35,13 +35,16 @@ App = Callable[
 ]  # type of the fixture `app`, which returns exit code and output
 Fit = Callable[..., Path]  # type of the fixture `fit`, which returns the run's directory
 Environment = Mapping[str, str | None]  # None removes the variable
+SLOW = pytest.mark.slow
+
+
+NO_GPU = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+ON_GPU = [pytest.mark.gpu, NO_GPU]
 
 
 def on_gpu(test: Any) -> Any:
     """Mark a test that needs a GPU."""
-    return pytest.mark.gpu(
-        pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")(test)
-    )
+    return pytest.mark.gpu(NO_GPU(test))
 
 
 QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
@@ -81,10 +84,17 @@ def tiny(
 # flags for every feature of a training recipe at once
 RECIPE = [
     *options(mixup=0.3, cutmix=1),
-    *("--model.optimizer.lr=0.02", "--model.optimizer.weight_decay=0.01"),
-    *("--model.no_decay=norm,bias", "--model.schedule=cosine", "--model.warmup=1ep"),
-    *("--model.label_smoothing=0.1", "--model.ema=0.9", "--model.head_lr=3"),
-    *("--model.class_weights=balanced", "--model.freeze=1", "--data.balance=true"),
+    "--model.optimizer.lr=0.02",
+    "--model.optimizer.weight_decay=0.01",
+    "--model.no_decay=norm,bias",
+    "--model.schedule=cosine",
+    "--model.warmup=1ep",
+    "--model.label_smoothing=0.1",
+    "--model.ema=0.9",
+    "--model.head_lr=3",
+    "--model.class_weights=balanced",
+    "--model.freeze=1",
+    "--data.balance=true",
 ]
 
 
@@ -159,7 +169,7 @@ def record(root: Path, version: int = 0) -> dict[str, Any]:
 
 def last_of(run: Path) -> Path:
     """Return the path of a run's last checkpoint."""
-    return run / "checkpoints" / "last.ckpt"
+    return run / "checkpoints/last.ckpt"
 
 
 def bit_flipped(path: Path) -> None:
@@ -207,13 +217,20 @@ def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
     patch("app.monitor.report.make_report", lambda folder, record: "")
 
 
-SHIPPED = sorted((ROOT / "configs" / "compare").glob("*.yaml"))
+SHIPPED = sorted((ROOT / "configs/compare").glob("*.yaml"))
 
 
-SIZES = {"data": "Synthetic", "data.images": 240, "data.batch_size": 24}
 TINY: dict[str, Any] = {
-    "flags": {"trainer.accelerator": "cpu", **SIZES, "trainer.log_every_n_steps": 2},
-    **{"max_epochs": 2, "repeats": 1, "time_limit": 60},
+    "flags": {
+        "trainer.accelerator": "cpu",
+        "trainer.log_every_n_steps": 2,
+        "data": "Synthetic",
+        "data.images": 240,
+        "data.batch_size": 24,
+    },
+    "max_epochs": 2,
+    "repeats": 1,
+    "time_limit": 60,
 }
 
 
@@ -362,9 +379,9 @@ class Running:
         """
         out, _ = self.process.communicate(timeout=seconds)
         awaited(lambda: not family(self.mark), 10)
-        return output_of(
-            self.process.returncode, out, self.process.returncode if code is None else code
-        )
+        if code is not None:
+            output_of(self.process.returncode, out, code)
+        return out
 
 
 @contextmanager

@@ -60,8 +60,15 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("PYTHONPATH", PATHS)
     for name in (
-        *("APP_DEBUG", "APP_TRUST", "PL_GLOBAL_SEED", "LOCAL_RANK", "RANK", "WORLD_SIZE"),
-        *("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        "APP_DEBUG",
+        "APP_TRUST",
+        "PL_GLOBAL_SEED",
+        "LOCAL_RANK",
+        "RANK",
+        "WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["app"])
@@ -139,7 +146,7 @@ def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fashion_root(tmp_path: Path) -> Path:
     """Files in FashionMNIST's IDX format, with 60 training and 20 test images."""
-    folder = tmp_path / "data" / "FashionMNIST" / "raw"
+    folder = tmp_path / "data/FashionMNIST/raw"
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for split, count in (("train", 60), ("t10k", 20)):

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,11 +24,14 @@ import torchvision
 from harness import (
     QUIET,
     ROOT,
+    SLOW,
     App,
+    Fit,
     bit_flipped,
     difference,
     draw_images,
     error_of,
+    last_of,
     options,
     output_of,
     record_of,
@@ -35,7 +39,7 @@ from harness import (
     weights,
 )
 from PIL import Image
-from test_data import attach, folder
+from test_data import attach, folder, refusal
 
 from app.data import FashionMNIST, ImageFolder
 from app.data.geometry import Geometry
@@ -46,6 +50,7 @@ from app.record import Record
 
 REPLACE = "replace unreadable images, or --data.on_bad_image skip"
 SMALL = tiny()
+FASHION = ["--config", ROOT / "configs/fashion_mlp.yaml", *QUIET]
 
 
 def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,59 +59,59 @@ def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.Mo
         ("CIFAR10", "CIFARCNN", "cifar-10-python.tar.gz"),
         ("FashionMNIST", "FashionMLP", "train-images-idx3-ubyte.gz"),
     ):
-        flags = ["--model", model, "--data", data, "--data.root", tmp_path / "none"]
+        flags = [f"--model={model}", f"--data={data}", "--data.root", tmp_path / "none"]
         message = error_of(*app("fit", *flags))
         for text in (str(tmp_path / "none"), file, "--data Synthetic", "could not be downloaded"):
             assert text in message
-    missing = tmp_path / "xyz" / "images"
+    missing = tmp_path / "xyz/images"
     message = error_of(*app("fit", *folder(missing)))
     assert message.startswith(f"error: --data.root {missing}: {tmp_path} has no folder xyz: give")
     assert "--data Synthetic" in message
-    (tmp_path / "mine" / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "mine/train/cat").mkdir(parents=True)
     for name, hint in (("mime", "did you mean mine?"), ("mine", f"so give {tmp_path / 'mine'}")):
         assert hint in error_of(*app("fit", *folder(tmp_path / name / "train")))
 
 
-@pytest.mark.slow
+@SLOW
 def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_root: Path) -> None:
-    batch = cifar_root / "cifar-10-batches-py" / "data_batch_3"
+    batch = cifar_root / "cifar-10-batches-py/data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-100])
-    message = error_of(*app("fit", "--data", "CIFAR10", "--data.root", cifar_root, *QUIET))
+    message = error_of(*app("fit", "--data=CIFAR10", f"--data.root={cifar_root}", *QUIET))
     assert f"{batch.parent} cannot be read (truncated or corrupted files): move it away" in message
 
-    idx = fashion_root / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte"
+    idx = fashion_root / "FashionMNIST/raw/t10k-images-idx3-ubyte"
     whole = idx.read_bytes()
-    fashion = ["--config", ROOT / "configs" / "fashion_mlp.yaml", "--data.root", fashion_root]
     for broken in (whole[:-1], whole[:7], b"\x00" * len(whole)):
         idx.write_bytes(broken)
-        assert f"{idx.parent} cannot be read" in error_of(*app("fit", *fashion, *QUIET))
+        assert f"{idx.parent} cannot be read" in error_of(
+            *app("fit", *FASHION, f"--data.root={fashion_root}")
+        )
 
-    image = image_root / "train" / "dog" / "02.jpg"
+    image = image_root / "train/dog/02.jpg"
     image.write_bytes(image.read_bytes()[:200])
     for flags in (options(num_workers=2), options(cache="off", placement="disk")):
         message = error_of(*app("fit", *folder(image_root), *flags))
         assert message == f"error: {image} cannot be read (Truncated File Read): {REPLACE}"
-    shutil.rmtree(image_root / "train" / "dog")
+    shutil.rmtree(image_root / "train/dog")
     assert "dog" in error_of(*app("fit", *folder(image_root)))
 
 
-def test_bad_checkpoints(app: App, tmp_path: Path) -> None:
-    output_of(*app("fit", *SMALL, "--trainer.max_epochs", "1", "--run.name", "x"))
-    good = tmp_path / "runs" / "x" / "version_0" / "checkpoints" / "last.ckpt"
-    other = ["--model.network", "resnet18", "--ckpt_path", good]
+def test_bad_checkpoints(app: App, fit: Fit) -> None:
+    good = last_of(fit(*SMALL, "--trainer.max_epochs=1"))
+    other = ["--model.network=resnet18", f"--ckpt_path={good}"]
     for command in ("fit", "test"):
         message = error_of(*app(command, *SMALL, *other))
         assert 'state_dict for CIFARCNN: Missing key(s) in state_dict: "network.conv1' in message
 
 
-def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
+def test_records_with_odd_values(app: App, fit: Fit) -> None:
     """Reading a record with a value of the wrong form raises an error with the value's name.
 
     `plan` then ends with one error line. A resumed run continues without the record.
     """
-    flags = [*SMALL, "--run.name", "x", "--run.test", "false"]
-    output_of(*app("fit", *flags, "--trainer.max_epochs", "1", "--trainer.log_every_n_steps", "1"))
-    path = tmp_path / "runs" / "x" / "version_0" / "run.json"
+    flags = [*SMALL, "--run.test=false"]
+    run = fit(*flags, *options(max_epochs=1, log_every_n_steps=1))
+    path = run / "run.json"
     good = json.loads(path.read_text())
     odd = {
         "steps": ["four", 10**400, []], "train_s": [float("nan"), {}], "global_batch_size": [0],
@@ -120,9 +125,8 @@ def test_records_with_odd_values(app: App, tmp_path: Path) -> None:
                 Record.load(path)
     path.write_text(json.dumps(good | {"throughput": {"median": 0}}))
     refused = "run.json cannot be read (throughput.median: Input should be greater than 0)"
-    assert f"{refused}: give a run's directory" in error_of(*app("plan", "--run", path.parent))
-    more = ["--trainer.max_epochs", "2", "--ckpt_path", path.parent / "checkpoints" / "last.ckpt"]
-    out = output_of(*app("fit", *flags, *more))
+    assert f"{refused}: give a run's directory" in error_of(*app("plan", "--run", run))
+    out = output_of(*app("fit", *flags, "--trainer.max_epochs=2", "--ckpt_path", last_of(run)))
     assert f"{refused}: continuing without it" in out
 
 
@@ -132,18 +136,14 @@ def test_images_of_one_class(app: App, tmp_path: Path) -> None:
     assert out.splitlines()[-1] == f"error: {message}"
 
 
-def rejection(root: Path, **flags: Any) -> str:
-    """Read a folder of images, which must fail, and return the error message."""
-    with pytest.raises(UserError) as error:
-        attach(ImageFolder(str(root), num_workers=0, **flags))
-    return str(error.value)
+rejection = partial(refusal, ImageFolder)
 
 
 def test_odd_entries_of_a_folder_are_named(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error names pipes, wrong links, an empty class and an unreadable folder."""
-    odd = image_root / "train" / "cat" / "odd.jpg"
+    odd = image_root / "train/cat/odd.jpg"
     os.mkfifo(odd)
     assert f"{odd} cannot be read ([Errno 22] not a file" in rejection(image_root)
     odd.unlink()
@@ -159,7 +159,7 @@ def test_odd_entries_of_a_folder_are_named(
     (image_root / "val").symlink_to("gone")
     assert f"{image_root / 'val'} is a link to gone, which is missing" in rejection(image_root)
     (image_root / "val").unlink()
-    empty = image_root / "train" / "emu"
+    empty = image_root / "train/emu"
     empty.mkdir()
     assert f"{empty} holds no images" in rejection(image_root)
     empty.rmdir()
@@ -182,10 +182,10 @@ def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path) -> N
 
     Without the cache, or if no image can be read, the run is refused.
     """
-    cats = image_root / "train" / "cat"
+    cats = image_root / "train/cat"
     (cats / "00.jpg").write_bytes(b"")
     (cats / "01.jpg").write_bytes((cats / "02.jpg").read_bytes()[:300])
-    (image_root / "train" / "dog" / "zz.png").write_bytes(b"text")
+    (image_root / "train/dog/zz.png").write_bytes(b"text")
     flags = {"on_bad_image": "skip", "cache": str(tmp_path / "cache")}
     first = f"{cats / '00.jpg'} cannot be read (not an image), {cats / '01.jpg'} cannot be read ("
     message = rejection(image_root)
@@ -200,7 +200,7 @@ def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path) -> N
         out = output_of(*app("fit", *folder(image_root, max_epochs=1, **flags)))
         skipped = f"3 of 38 images are skipped: {first}"
         assert (skipped in out) == (version == 0), "reported when they are decoded"
-        run = tmp_path / "runs" / "LeNet-ImageFolder" / f"version_{version}"
+        run = tmp_path / f"runs/LeNet-ImageFolder/version_{version}"
         assert record_of(run)["images_left_out"] == {"train": 3}
         runs.append(weights(run))
     assert difference(*runs) == 0
@@ -211,12 +211,12 @@ def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path) -> N
     assert "cat/08.jpg cannot be read (not an image) and 28 more" in message
 
 
-def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None:
+def test_odd_images_are_read(app: App, fit: Fit, image_root: Path) -> None:
     """Unusual images are read: CMYK, 16 bits, animated, of one pixel, or with a wrong suffix.
 
     Names of classes and files need not be UTF-8.
     """
-    cats = image_root / "train" / "cat"
+    cats = image_root / "train/cat"
     Image.new("CMYK", (20, 20), (1, 2, 3, 4)).save(cats / "cmyk.jpg")
     Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(cats / "deep.png")
     frames = [Image.new("RGB", (9, 9), (value, 0, 0)) for value in (10, 20)]
@@ -225,26 +225,12 @@ def test_odd_images_are_read(app: App, image_root: Path, tmp_path: Path) -> None
     (cats / "renamed.png").write_bytes((cats / "00.jpg").read_bytes())
     for split in ("train", "test"):
         (image_root / split / "dog").rename(image_root / split / "d\udcffg")
-    (image_root / "test" / "cat" / "00.jpg").rename(image_root / "test" / "cat" / "\udcfe.jpg")
+    (image_root / "test/cat/00.jpg").rename(image_root / "test/cat" / "\udcfe.jpg")
     flags = folder(image_root, max_epochs=1)
-    output_of(*app("fit", *flags))
-    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
+    run = fit(*flags)
     assert "d\ufffdg" in (run / "confusion_matrix.csv").read_text(encoding="utf-8")
-    output_of(*app("predict", *flags, "--ckpt_path", "last"))
-    assert b"/\xfe.jpg" in (run / "predict_1" / "predictions.csv").read_bytes()
-
-
-def test_no_image_starts_ghostscript(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        "PIL.EpsImagePlugin.Ghostscript",
-        Mock(side_effect=AssertionError("Ghostscript was started")),
-    )
-    path = tmp_path / "x.png"
-    path.write_bytes(
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
-    )
-    with pytest.raises(UserError, match=r"x.png cannot be read \(not an image\)"):
-        FileSplit([str(path)], [0], (3, 8, 8), Geometry((8, 8)))[0]
+    output_of(*app("predict", *flags, "--ckpt_path=last"))
+    assert b"/\xfe.jpg" in (run / "predict_1/predictions.csv").read_bytes()
 
 
 def test_changed_bit_of_fashion_mnist_is_noticed(
@@ -252,7 +238,7 @@ def test_changed_bit_of_fashion_mnist_is_noticed(
 ) -> None:
     """Extracted files are compared with the archives that torchvision downloads."""
     dataset = torchvision.datasets.FashionMNIST
-    file = fashion_root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
+    file = fashion_root / "FashionMNIST/raw/train-labels-idx1-ubyte"
     archive = file.with_name(f"{file.name}.gz")
     archive.write_bytes(gzip.compress(file.read_bytes()))
     checksum = torchvision.datasets.utils.calculate_md5(archive)
@@ -265,12 +251,11 @@ def test_changed_bit_of_fashion_mnist_is_noticed(
 
 
 def test_label_beyond_the_classes_is_refused(app: App, fashion_root: Path) -> None:
-    labels = fashion_root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
+    labels = fashion_root / "FashionMNIST/raw/train-labels-idx1-ubyte"
     whole = bytearray(labels.read_bytes())
-    flags = ["--config", ROOT / "configs" / "fashion_mlp.yaml", "--data.root", fashion_root, *QUIET]
     whole[-1] = 255
     labels.write_bytes(whole)
-    message = error_of(*app("fit", *flags))
+    message = error_of(*app("fit", *FASHION, f"--data.root={fashion_root}"))
     assert f"{labels.parent} cannot be read (truncated or corrupted files)" in message
 
 

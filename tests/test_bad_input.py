@@ -35,7 +35,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 FLAGS = [
     (["--model.optimizer", RUNS], f"--model.optimizer os.system: {REFUSED}: give --trust os"),
-    (["--model", "os.system"], f"--model os.system: {REFUSED}"),
     (["--trainer.callbacks+=subprocess.Popen"], f"--trainer.callbacks subprocess.Popen: {REFUSED}"),
     (
         ["--trust", "yaml", "--model", "yaml.Loader"],
@@ -110,7 +109,6 @@ def test_odd_flags_are_rejected(flags: list[str], message: str, app: App) -> Non
 LEVELS = [f"&{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")]
 CONFIGS = [
     (f"a: [&a 1, {', '.join(LEVELS)}]", "its aliases (*) stand for more than 100,000 values"),
-    ('run: {name: "a\\0b"}', "--run.name a\\x00b: contains a control character: leave it out"),
     ("model: pipe", "pipe: not a file"),
     ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
     ("run: 7", "run: 7 in --config"),
@@ -148,7 +146,7 @@ def test_pipes_are_not_read(argv: list[str], message: str, app: App) -> None:
     """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
     (run / "checkpoints").mkdir(parents=True)
-    for name in ("pipe", run / "run.json", run / "checkpoints" / "last.ckpt"):
+    for name in ("pipe", run / "run.json", run / "checkpoints/last.ckpt"):
         os.mkfifo(name)
     if argv[0] != "plan":
         argv = [*argv, *TINY[:4], "--run.root", "runs", "--run.name", "x"]
@@ -184,20 +182,14 @@ def test_output_on_an_ascii_terminal() -> None:
 VARIABLES = [
     ("MASTER_PORT", "MASTER_PORT=5x in the environment", "give a whole number, or unset it"),
     ("APP_AGENT", "APP_AGENT=5x in the environment", "left over from another run: unset APP_AGENT"),
-    (
-        "RANK LOCAL_RANK WORLD_SIZE",
-        "error: RANK, LOCAL_RANK, WORLD_SIZE in the environment",
-        ": unset RANK LOCAL_RANK WORLD_SIZE",
-    ),
 ]
 
 
-@pytest.mark.parametrize(("names", "problem", "remedy"), VARIABLES)
+@pytest.mark.parametrize(("name", "problem", "remedy"), VARIABLES)
 def test_odd_or_left_variables_are_rejected(
-    names: str, problem: str, remedy: str, app: App, monkeypatch: pytest.MonkeyPatch
+    name: str, problem: str, remedy: str, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in names.split():
-        monkeypatch.setenv(name, "5x")
+    monkeypatch.setenv(name, "5x")
     line = error_of(*app("fit", *TINY))
     assert problem in line
     assert remedy in line

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from cluster.hosts import awaited
-from forked import fork_app
-from harness import App, error_of, on_cpu, options, output_of, tiny
+from forked import fork_fit
+from harness import SLOW, App, error_of, on_cpu, options, tiny
 from torch import Tensor, nn
 
 from app.data.batches import (
@@ -185,9 +185,9 @@ def test_augmentation_that_cannot_be(app: App) -> None:
     flags = [*tiny(80), *TWO_STEPS, "--data.augment"]
     elastic = "torchvision.transforms.v2.ElasticTransform"
     assert "--data.placement disk, not memory" in error_of(
-        *app("fit", *flags, elastic, "--data.placement", "memory")
+        *app("fit", *flags, elastic, "--data.placement=memory")
     )
-    flags += ["torchvision.transforms.v2.Resize", "--data.augment.size", "7", "--data.num_workers"]
+    flags += ["torchvision.transforms.v2.Resize", "--data.augment.size=7", "--data.num_workers"]
     for workers in ("0", "2"):
         line = error_of(*app("fit", *flags, workers))
         assert line.startswith(
@@ -195,10 +195,10 @@ def test_augmentation_that_cannot_be(app: App) -> None:
         )
 
 
-@pytest.mark.slow
+@SLOW
 def test_spawned_processes_have_workers(tmp_path: Path) -> None:
-    flags = tiny(80, placement="disk", num_workers=1, test=False, root=tmp_path)
-    output_of(*fork_app("fit", *flags, *TWO_STEPS, *on_cpu("ddp_spawn")))
+    flags = tiny(80, placement="disk", num_workers=1, test=False)
+    fork_fit(tmp_path, *flags, *TWO_STEPS, *on_cpu("ddp_spawn"))
 
 
 def test_drop_last() -> None:

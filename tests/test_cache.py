@@ -17,8 +17,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from forked import fork_app
-from harness import QUIET, App, error_of, losses, on_cpu, options, output_of, record_of
+from forked import fork_app, fork_fit
+from harness import QUIET, SLOW, App, Fit, error_of, losses, on_cpu, options, output_of, record_of
 from test_data import attach, folder
 
 from app.data import CIFAR10, ImageFolder
@@ -28,7 +28,6 @@ from app.data.image_files import FileSplit, FolderSource
 from app.errors import UserError
 from app.system.files import PART
 
-SLOW = pytest.mark.slow
 STEPS = [*options(max_epochs=1, max_steps=2), *QUIET]
 UNTESTED = options(test=False)
 
@@ -75,10 +74,10 @@ def test_the_second_start_decodes_nothing(
     assert f"Decoding 36 images, once, into {cache}" in out
     assert multiprocessing.active_children() == []
     for more in ([], options(placement="disk", augment="RandomHorizontalFlip")):
-        out = output_of(*app("fit", *flags, "--data.num_workers", "1", *more))
+        out = output_of(*app("fit", *flags, "--data.num_workers=1", *more))
         assert decoded() == 0
         assert "Decoding" not in out
-    new = ["--ckpt_path", "last", "--data.predict_dir", image_root / "train" / "eel"]
+    new = ["--ckpt_path=last", "--data.predict_dir", image_root / "train/eel"]
     output_of(*app("predict", *flags, *new))
     assert decoded() == 12
 
@@ -92,30 +91,26 @@ def test_a_command_decodes_what_it_reads(
     assert decoded() == 36, "the batch is a fraction of the training images"
 
 
-def test_all_placements_and_no_cache_train_alike(
-    image_root: Path, cache: Path, app: App, tmp_path: Path
-) -> None:
+def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, fit: Fit) -> None:
     flags = folder(image_root, batch_size=8, max_epochs=2, num_workers=1, test=False)
     flags += options(log_every_n_steps=1)
     curves = []
     places = [(cache, "memory"), (cache, "disk"), (cache, "device"), ("off", "memory")]
     for place, placement in [*places, ("off", "disk")]:
-        name = f"run_{len(curves)}"
-        output_of(*app("fit", *flags, *options(placement=placement, name=name, cache=place)))
-        curves.append(losses(tmp_path / "runs" / name / "version_0").tolist())
+        curves.append(losses(fit(*flags, *options(placement=placement, cache=place))).tolist())
     assert len(curves[0]) == 10
     assert curves == curves[:1] * 5
 
 
 def test_cache_off_writes_no_file(
-    image_root: Path, tmp_path: Path, app: App, monkeypatch: pytest.MonkeyPatch
+    image_root: Path, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     config = tmp_path / "off.yaml"
     config.write_text("data:\n  class_path: ImageFolder\n  init_args:\n    cache: off\n")
-    folder_of_caches = tmp_path / "home" / "data-parallel-lab"
-    flags = ["--model", "CIFARCNN", "--data.root", image_root, *STEPS, *UNTESTED]
-    output_of(*app("fit", "--config", config, *flags))
+    folder_of_caches = tmp_path / "home/data-parallel-lab"
+    flags = ["--model=CIFARCNN", f"--data.root={image_root}", *STEPS, *UNTESTED]
+    fit(f"--config={config}", *flags)
     assert not folder_of_caches.exists()
     attach(ImageFolder(str(image_root)))
     assert len(list(folder_of_caches.iterdir())) == 2
@@ -125,9 +120,9 @@ def test_changed_images_are_decoded_again(
     image_root: Path, cache: Path, decoded: Callable[[], int]
 ) -> None:
     first = images_of(image_root, cache)
-    image = image_root / "train" / "cat" / "00.jpg"
+    image = image_root / "train/cat/00.jpg"
     decoded()
-    shutil.copy(image_root / "train" / "dog" / "00.jpg", image)
+    shutil.copy(image_root / "train/dog/00.jpg", image)
     second = images_of(image_root, cache)
     assert decoded() == 36
     assert not torch.equal(second, first)
@@ -136,8 +131,8 @@ def test_changed_images_are_decoded_again(
     assert decoded() == 36
     image.unlink()
     assert len(images_of(image_root, cache)) == 35
-    (image_root / "train" / "ant").mkdir()  # raises all other labels by one
-    shutil.copy(image_root / "train" / "dog" / "00.jpg", image_root / "train" / "ant")
+    (image_root / "train/ant").mkdir()  # raises all other labels by one
+    shutil.copy(image_root / "train/dog/00.jpg", image_root / "train/ant")
     images_of(image_root, cache)
     assert decoded() == 35 + 12 + 36
     assert len(list(cache.iterdir())) == 2, "train and test: what is stale is replaced"
@@ -293,14 +288,14 @@ def test_processes_that_write_at_once(image_root: Path, cache: Path) -> None:
 
 
 def test_pickles_are_checked_once_and_opened_once(
-    cifar_root: Path, cache: Path, app: App, monkeypatch: pytest.MonkeyPatch
+    cifar_root: Path, cache: Path, app: App, fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = Mock(side_effect=pickle.load)
     monkeypatch.setattr(pickle, "load", load)
-    flags = ["--data", "CIFAR10", *options(cache=cache), "--data.root", cifar_root, *STEPS]
-    output_of(*app("fit", *flags))
+    flags = ["--data=CIFAR10", *options(cache=cache), f"--data.root={cifar_root}", *STEPS]
+    fit(*flags)
     opened = load.call_count
-    output_of(*app("fit", *flags))
+    fit(*flags)
     cached = attach(CIFAR10(str(cifar_root), cache=str(cache)))._splits["train"][0]
     assert load.call_count == opened > 0
     plain = attach(CIFAR10(str(cifar_root), cache="off"))._splits["train"][0]
@@ -309,7 +304,7 @@ def test_pickles_are_checked_once_and_opened_once(
     assert torch.equal(plain.tensor(), cached.tensor())
     assert torch.equal(plain.labels, cached.labels)
     opened = load.call_count
-    batch = cifar_root / "cifar-10-batches-py" / "data_batch_3"
+    batch = cifar_root / "cifar-10-batches-py/data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-1] + b"!")
     message = error_of(*app("fit", *flags))
     assert f"{batch.parent} cannot be read (truncated or corrupted files)" in message
@@ -324,8 +319,8 @@ def test_pickles_are_checked_once_and_opened_once(
 @pytest.mark.parametrize(
     ("data", "strategy", "count"),
     [
-        (["FashionMNIST", "--model", "FashionMLP"], "ddp_fork", 60),
-        (["ImageFolder", "--model", "CIFARCNN"], "ddp_spawn", 36),
+        (["FashionMNIST", "--model=FashionMLP"], "ddp_fork", 60),
+        (["ImageFolder", "--model=CIFARCNN"], "ddp_spawn", 36),
     ],
 )
 def test_ranks_share_one_file(
@@ -341,7 +336,7 @@ def test_ranks_share_one_file(
     flags = ["--data", *data, "--data.root", roots[data[0]], *STEPS, *UNTESTED]
     flags += options(batch_size=8, cache=cache, root=tmp_path)
     flags += ["--trainer.callbacks+=user_code.SaysWhereImagesLie"]
-    flags += ["--trainer.callbacks.directory", tmp_path]
+    flags += [f"--trainer.callbacks.directory={tmp_path}"]
     out = output_of(*fork_app("fit", *flags, *on_cpu(strategy)))
     assert out.count(f"Decoding {count} images") == 1
     note = (tmp_path / "rank0").read_text()
@@ -353,10 +348,9 @@ def test_ranks_share_one_file(
 
 @SLOW
 def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
-    flags = ["--data", "user_code.FillsUpOnRank1", *STEPS, *UNTESTED]
-    flags += options(images=200, batch_size=8, num_workers=0, root=tmp_path)
-    output_of(*fork_app("fit", *flags, *on_cpu("ddp_fork")))
-    assert record_of(next(tmp_path.glob("*/version_0")))["placement"] == "disk"
+    flags = ["--data=user_code.FillsUpOnRank1", *STEPS, *UNTESTED]
+    flags += options(images=200, batch_size=8, num_workers=0)
+    assert record_of(fork_fit(tmp_path, *flags, *on_cpu("ddp_fork")))["placement"] == "disk"
 
 
 def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from forked import fork_app, fork_fit
-from harness import error_of, last_of, on_cpu, options, output_of
+from harness import bit_flipped, error_of, last_of, on_cpu, options, output_of
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from app.command.checkpoint_file import LAST, PREVIOUS, CheckpointFiles, read
@@ -54,9 +54,7 @@ def test_checkpoints_of_lightning_and_torch_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "theirs.ckpt"
     TorchCheckpointIO().save_checkpoint(content(2, 4000), path)
     assert CheckpointFiles().load_checkpoint(path)["global_step"] == 2
-    changed = bytearray(path.read_bytes())
-    changed[len(changed) // 2] ^= 1  # inside the tensor
-    path.write_bytes(changed)
+    bit_flipped(path)  # inside the tensor
     with pytest.raises(UserError, match=r"theirs.ckpt: damaged \(archive/data/0\)"):
         read(path)
     torch.save(content(3), path, _use_new_zipfile_serialization=False)
@@ -149,7 +147,7 @@ def theirs(model: str, **settings: object) -> list[str]:
 def test_unreadable_checkpoint_ends_the_run_before_it_trains(devices: int, tmp_path: Path) -> None:
     """The line names the object. It is the last one on every number of processes."""
     flags = ["--run.root", tmp_path, *theirs("SavesMode", max_epochs=2)]
-    flags += on_cpu("ddp_fork", 2) if devices == 2 else []
+    flags += on_cpu("ddp_fork") if devices == 2 else []
     assert error_of(*fork_app("fit", *flags)) == (
         "error: checkpoint['settings']['modes'][0] is of type saving_code.Mode, so that no "
         "checkpoint could be loaded: save a plain value or a tensor, or call "
@@ -171,7 +169,7 @@ def test_unreadable_hyperparameters_are_left_out(tmp_path: Path) -> None:
     out = output_of(*fork_app(*flags))
     line = "checkpoints are saved without the hyperparameters act, optimizer, because only plain"
     assert out.count(line) == 1
-    saved = tmp_path / "saved" / "x" / "version_0"
+    saved = tmp_path / "saved/x/version_0"
     assert read(last_of(saved))["hyper_parameters"] == {"scale": 2.0}
     other = fork_fit(tmp_path / "x", *theirs("KeepsObjects", enable_checkpointing=False))
     assert (saved / "metrics.csv").read_text() == (other / "metrics.csv").read_text()

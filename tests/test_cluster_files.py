@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 import yaml
 from forked import ForkServer
-from harness import QUIET, ROOT, App, free_port, output_of, record_of, tiny
+from harness import QUIET, ROOT, SLOW, App, free_port, output_of, record_of, tiny
 from packaging.specifiers import SpecifierSet
 from test_tracker import inspect
 
-CLUSTER = ROOT / "configs" / "cluster"
-SMALL = [*tiny(60, 12, accelerator="cpu", test=False), "--model.network", "lenet"]
+CLUSTER = ROOT / "configs/cluster"
+SMALL = [*tiny(60, 12, accelerator="cpu", test=False), "--model.network=lenet"]
 
 
 def run_nodes(
@@ -100,7 +99,7 @@ def test_containers(app: App) -> None:
     output_of(*app(*command[3:]))
 
 
-@pytest.mark.slow
+@SLOW
 def test_kubernetes_train_job(tmp_path: Path) -> None:
     """The job's command trains in two pods.
 
@@ -135,11 +134,11 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
     pods = [
         {**meeting, **counts, "PET_NODE_RANK": str(rank)} for rank in range(trainer["numNodes"])
     ]
-    run_nodes([[*command, *SMALL, "--trainer.max_epochs", "1"]] * len(pods), pods, ROOT)
+    run_nodes([[*command, *SMALL, "--trainer.max_epochs=1"]] * len(pods), pods, ROOT)
     assert epochs(tmp_path / "runs") == [(2, 1)]
 
 
-@pytest.mark.slow
+@SLOW
 def test_skypilot(tmp_path: Path) -> None:
     """The task runs on two nodes with one device each, and continues after a restart."""
     task = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
@@ -162,13 +161,13 @@ def test_skypilot(tmp_path: Path) -> None:
     assert "num_nodes: 1" in run_nodes([["bash", "-eu", "-c", script]], [alone], ROOT)[0]
 
 
-@pytest.mark.slow
+@SLOW
 def test_sweep(tmp_path: Path) -> None:
     """A Weights & Biases agent starts three trials, runs with their own ids and flags."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
     from wandb.sdk.lib.config_util import save_config_file_from_dict
 
-    sweep = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
+    sweep = yaml.safe_load((ROOT / "configs/sweep.yaml").read_text())
     assert (sweep["method"], sweep["metric"]) == ("grid", {"name": "val_acc", "goal": "maximize"})
     values = {
         name: setting.get("values", [setting.get("value")])
@@ -212,7 +211,7 @@ def test_sweep(tmp_path: Path) -> None:
             env["WANDB_SWEEP_PARAM_PATH"] = str(path)
             output_of(*server.run(*command[4:], *small, *QUIET, env=env))
     for number, trial in enumerate(trials):
-        run = tmp_path / "runs" / "sweep" / f"version_{number}"
+        run = tmp_path / f"runs/sweep/version_{number}"
         record = record_of(run)
         assert (record["tracker"], record["world_size"]) == (f"trial{number}", 2)
         file, tracked = inspect(run)

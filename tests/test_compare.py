@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import yaml
 from cluster.hosts import awaited
-from harness import ROOT, App, Running, error_of, output_of, record_of, running, tiny
+from harness import ROOT, SLOW, App, Running, error_of, output_of, record_of, running, tiny
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -30,7 +30,8 @@ from app.system.machine import own_seconds
 def comparing(
     path: Path, *words: str, env: dict[str, str] | None = None
 ) -> AbstractContextManager[Running]:
-    return running("compare", "--experiment", path, "--root", path.parent, *words, env=env)
+    root = path.parent / "runs"
+    return running("compare", "--experiment", path, "--root", root, *words, env=env)
 
 
 def compare(path: Path, *words: str, env: dict[str, str] | None = None) -> str:
@@ -39,7 +40,7 @@ def compare(path: Path, *words: str, env: dict[str, str] | None = None) -> str:
 
 
 def folder_of(path: Path) -> Path:
-    return path.parent / "compare" / "tiny" / "version_0"
+    return path.parent / "runs/compare/tiny/version_0"
 
 
 def by_name(path: Path) -> dict[str, dict[str, Any]]:
@@ -53,7 +54,7 @@ BF16 = {"trainer.precision": "bf16-mixed"}
 STUCK = "stuck_code.FailsWhileRankZeroIsStuck"
 
 
-@pytest.mark.slow
+@SLOW
 def test_variants_that_cannot_run_fail_hang_or_are_slow(
     app: App, experiment: Callable[..., Path]
 ) -> None:
@@ -62,7 +63,7 @@ def test_variants_that_cannot_run_fail_hang_or_are_slow(
         "no GPU": ("skipped", DDP | {"trainer.accelerator": "gpu", "trainer.devices": 4096}),
         "too many": ("skipped", DDP | {"trainer.devices": 4096}),
         "odd batch": ("failed", DDP | {"data.batch_size": 25, "trainer.devices": 2}),
-        "fails": ("failed", {"model": "user_code.FailingModel"}),
+        "fails": ("failed", {"model": "raising_code.Model"}),
         "hangs": ("failed", DDP | {"model": "stuck_code.HangingModel", "trainer.devices": 2}),
         "starts": ("failed", {"model": "stuck_code.NeverReady"}),
         "slow": ("slow", {"trainer.callbacks+": "stuck_code.TakesItsTime"}),
@@ -70,15 +71,15 @@ def test_variants_that_cannot_run_fail_hang_or_are_slow(
         "dp": ("measured", DP),
     }
     path = experiment(variants={name: flags for name, (_, flags) in variants.items()}, repeats=2)
-    output_of(*app("compare", "--root", path.parent, "--experiment", path, "--time_limit", "40"), 1)
+    output_of(*app("compare", "--experiment", path, "--time_limit=40"), 1)
     rows = by_name(path)
     for name, (status, _) in variants.items():
         assert rows[name]["status"] == status, name
     assert "GPU" in rows["no GPU"]["reason"]
     assert "needs 4096 CPU cores" in rows["too many"]["reason"]
     assert "cannot be shared equally by 2 ranks" in rows["odd batch"]["reason"]
-    assert "this model fails" in rows["fails"]["reason"]
-    assert "this model fails" in "\n".join(rows["fails"]["tail"])
+    assert "mat1 and mat2" in rows["fails"]["reason"]
+    assert "mat1 and mat2" in "\n".join(rows["fails"]["tail"])
     assert "only here" in rows["a node fails"]["reason"]
     assert rows["hangs"]["reason"] == "no progress after 40 s: see --time_limit"
     assert rows["starts"]["reason"] == "still setting up after 40 s: see --time_limit"
@@ -101,7 +102,7 @@ def test_variants_that_cannot_run_fail_hang_or_are_slow(
     assert windows == 4, "of 2 epochs of 9 steps, the first is warm-up"
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_users_loader_has_the_baselines_batch(app: App, experiment: Callable[..., Path]) -> None:
     """The loader's batch size counts per process: two processes would have another batch."""
     two = DDP | {"trainer.devices": 2}
@@ -112,7 +113,7 @@ def test_a_users_loader_has_the_baselines_batch(app: App, experiment: Callable[.
         variants={"two": two, "one": {}, "own batch": two | {"data.batch_size": 16}},
         baseline="one",
     )
-    output_of(*app("compare", "--root", path.parent, "--experiment", path))
+    output_of(*app("compare", "--experiment", path))
     batches = {name: row["global_batch"] for name, row in by_name(path).items()}
     assert batches == {"two": 8, "one": 8, "own batch": 32}
 
@@ -131,7 +132,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
         variants={"=one": {}, "<img src=x> | mixed": BF16},
         published={"hardware": "a V100", "rows": rows},
     )
-    out = output_of(*app("compare", "--root", path.parent, "--experiment", path))
+    out = output_of(*app("compare", "--experiment", path))
     folder = folder_of(path)
     pictures = {"throughput.png", "loss_epoch.png", "step.png"}
     written = {"experiment.json", "results.csv", "results.json", "report.md", "report.html", "runs"}
@@ -168,7 +169,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
         assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"], rel=1e-4)
     for damaged in ("runs/repeat_1/=one/version_0/run.json", "experiment.json"):
         (folder / damaged).write_text("{")
-        message = error_of(*app("compare", "--root", path.parent, "--experiment", path))
+        message = error_of(*app("compare", "--experiment", path))
         assert f"{folder / damaged} cannot be read (" in message
         assert message.endswith("give --fresh true to begin a new report")
 
@@ -176,10 +177,10 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
 @pytest.mark.usefixtures("drawn")
 def test_settings_are_compared_by_their_accuracy(app: App, tmp_path: Path) -> None:
     """The repeats of a variant have different seeds."""
-    grid = ["--grid", "model.optimizer.lr=[0.01,0.001]", "--grid", "data.flip=[true]"]
-    words = [*grid, "--repeats", "2", *tiny(400, max_epochs=1, accelerator="cpu")]
-    output_of(*app("compare", "--by", "accuracy", *words))
-    folder = tmp_path / "runs" / "compare" / "settings" / "version_0"
+    grid = ["--grid=model.optimizer.lr=[0.01,0.001]", "--grid=data.flip=[true]"]
+    words = [*grid, "--repeats=2", *tiny(400, max_epochs=1, accelerator="cpu")]
+    output_of(*app("compare", "--by=accuracy", *words))
+    folder = tmp_path / "runs/compare/settings/version_0"
     head = json.loads((folder / "results.json").read_text())
     for row in head["variants"]:
         records = [record_of(Path(run)) for run in row["runs"]]
@@ -201,7 +202,7 @@ def test_no_verdict_on_a_busy_machine(
     path = experiment(variants={"one": {}, "dp": DP})
     out = output_of(*app("compare", "--root", path.parent / "my runs", "--experiment", path))
     message = f"The machine was busy: other programs took up to {cores:.1f} of its {cores} cores"
-    folder = path.parent / "my runs" / "compare" / "tiny" / "version_0"
+    folder = path.parent / "my runs/compare/tiny/version_0"
     head = json.loads((folder / "results.json").read_text())
     assert head["verdict"] == {"said": message, "taken": None}
     again = f"{head['command']} --fresh"
@@ -216,25 +217,25 @@ def test_no_verdict_on_a_busy_machine(
     assert f'<span class="caption">{message}</span>' in html
 
 
-@pytest.mark.slow
+@SLOW
 def test_killed_comparison_continues(experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "dp": DP})
-    runs = folder_of(path) / "runs" / "repeat_1"
+    runs = folder_of(path) / "runs/repeat_1"
     with comparing(path) as process:
-        awaited((runs / "dp" / "version_0" / "run.json").exists, 100)
+        awaited((runs / "dp/version_0/run.json").exists, 100)
         # the kernel then kills the running `fit`, because its parent is dead
         process.get("SIGKILL", "group").end()
-    record = runs / "one" / "version_0" / "run.json"
+    record = runs / "one/version_0/run.json"
     first = record.stat().st_mtime
 
     assert "1 runs are done already" in compare(path)
     assert record.stat().st_mtime == first
     assert {name: row["n"] for name, row in by_name(path).items()} == {"one": 1, "dp": 1}
     compare(path, "--fresh")
-    assert (path.parent / "compare" / "tiny" / "version_1" / "runs").is_dir()
+    assert (folder_of(path).with_name("version_1") / "runs").is_dir()
 
 
-@pytest.mark.slow
+@SLOW
 def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "hangs": {"model": "stuck_code.HangingModel"}})
     with comparing(path) as process:
@@ -283,7 +284,7 @@ def test_nothing_can_run(app: App, experiment: Callable[..., Path]) -> None:
     assert "no CIFAR10 in" in error_of(*app("compare", "--experiment", path))
 
 
-@pytest.mark.slow
+@SLOW
 def test_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path]) -> None:
     path = experiment(variants={"one": {}, "two": BF16})
     compare(path, "--wandb", env={"WANDB_MODE": "offline"})
@@ -291,16 +292,16 @@ def test_tracker_gets_every_run_and_a_summary(experiment: Callable[..., Path]) -
     assert len(list(folder.glob("runs/repeat_1/*/version_0/wandb/offline-run-*"))) == 2
     (summary,) = folder.glob("wandb/offline-run-*")
     assert len(list(summary.glob("files/media/images/*.png"))) == len(list(folder.glob("*.png")))
-    config = (folder / "runs" / "repeat_1" / "one" / "version_0" / "config.yaml").read_text()
+    config = (folder / "runs/repeat_1/one/version_0/config.yaml").read_text()
     assert yaml.safe_load(config)["run"]["group"] == "tiny/version_0"
 
 
-@pytest.mark.slow
+@SLOW
 def test_quick_form_measures_this_machine(app: App, tmp_path: Path) -> None:
     """this_machine.yaml measures two variants or more, in its quick form. No variant fails."""
-    path = ROOT / "configs" / "compare" / "this_machine.yaml"
-    output_of(*app("compare", "--experiment", path, "--quick", "true", "--root", tmp_path))
-    folder = tmp_path / "compare" / path.stem / "version_0"
+    path = ROOT / "configs/compare/this_machine.yaml"
+    output_of(*app("compare", "--experiment", path, "--quick=true"))
+    folder = tmp_path / "runs/compare" / path.stem / "version_0"
     rows = json.loads((folder / "results.json").read_text())["variants"]
     rates = [row["samples_per_s"] for row in rows if row["status"] == "measured"]
     assert len(rates) >= 2, rows

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import QUIET, App, error_of, output_of
+from harness import QUIET, App, Fit, error_of
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CUDAAccelerator
 
@@ -71,13 +71,13 @@ def test_processes_and_replicas(strategy: str, nodes: int, processes: int) -> No
     assert (config.processes, config.replicas) == (processes, 3 * nodes)
 
 
-def test_limits_are_of_our_own_classes(app: App) -> None:
+def test_limits_are_of_our_own_classes(fit: Fit) -> None:
     """Limits of our flags do not apply to the user's classes; a default may be null."""
     classes = ["--model", "user_code.OddModel", "--data", "user_code.OddData"]
     config = resolve(["fit", *classes, "--data.seed", "abc", "--model.clip", ".inf"])
     assert (config.data.init_args.seed, config.data.init_args.data_seed) == ("abc", -1)
     assert config.model.init_args.hidden is None
-    output_of(*app("fit", *classes, "--trainer.max_steps", "1", "--run.test", "false", *QUIET))
+    fit(*classes, "--trainer.max_steps", "1", "--run.test", "false", *QUIET)
     with pytest.raises(UserError, match=r"--model.width null: give a value, or leave it out"):
         resolve(["fit", *classes, "--model.width", "null"])
 
@@ -95,7 +95,7 @@ def test_switch_needs_no_value(flag: str, end: str, value: bool) -> None:
 def test_config_with_the_old_name_of_synthetic_images_is_read(tmp_path: Path) -> None:
     old = tmp_path / "config.yaml"
     old.write_text("data: {class_path: app.data.Synthetic, init_args: {size: 64, like: CIFAR10}}\n")
-    assert resolve(["fit", "--config", str(old)]).data.init_args.images == 64
+    assert resolve(["fit", f"--config={old}"]).data.init_args.images == 64
 
 
 def test_quick_needs_no_value(app: App) -> None:

@@ -31,9 +31,23 @@ from app.training.step import StraightLoop
 
 # methods for users to call; both loops may call `optimizers` as often as they like
 NO_HOOKS = {
-    *("all_gather", "freeze", "log", "log_dict", "lr_schedulers", "manual_backward", "optimizers"),
-    *("print", "remove_ignored_hparams", "save_hyperparameters", "to_onnx", "to_tensorrt"),
-    *("to_torchscript", "toggle_optimizer", "toggled_optimizer", "unfreeze", "untoggle_optimizer"),
+    "all_gather",
+    "freeze",
+    "log",
+    "log_dict",
+    "lr_schedulers",
+    "manual_backward",
+    "optimizers",
+    "print",
+    "remove_ignored_hparams",
+    "save_hyperparameters",
+    "to_onnx",
+    "to_tensorrt",
+    "to_torchscript",
+    "toggle_optimizer",
+    "toggled_optimizer",
+    "unfreeze",
+    "untoggle_optimizer",
     "configure_sharded_model",  # Lightning rejects it beside `configure_model`
 }
 BASES = {"callback": Callback, "module": LightningModule, "data": LightningDataModule}
@@ -312,7 +326,7 @@ def assert_alike(
     """
     if saves:
         trained(False, tmp_path / "first", **settings, callbacks=[lambda: saving(saves)])
-        settings["ckpt_path"] = tmp_path / "first" / "middle.ckpt"
+        settings["ckpt_path"] = tmp_path / "first/middle.ckpt"
     calls, saved, _ = trained(False, tmp_path / "run", **settings)
     straight_calls, straight_saved, straight_reason = trained(True, tmp_path / "run", **settings)
     assert straight_reason == reason
@@ -398,7 +412,7 @@ def test_hook(owner: str, hook: str, tmp_path: Path) -> None:
 
 def test_every_hook_is_called(tmp_path: Path) -> None:
     """The cases call every hook, so that each is compared."""
-    middle = tmp_path / "first" / "middle.ckpt"
+    middle = tmp_path / "first/middle.ckpt"
     trained(False, middle.parent, hooks=HOOKS, callbacks=[lambda: saving("on_train_batch_end")])
     called = set()
     for settings in (
@@ -415,7 +429,7 @@ def test_every_hook_is_called(tmp_path: Path) -> None:
 def test_plateau_after_a_resumption(tmp_path: Path) -> None:
     """Lightning skips ReduceLROnPlateau after a resumed epoch; the straight loop is exact."""
     settings = {"model": PlateauByEpoch, "max_epochs": 3}
-    middle = tmp_path / "first" / "middle.ckpt"
+    middle = tmp_path / "first/middle.ckpt"
     trained(False, middle.parent, callbacks=[lambda: saving("on_train_batch_end")], **settings)
     steps = []
     for straight in (False, True):

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked import fork_fit
-from harness import QUIET, RECIPE, ROOT, Fit, options
+from harness import QUIET, RECIPE, ROOT, SLOW, Fit, options
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
@@ -158,7 +158,7 @@ def test_python_calls(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_python_calls_of_the_fast_config(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ["--config", ROOT / "configs" / "fast.yaml"]
+    config = ["--config", ROOT / "configs/fast.yaml"]
     assert mean(calls_per_step(fit, monkeypatch, *MLP, *config)) <= 800
 
 
@@ -237,7 +237,7 @@ class CountsReads(CIFARCNN):
         super().on_train_epoch_end()
 
 
-@pytest.mark.slow
+@SLOW
 def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
     """Only a logging window's last step reads the device, although ranks must agree on stopping."""
     ddp = ["--trainer.strategy=ddp", "--trainer.devices=2", "--model=test_cost.CountsReads", *QUIET]

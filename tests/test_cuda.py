@@ -99,8 +99,12 @@ def test_the_clock_waits_for_every_accelerator(
 
 CUBLAS, NCCL = "CUBLAS_WORKSPACE_CONFIG", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 VARIABLES = [
-    *((CUBLAS, None, ":4096:8"), (CUBLAS, ":16:8", ":16:8")),
-    *((NCCL, None, "2"), (NCCL, "1", "2"), (NCCL, "0", "0"), (NCCL, "3", "3")),
+    (CUBLAS, None, ":4096:8"),
+    (CUBLAS, ":16:8", ":16:8"),
+    (NCCL, None, "2"),
+    (NCCL, "1", "2"),
+    (NCCL, "0", "0"),
+    (NCCL, "3", "3"),
 ]
 
 
@@ -232,7 +236,7 @@ EVERY += ["--last_checkpoint.every_n_train_steps=7"]
 def test_float32_is_that_of_the_cpu(model: str, fit: Fit) -> None:
     """By default, losses on GPU and CPU are equal, because TF32 is off, even in convolutions."""
     like = ["--data.like=FashionMNIST"] if model == "FashionMLP" else []
-    runs = [fit("--model", model, *SGD, *STEPS, *like, *device) for device in (ON_GPU, CPU)]
+    runs = [fit(f"--model={model}", *SGD, *STEPS, *like, *device) for device in (ON_GPU, CPU)]
     np.testing.assert_allclose(*map(losses, runs), rtol=0, atol=1e-5)
 
 
@@ -254,7 +258,7 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *ON_GPU, "--trainer.strategy=fsdp", "--run.root", tmp_path]
     output_of(*start_app(*flags, "--trainer.max_epochs=1"))
     output_of(*start_app(*flags, "--trainer.max_epochs=2", "--ckpt_path=last"))
-    assert record_of(tmp_path / "LeNet-Synthetic" / "version_0")["test"] is not None
+    assert record_of(tmp_path / "LeNet-Synthetic/version_0")["test"] is not None
 
 
 def test_out_of_memory_is_said_in_one_line(
@@ -281,7 +285,7 @@ def test_out_of_memory_is_said_in_one_line(
         "for the same training step, or "
     )
     assert remedy in error, "half of the batch at once"
-    record = record_of(tmp_path / "runs" / "LeNet-Synthetic" / "version_0")
+    record = record_of(tmp_path / "runs/LeNet-Synthetic/version_0")
     assert (record["status"], record["error"]) == ("failed", error.removeprefix("error: "))
     with (
         pytest.raises(UserError, match=r"out of memory on the host: 4611686018427387904 bytes"),

@@ -4,22 +4,11 @@ import multiprocessing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from forked import fork_app
-from harness import (
-    QUIET,
-    App,
-    error_of,
-    last_of,
-    losses,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    tiny,
-)
+from harness import QUIET, App, Fit, error_of, last_of, options, output_of, record_of
 from lightning.fabric.plugins.environments import LightningEnvironment
 from PIL import Image
 
@@ -54,12 +43,19 @@ def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageDa
     return data
 
 
+def refusal(cls: Any, path: Path, **settings: Any) -> str:
+    """Read image files or a table, which must fail, and return the error message."""
+    with pytest.raises(UserError) as error:
+        attach(cls(str(path), num_workers=0, **settings))
+    return str(error.value)
+
+
 def folder(root: Path, /, **settings: object) -> list[str | Path]:
     """Return flags to read a folder of images, without bar and model summary.
 
     Settings as in `options`.
     """
-    flags = ["--data", root, "--model", "CIFARCNN"]
+    flags = [f"--data={root}", "--model=CIFARCNN"]
     return [*flags, *options(**settings), *QUIET]
 
 
@@ -105,26 +101,24 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
 
 
 @pytest.mark.usefixtures("drawn")
-def test_fashion_mnist(fashion_root: Path, app: App, tmp_path: Path) -> None:
+def test_fashion_mnist(fashion_root: Path, fit: Fit) -> None:
     """A batch size may be a fraction of the training images, rounded up: a quarter of 54 is 14."""
     data = attach(FashionMNIST(str(fashion_root), batch_size=0.25))
     assert next(iter(data.train_dataloader())).images.shape == (14, 1, 28, 28)
     assert len(data.train_dataloader()) == 4
-    config = ["--config", "configs/fashion_mlp.yaml", "--model.repeats", "1"]
-    output_of(*app("fit", *config, "--data.root", fashion_root, *TWO_STEPS))
-    run = tmp_path / "runs" / "fashion_mlp" / "version_0"
+    config = ["--config=configs/fashion_mlp.yaml", "--model.repeats=1"]
+    run = fit(*config, f"--data.root={fashion_root}", *TWO_STEPS)
     assert (run / "most_wrong.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
-def test_image_folder(placement: str, image_root: Path, app: App, tmp_path: Path) -> None:
+def test_image_folder(placement: str, image_root: Path, app: App, fit: Fit) -> None:
     """`predict` writes the test split's labels."""
     flags = folder(image_root, placement=placement, num_workers=2)
-    output_of(*app("fit", *flags, *TWO_STEPS))
+    run = fit(*flags, *TWO_STEPS)
     assert multiprocessing.active_children() == []
-    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
     output_of(*app("predict", *flags, "--ckpt_path", last_of(run)))
-    head, *rows = (run / "predict_1" / "predictions.csv").read_text().splitlines()
+    head, *rows = (run / "predict_1/predictions.csv").read_text().splitlines()
     assert head == "file,predicted,name,probability,label"
     assert len(rows) == 12
 
@@ -189,7 +183,7 @@ def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: 
 
     Other files are counted, in training and in prediction.
     """
-    cats = image_root / "train" / "cat"
+    cats = image_root / "train/cat"
     formats = {"gif": "GIF", "avif": "AVIF", "jfif": "JPEG", "webp": "WEBP", "tiff": "TIFF"}
     for path, (suffix, name) in zip(sorted(cats.iterdir()), formats.items(), strict=False):
         Image.open(path).save(path.with_suffix(f".{suffix}"), format=name)
@@ -202,14 +196,14 @@ def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: 
     out = output_of(*app("fit", *flags, *options(max_epochs=1, test=False)))
     others = "2 .txt, 1 .csv, 1 without suffix\n"
     assert out.count(f"Left out, as no images or in no class folder: {others}") == 1
-    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
+    run = tmp_path / "runs/LeNet-ImageFolder/version_0"
     record = record_of(run)
     assert record["data"]["images"] == {"train": 33, "val": 3}
     assert record["data"]["class_names"] == ["cat", "dog", "eel"]
     assert record["files_left_out"] == {".csv": 1, ".txt": 2, "without suffix": 1}
-    out = output_of(*app("predict", *flags, "--ckpt_path", "last", "--data.predict_dir", cats))
+    out = output_of(*app("predict", *flags, "--ckpt_path=last", f"--data.predict_dir={cats}"))
     assert "no class folder: 2 .txt, 1 without suffix\n" in out
-    assert len((run / "predict_1" / "predictions.csv").read_text().splitlines()) == 1 + 12
+    assert len((run / "predict_1/predictions.csv").read_text().splitlines()) == 1 + 12
 
 
 def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path: Path) -> None:
@@ -223,7 +217,7 @@ def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path:
         (train / name).mkdir(parents=True)
         for file in (image_root / "train" / name).iterdir():
             (train / name / file.name).symlink_to(file)
-    (train / "eel").symlink_to(image_root / "train" / "eel")
+    (train / "eel").symlink_to(image_root / "train/eel")
     linked.mkdir()
     (linked / "train").symlink_to(train)
     for folder in (linked, train, train / "dog"):
@@ -243,15 +237,15 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None
     `predict` takes a single file, too.
     """
     flags = folder((image_root / "train").rename(image_root / "flat"))
-    predict = ["predict", *flags, "--ckpt_path", "last", "--data.predict_dir"]
-    out = output_of(*app("fit", *flags, "--trainer.max_epochs", "1"))
+    predict = ["predict", *flags, "--ckpt_path=last", "--data.predict_dir"]
+    out = output_of(*app("fit", *flags, "--trainer.max_epochs=1"))
     assert out.count("no test images") == 1
     assert "python -m app validate --config " in out
     assert "python -m app test " not in out
-    record = record_of(tmp_path / "runs" / "LeNet-ImageFolder" / "version_0")
+    record = record_of(tmp_path / "runs/LeNet-ImageFolder/version_0")
     assert record["data"]["images"] == {"train": 33, "val": 3}
     photo = image_root / "one photo"
-    photo.write_bytes((image_root / "test" / "cat" / "00.jpg").read_bytes())
+    photo.write_bytes((image_root / "test/cat/00.jpg").read_bytes())
     assert "1 prediction: " in output_of(*app(*predict, photo))
     (_, line) = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
     assert line.startswith(f"{photo},")
@@ -317,18 +311,3 @@ def test_overfitting_repeats_the_same_batches() -> None:
 def test_wrong_batch_size_is_refused(size: float) -> None:
     with pytest.raises(UserError, match="batch_size"):
         Synthetic(batch_size=size)
-
-
-@pytest.mark.slow
-def test_a_last_batch_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
-    """With 1 image for 2 ranks, rank 1 steps with an empty batch.
-
-    The losses equal those of one device.
-    """
-    flags = tiny(73, 32, val_size=8, max_epochs=2, log_every_n_steps=1, root=tmp_path)
-    output_of(*fork_app("fit", *flags, *on_cpu("ddp_fork"), "--run.name", "ddp"))
-    output_of(*fork_app("fit", *flags, "--run.name", "single"))
-    ours = losses(tmp_path / "ddp" / "version_0")
-    single = losses(tmp_path / "single" / "version_0")
-    assert len(single) == 6
-    assert ours == pytest.approx(single, abs=1e-5)

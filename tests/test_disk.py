@@ -8,22 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from forked import fork_app
-from harness import error_of, options, output_of, record, start_app, started
+from harness import SLOW, error_of, on_cpu, options, output_of, record, start_app, started
 
 from app.command.checkpoint_file import read
 
 FIT = [
-    "--model",
-    "FashionMLP",
-    "--model.repeats",
-    "1",
-    "--data",
-    "Synthetic",
+    "--model=FashionMLP",
+    "--model.repeats=1",
+    "--data=Synthetic",
     "--trainer.enable_model_summary=false",
 ]
 FIT += options(like="FashionMNIST", images=600, max_epochs=2, log_every_n_steps=2)
-FIT += ["--last_checkpoint.every_n_train_steps", "2"]
-BIG = ["--model.hidden", "[500]"]  # a checkpoint has 4.6 MiB, with Adam's state
+FIT += ["--last_checkpoint.every_n_train_steps=2"]
+BIG = ["--model.hidden=[500]"]  # a checkpoint has 4.6 MiB, with Adam's state
 
 
 @pytest.fixture
@@ -55,32 +52,27 @@ def test_full_disk_keeps_last_checkpoint(disk: Path, tmp_path: Path) -> None:
     filler = disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
     line = error_of(*start_app("fit", *FIT, *BIG, "--run.root", disk / "runs"))
-    run = disk / "runs" / "FashionMLP-Synthetic" / "version_0"
+    run = disk / "runs/FashionMLP-Synthetic/version_0"
     assert "the checkpoint cannot be written (No space left on device)" in line
     assert "make room there, or give another --run.root" in line
-    assert (record(disk / "runs")["status"], record(disk / "runs")["error"]) == (
-        "failed",
-        line.removeprefix("error: "),
-    )
+    saved = record(disk / "runs")
+    assert (saved["status"], saved["error"]) == ("failed", line.removeprefix("error: "))
     assert not leftovers(disk)
     steps = {path.name: read(path)["global_step"] for path in (run / "checkpoints").glob("*.ckpt")}
     assert steps, "one is whole"
     filler.unlink()
     for kept in (run / "checkpoints").glob("last-1.ckpt"):
         kept.unlink()
-    flags = ["--run.root", tmp_path / "runs", "--run.test", "false"]
-    output_of(
-        *fork_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints" / "last.ckpt")
-    )
+    flags = ["--run.root", tmp_path / "runs", "--run.test=false"]
+    output_of(*fork_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints/last.ckpt"))
 
 
 @pytest.mark.cluster
 def test_full_disk_cuts_no_metrics_line(disk: Path, tmp_path: Path) -> None:
     """On a disk that becomes full, training continues, and no line of metrics.csv is cut."""
-    flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "40", "--data.images", "2000"]
+    flags = [*FIT, "--model.hidden=[8]", "--trainer.max_epochs=40", "--data.images=2000"]
     flags += [
-        "--last_checkpoint.every_n_train_steps",
-        "null",
+        "--last_checkpoint.every_n_train_steps=null",
         "--last_checkpoint.dirpath",
         tmp_path / "last",
     ]
@@ -104,31 +96,22 @@ def test_full_disk_cuts_no_metrics_line(disk: Path, tmp_path: Path) -> None:
 def test_full_tmpdir_is_harmless(devices: int, disk: Path, tmp_path: Path) -> None:
     """A full $TMPDIR does not stop a run whose own folder has room."""
     (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
-    flags = [
-        *FIT,
-        *BIG,
-        "--trainer.accelerator",
-        "cpu",
-        "--trainer.devices",
-        devices,
-        "--run.root",
-        tmp_path / "runs",
-    ]
-    output_of(*start_app("fit", *map(str, flags), env={"TMPDIR": str(disk)}))
+    flags = [*FIT, *BIG, *on_cpu("auto", devices, root=tmp_path / "runs")]
+    output_of(*start_app("fit", *flags, env={"TMPDIR": str(disk)}))
     last = tmp_path / "runs/FashionMLP-Synthetic/version_0/checkpoints/last.ckpt"
     assert torch.load(last, weights_only=True)["epoch"] == 1
     assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
-@pytest.mark.slow
+@SLOW
 def test_renamed_run_folder_is_created_again(tmp_path: Path) -> None:
     """If a run's folder is renamed, the next checkpoint creates a new one."""
-    flags = [*FIT, "--model.hidden", "[8]", "--trainer.max_epochs", "30", "--run.test", "false"]
+    flags = [*FIT, "--model.hidden=[8]", "--trainer.max_epochs=30", "--run.test=false"]
     with started(tmp_path, *flags) as run:
         run.trained(2)
         directory = run.directory.rename(tmp_path / "away")
         run.end(code=0)
     assert record(tmp_path)["status"] == "completed"
     assert directory.exists()
-    assert read(run.directory / "checkpoints" / "last.ckpt")["epoch"] == 29
+    assert read(run.directory / "checkpoints/last.ckpt")["epoch"] == 29
     assert (run.directory / "metrics.csv").exists()

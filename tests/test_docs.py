@@ -23,7 +23,7 @@ import torch
 import yaml
 from benchmarks import gpu_day, speed
 from forked import ForkServer
-from harness import QUIET, ROOT, App, draw_images, losses, output_of
+from harness import QUIET, ROOT, SLOW, Fit, draw_images, losses, on_cpu, options
 from jsonargparse import capture_parser
 
 import app
@@ -44,6 +44,7 @@ BESIDE_CODE = [*ROOT.glob("app/**/*.md"), *ROOT.glob("configs/**/*.md")]
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(BESIDE_CODE)]
 KINDS = ("*.yaml", "*.sbatch", "*.def", "Dockerfile")
 CONFIGS = sorted(path for kind in KINDS for path in ROOT.glob(f"configs/**/{kind}"))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DOCUMENTS = [*MARKDOWN, *CONFIGS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
 PROGRAMS = (
     "python|pip|apptainer|docker|pytest|torchrun|sbatch|srun|salloc|kubectl|sky"
@@ -159,14 +160,10 @@ def check(command: str) -> None:
             cli.commands[name].make_context(name, arguments)
             assert all((ROOT / word).is_file() for word in arguments if word.endswith(".yaml"))
         case ["pip", "install", "-e", place]:
-            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-                "optional-dependencies"
-            ]
+            extras = PYPROJECT["project"]["optional-dependencies"]
             assert set(filter(None, re.sub(r"^\.|[\[\]]", " ", place).split())) <= set(extras)
         case ["pytest", *arguments]:
-            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"][
-                "ini_options"
-            ]["markers"]
+            known = PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]
             marks = arguments[arguments.index("-m") + 1] if "-m" in arguments else ""
             assert set(re.findall(r"\w+", marks)) - {"or", "and", "not"} <= {
                 mark.partition(":")[0] for mark in known
@@ -227,12 +224,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("configs", "tests"):
         (folder / name).symlink_to(ROOT / name)
     for name in ("NAME", "quickstart"):
-        (folder / "runs" / name / "version_0").mkdir(parents=True)
-        shutil.copy(
-            ROOT / "configs/quickstart.yaml", folder / "runs" / name / "version_0/config.yaml"
-        )
-        (folder / "runs" / name / "version_0/checkpoints").mkdir()
-        torch.save({"state_dict": {}}, folder / "runs" / name / "version_0/checkpoints/best.ckpt")
+        run = folder / "runs" / name / "version_0"
+        (run / "checkpoints").mkdir(parents=True)
+        shutil.copy(ROOT / "configs/quickstart.yaml", run / "config.yaml")
+        torch.save({"state_dict": {}}, run / "checkpoints/best.ckpt")
     draw_images(folder / "images", ("cat", "dog"), train=12, test=12)
     for document in MARKDOWN:
         for block in blocks(document, "python"):
@@ -267,7 +262,7 @@ def test_commands_of_the_readme(reader: Path) -> None:
     assert not wrong_commands(ROOT / "README.md")
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("document", DOCUMENTS[1:], **NAME)
 def test_commands(document: Path, reader: Path) -> None:
     assert not wrong_commands(document)
@@ -294,7 +289,7 @@ def test_a_wrong_command_is_found(command: str, reader: Path) -> None:
         check(command)
 
 
-@pytest.mark.slow
+@SLOW
 def test_flags_in_the_prose() -> None:
     """Each flag in prose belongs to one of our commands, or to a program that a document starts."""
     from torch.distributed.run import get_args_parser
@@ -332,17 +327,13 @@ def small(command: str) -> list[str] | None:
 
     Processes are forked, because the start of processes is not tested here.
     """
-    words = words_of(command)
-    if words[:3] != ["python", "-m", "app"] or words[3:4] not in (
-        ["fit"],
-        ["validate"],
-        ["test"],
-        ["predict"],
-    ):
+    match words_of(command):
+        case ["python", "-m", "app", "fit" | "validate" | "test" | "predict" as kind, *flags]:
+            pass
+        case _:
+            return None
+    if "--print_config" in flags or any("help" in word or "num_nodes" in word for word in flags):
         return None
-    if "--print_config" in words or any("help" in word or "num_nodes" in word for word in words):
-        return None
-    kind, *flags = words[3:]
     settings = resolve([kind, *flags])
     if settings.model.init_args.get("weights") == "DEFAULT":  # needs a download
         return None
@@ -369,7 +360,7 @@ def small(command: str) -> list[str] | None:
     return [kind, *flags, "--trainer.accelerator", "cpu", *QUIET]
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.usefixtures("drawn")
 def test_commands_run(reader: Path, tmp_path: Path) -> None:
     """Commands of the introductory documents run in a reader's folder, with small sizes.
@@ -397,31 +388,18 @@ def test_commands_run(reader: Path, tmp_path: Path) -> None:
             assert code == 0, f"{shlex.join(words)}: {out}"
 
 
-def test_before_and_after(reader: Path, cifar_root: Path, app: App, tmp_path: Path) -> None:
+def test_before_and_after(reader: Path, cifar_root: Path, fit: Fit) -> None:
     """The README's script runs; the module in its place has equal losses on one device and two."""
     before = reader / "train.py"
     assert len([line for line in before.read_text().splitlines() if line and line[0] != "#"]) <= 15
     (reader / "data").symlink_to(cifar_root)
     assert np.isfinite(runpy.run_path(str(before))["loss"].item())
-    words = words_of(next(c for c in commands(ROOT / "README.md") if "my_code" in c))[3:]
+    words = words_of(next(c for c in commands(ROOT / "README.md") if "my_code" in c))[4:]
     runs = []
-    for more in (
-        [],
-        ["--trainer.strategy", "dp", "--trainer.devices", "2", "--trainer.accelerator", "cpu"],
-    ):
-        base = words[: words.index("--trainer.strategy")]
-        root = tmp_path / f"runs{len(runs)}"
-        flags = [
-            "--data.batch_size",
-            "8",
-            "--trainer.max_epochs",
-            "2",
-            "--trainer.log_every_n_steps",
-            "1",
-        ]
-        output_of(*app(*base, *more, *flags, "--run.root", root, *QUIET))
-        runs.append(losses(next(root.glob("*/version_0"))))
-    np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
+    flags = [*options(batch_size=8, max_epochs=2, log_every_n_steps=1), *QUIET]
+    for more in ([], on_cpu("dp")):
+        runs.append(losses(fit(*words[: words.index("--trainer.strategy")], *more, *flags)))
+    np.testing.assert_allclose(*runs, rtol=1e-5)
     (reader / "data").unlink()
 
 
@@ -467,7 +445,7 @@ def test_documents_are_short() -> None:
 
 
 def test_the_version_is_one() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = PYPROJECT["project"]["version"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert version == app.__version__ == citation["version"]
     assert citation["cff-version"] == "1.2.0"

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import App, output_of, running
+from harness import SLOW, App, output_of, running
 
 import app.lab.doctor
 from app.lab.doctor import ONE_STEP
@@ -23,7 +23,7 @@ def levels_of(out: str) -> dict[str, str]:
     return {name: level for level, name in lines}
 
 
-@pytest.mark.slow
+@SLOW
 def test_self_test_ignores_misleading_variables() -> None:
     left = {"LOCAL_RANK": "1", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "9"}
     with running("doctor", env=left) as run:
@@ -74,7 +74,7 @@ def test_smallest_quota_of_the_control_groups_counts(
     assert usable_cores() == 64
     (tmp_path / "job").mkdir()
     (tmp_path / "cpu.max").write_text("400000 100000\n")
-    (tmp_path / "job" / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "job/cpu.max").write_text("max 100000\n")
     assert usable_cores() == 4
 
 

@@ -42,10 +42,7 @@ class FollowsItsLoss(Linear):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
-        }
+        return [optimizer], [{"scheduler": scheduler, "monitor": "val_loss"}]
 
 
 class Normalises(Linear):
@@ -77,9 +74,9 @@ DRIFTING = {
 
 
 def flags_of(model: str, root: Path) -> list[str]:
-    flags = ["--model", f"test_drifting_ranks.{model}", "--data", "exact_code.Ordinary"]
+    flags = [f"--model=test_drifting_ranks.{model}", "--data=exact_code.Ordinary"]
     flags += [*QUIET, *options(name="x", test=False, threads=1, log_every_n_steps=2, max_epochs=4)]
-    return [*flags, *on_cpu("ddp_fork", 2, root=root)]
+    return [*flags, *on_cpu("ddp_fork", root=root)]
 
 
 @pytest.mark.parametrize("model", DRIFTING)
@@ -93,7 +90,7 @@ def test_what_differs_is_named(model: str, tmp_path: Path) -> None:
         assert text in out
     assert out.count("error: ") == 1
     assert code == 1
-    run = tmp_path / "x" / "version_0"
+    run = tmp_path / "x/version_0"
     assert record_of(run)["status"] == "failed"
     assert "ranks differ" in record_of(run)["error"]
     last_equal = {"ChangesItsBias": 3, "FollowsItsLoss": 6}  # step of the epoch's end before
@@ -102,7 +99,7 @@ def test_what_differs_is_named(model: str, tmp_path: Path) -> None:
 
 
 def test_run_may_continue(tmp_path: Path) -> None:
-    flags = [*flags_of("ChangesItsBias", tmp_path), "--run.on_divergence", "warn"]
+    flags = [*flags_of("ChangesItsBias", tmp_path), "--run.on_divergence=warn"]
     out = output_of(*fork_app("fit", *flags))
     assert out.count("ranks differ in step 4: layer.bias differs") == 1
 
@@ -139,7 +136,7 @@ def test_names_in_another_order_are_reduced_by_name(tmp_path: Path) -> None:
     alone[-4:] = [*options(strategy="auto", devices=1), *alone[-2:]]
     rows = []
     for flags in (flags_of("LogsClasses", tmp_path / "two"), alone):
-        output_of(*fork_app("fit", *flags, "--run.global_batch", "8"))
+        output_of(*fork_app("fit", *flags, "--run.global_batch=8"))
         file = Path(flags[flags.index("--run.root") + 1], "x", "version_0", "metrics.csv")
         rows.append(pd.read_csv(file)[["val_0", "val_1", "val_2"]].dropna())
     pd.testing.assert_frame_equal(*rows, rtol=1e-5)

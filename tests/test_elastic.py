@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from cluster.hosts import awaited
-from forked import fork_app
-from harness import ROOT, difference, family, on_cpu, options, output_of, record_of, started, tiny
+from forked import fork_fit
+from harness import ROOT, SLOW, difference, family, on_cpu, options, record_of, started, tiny
 from test_torchrun import TORCHRUN
 
-pytestmark = pytest.mark.slow
+pytestmark = SLOW
 SMALL = [*tiny(203, 20, flip=True), *on_cpu("ddp")]
 SHORT = options(max_epochs=1, test=False)
 
@@ -26,12 +26,9 @@ def test_rank_zero_has_terminal_and_debugger(tmp_path: Path) -> None:
     flags = [
         *SMALL,
         *SHORT,
-        "--model",
-        "user_code.Talks",
-        "--model.stops",
-        "true",
-        "--run.root",
-        str(tmp_path),
+        "--model=user_code.Talks",
+        "--model.stops=true",
+        f"--run.root={tmp_path}",
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "app", "fit", *flags],
@@ -65,7 +62,7 @@ def test_rank_zero_has_terminal_and_debugger(tmp_path: Path) -> None:
 def test_agent_logs_only_with_debug(verbose: bool, tmp_path: Path) -> None:
     """The agent logs a signal only with APP_DEBUG, and always deletes its temporary folders."""
     env = {"TMPDIR": str(tmp_path), "APP_DEBUG": "1" if verbose else None}
-    with started(tmp_path / "runs", *SMALL, "--trainer.max_epochs", "100000", env=env) as run:
+    with started(tmp_path / "runs", *SMALL, "--trainer.max_epochs=100000", env=env) as run:
         out = run.trained(1).get("SIGTERM", "main").end(60, code=143)
     assert ("closing signal SIGTERM" in out) == verbose
     assert not list(tmp_path.glob("*data-parallel-lab*"))
@@ -74,8 +71,8 @@ def test_agent_logs_only_with_debug(verbose: bool, tmp_path: Path) -> None:
 
 def test_restart_names_its_cause(tmp_path: Path) -> None:
     """The run names the failed rank; `--cluster.log_dir` has each rank's output."""
-    flags = [*SMALL, *SHORT, "--model", "user_code.Talks", "--cluster.log_dir", tmp_path / "logs"]
-    flags += ["--trainer.callbacks+=user_code.FailsOnce", "--cluster.max_restarts", "1"]
+    flags = [*SMALL, *SHORT, "--model=user_code.Talks", "--cluster.log_dir", tmp_path / "logs"]
+    flags += ["--trainer.callbacks+=user_code.FailsOnce", "--cluster.max_restarts=1"]
     with started(tmp_path, *flags) as run:
         out = run.end(120, code=0)
     assert "rank 0 writes" in out
@@ -94,16 +91,13 @@ def test_restart_after_kill_ends_with_same_weights(tmp_path: Path) -> None:
 
     The final weights equal those of an undisturbed run.
     """
-    flags = [*SMALL, "--model", "user_code.SaysItsProcess", "--model.directory", tmp_path]
-    flags += ["--last_checkpoint.every_n_train_steps", "11", "--model.optimizer.lr", "0.01"]
+    flags = [*SMALL, "--model=user_code.SaysItsProcess", f"--model.directory={tmp_path}"]
+    flags += ["--last_checkpoint.every_n_train_steps=11", "--model.optimizer.lr=0.01"]
     flags += options(max_epochs=30, test=False)
-    output_of(
-        *fork_app("fit", *flags, "--trainer.strategy", "ddp_fork", "--run.root", tmp_path / "whole")
-    )
-    whole = tmp_path / "whole" / "SaysItsProcess-Synthetic" / "version_0"
+    whole = fork_fit(tmp_path / "whole", *flags, "--trainer.strategy=ddp_fork")
     for name, more, launcher in (
-        ("agent", ["--cluster.max_restarts", "2"], []),
-        ("torchrun", [], [*TORCHRUN, "--max-restarts", "2"]),
+        ("agent", ["--cluster.max_restarts=2"], []),
+        ("torchrun", [], [*TORCHRUN, "--max-restarts=2"]),
     ):
         with started(tmp_path / name, *flags, *more, launcher=launcher) as killed:
             killed.trained(random.randint(2, 8))

@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from forked import fork_app
-from harness import App, error_of, on_cpu, options, output_of, record_of, tiny
+from forked import fork_app, fork_fit
+from harness import SLOW, App, Fit, error_of, on_cpu, output_of, record_of, tiny
 from PIL import Image
 from test_data import folder
 
@@ -19,7 +19,6 @@ from app.modules import CIFARCNN
 
 # 1,003 test images in batches of 64: 15 full ones and one of 43, which neither 2 nor 4 divides
 DATA = tiny(5015, 64, val_size=1003)
-SLOW = pytest.mark.slow
 
 
 def result(run: Path) -> dict[str, float]:
@@ -27,7 +26,7 @@ def result(run: Path) -> dict[str, float]:
 
 
 def best_of(run: Path) -> list[str | Path]:
-    return ["--ckpt_path", run / "checkpoints" / "best.ckpt"]
+    return ["--ckpt_path", run / "checkpoints/best.ckpt"]
 
 
 def confusion(run: Path) -> list[list[str]]:
@@ -36,36 +35,32 @@ def confusion(run: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("trained")
-    learn = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.002"]
-    output_of(*fork_app("fit", *DATA, *learn, *options(max_epochs=1, root=root, name="x")))
-    return root / "x" / "version_0"
+    learn = ["--model.optimizer=Adam", "--model.optimizer.lr=0.002", "--trainer.max_epochs=1"]
+    return fork_fit(tmp_path_factory.mktemp("trained"), *DATA, *learn, "--run.name=x")
 
 
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("dp", 4), pytest.param("ddp_fork", 2, marks=SLOW)]
 )
-def test_test(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
+def test_test(trained: Path, strategy: str, devices: int, tmp_path: Path) -> None:
     flags = [*on_cpu(strategy, devices, root=tmp_path, name="t"), *best_of(trained)]
-    run = {"dp": app, "ddp_fork": fork_app}[strategy]
-    output_of(*run("test", *DATA, *flags))
-    ours = result(tmp_path / "t" / "version_0")
+    output_of(*fork_app("test", *DATA, *flags))
+    ours = result(tmp_path / "t/version_0")
     single = result(trained)
     assert ours["acc"] == single["acc"]
     assert ours["acc"] > 0.2, "a comparison of models that have learnt nothing says little"
     assert ours["loss"] == pytest.approx(single["loss"], abs=1e-6)
-    assert confusion(tmp_path / "t" / "version_0") == confusion(trained)
+    assert confusion(tmp_path / "t/version_0") == confusion(trained)
     assert sum(int(n) for row in confusion(trained)[1:] for n in row[1:]) == 1003
 
 
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp_fork", 4, marks=SLOW)]
 )
-def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path: Path) -> None:
+def test_predict(trained: Path, strategy: str, devices: int, tmp_path: Path) -> None:
     flags = [*on_cpu(strategy, devices, root=tmp_path, name="p"), *best_of(trained)]
-    run = {"auto": app, "dp": app, "ddp_fork": fork_app}[strategy]
-    output_of(*run("predict", *DATA, *flags))
-    rows = list(csv.DictReader((tmp_path / "p" / "version_0" / "predictions.csv").open()))
+    output_of(*fork_app("predict", *DATA, *flags))
+    rows = list(csv.DictReader((tmp_path / "p/version_0/predictions.csv").open()))
     assert list(rows[0]) == ["index", "predicted", "name", "probability", "label"]
     assert [int(row["index"]) for row in rows] == list(range(1003))
     for row in rows:
@@ -79,7 +74,7 @@ def test_predict(trained: Path, strategy: str, devices: int, app: App, tmp_path:
 def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path: Path) -> None:
     flags = ["--config", trained / "config.yaml", *best_of(trained)]
     output_of(*app("validate", *flags, *on_cpu("dp", 3, root=tmp_path, name="v")))
-    metrics = list(csv.DictReader((tmp_path / "v" / "version_0" / "metrics.csv").open()))[-1]
+    metrics = list(csv.DictReader((tmp_path / "v/version_0/metrics.csv").open()))[-1]
     epoch = record_of(trained)["epochs"][-1]
     assert float(metrics["val_acc"]) == epoch["val_acc"]
     assert float(metrics["val_loss"]) == pytest.approx(epoch["val_loss"], abs=1e-6)
@@ -88,23 +83,20 @@ def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path
 @pytest.mark.parametrize("by", ["path", "name"])
 def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> None:
     """Without flags for model and data, a test uses those of the checkpoint's run."""
-    flags = {"path": best_of(trained), "name": ["--ckpt_path=best", "--run.name", "x"]}[by]
+    flags = {"path": best_of(trained), "name": ["--ckpt_path=best", "--run.name=x"]}[by]
     output_of(*app("test", *flags, "--run.root", trained.parents[1]))
     tests = sorted(trained.glob("test_*"), key=lambda run: run.stat().st_mtime)
     assert result(tests[-1]) == result(trained)
     assert "class_path: app.data.Synthetic" in (tests[-1] / "config.yaml").read_text()
 
 
-def test_images_that_lack_a_class_are_tested_by_name(
-    image_root: Path, app: App, tmp_path: Path
-) -> None:
+def test_images_that_lack_a_class_are_tested_by_name(image_root: Path, app: App, fit: Fit) -> None:
     """Without a class's images, the confusions of the other classes are those of the whole test."""
     flags = folder(image_root)
-    output_of(*app("fit", *flags, *options(max_epochs=2), "--model.optimizer.lr", "0.1"))
+    run = fit(*flags, "--trainer.max_epochs=2", "--model.optimizer.lr=0.1")
     for split in ("train", "test"):
         shutil.rmtree(image_root / split / "cat")
-    output_of(*app("test", *flags, "--ckpt_path", "best"))
-    run = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
+    output_of(*app("test", *flags, "--ckpt_path=best"))
     whole = confusion(run)
     assert confusion(run / "test_1") == [whole[0], ["cat", "0", "0", "0"], *whole[2:]]
 
@@ -115,7 +107,7 @@ def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path)
     Images of other classes are refused.
     """
     checkpoint = tmp_path / "alone.ckpt"
-    shutil.copy(trained / "checkpoints" / "best.ckpt", checkpoint)
+    shutil.copy(trained / "checkpoints/best.ckpt", checkpoint)
     model = CIFARCNN.load_from_checkpoint(checkpoint, map_location="cpu")
     names = [shape.__name__ for shape in SHAPES]
     assert model.images == {
@@ -128,6 +120,6 @@ def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path)
         (tmp_path / "test" / name).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / "test" / name / "0.png")
     shutil.copytree(tmp_path / "test", tmp_path / "train")
-    message = error_of(*app("test", *folder(tmp_path), "--ckpt_path", checkpoint))
+    message = error_of(*app("test", *folder(tmp_path), f"--ckpt_path={checkpoint}"))
     problem = "was trained on other classes (circle, zebra) than --data has: give images"
     assert f"{checkpoint} {problem}" in message

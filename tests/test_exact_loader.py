@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from app.data.exact_loader import why_not
 
-THEIRS = ["--model", "exact_code.Linear", "--run.name", "x", *QUIET]
+THEIRS = ["--model=exact_code.Linear", "--run.name=x", *QUIET]
 THEIRS += options(enable_model_summary=True, accelerator="cpu", test=False, threads=1, max_epochs=2)
 
 
@@ -22,14 +22,14 @@ def fit(root: Path, data: str, *flags: str, devices: int = 1) -> tuple[Path, str
 
     `data` is its data module, or the module if this has loaders of its own.
     """
-    chosen = ["--data", f"exact_code.{data}"]
+    chosen = [f"--data=exact_code.{data}"]
     if data == "OwnLoaders":
-        chosen = ["--model", f"exact_code.{data}"]
-    words = [*THEIRS, *chosen, "--run.root", str(root), *flags]
+        chosen = [f"--model=exact_code.{data}"]
+    words = [*THEIRS, *chosen, f"--run.root={root}", *flags]
     if devices > 1:
         words += on_cpu("ddp_fork", devices)
     out = output_of(*fork_app("fit", *words))
-    return root / "x" / "version_0", out
+    return root / "x/version_0", out
 
 
 def by_hand(batch: int, accumulate: int = 1) -> tuple[dict[str, torch.Tensor], float, float]:
@@ -52,17 +52,17 @@ def by_hand(batch: int, accumulate: int = 1) -> tuple[dict[str, torch.Tensor], f
 CASES = {
     "one process": ("Ordinary", [], 1, (8, 1)),
     "batch per process": ("Ordinary", [], 2, (16, 1)),
-    "batch over all": ("Ordinary", ["--run.global_batch", "8"], 2, (8, 1)),
+    "batch over all": ("Ordinary", ["--run.global_batch=8"], 2, (8, 1)),
     "loaders of the module": ("OwnLoaders", [], 2, (16, 1)),
-    "larger batch": ("Ordinary", ["--run.global_batch", "16"], 1, (16, 1)),
-    "unequal shares": ("Ordinary", ["--run.global_batch", "9"], 2, (9, 1)),
+    "larger batch": ("Ordinary", ["--run.global_batch=16"], 1, (16, 1)),
+    "unequal shares": ("Ordinary", ["--run.global_batch=9"], 2, (9, 1)),
     "divided by the module": ("DividesItself", [], 2, (8, 1)),
     "torch's DistributedSampler": ("Distributed", [], 2, (16, 1)),
     # 5 batches of 8, the last of 4: two steps, of 32 and of 4 samples
-    "accumulated": ("Ordinary", ["--trainer.accumulate_grad_batches", "4"], 1, (8, 4)),
+    "accumulated": ("Ordinary", ["--trainer.accumulate_grad_batches=4"], 1, (8, 4)),
     "accumulated on two": (
         "Ordinary",
-        ["--trainer.accumulate_grad_batches", "2", "--run.global_batch", "8"],
+        ["--trainer.accumulate_grad_batches=2", "--run.global_batch=8"],
         2,
         (8, 2),
     ),
@@ -98,11 +98,10 @@ def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path: Path) -> No
     ],
 )
 def test_predicts_each_row_once(data: str, expected: list, devices: int, tmp_path: Path) -> None:
-    run, _ = fit(tmp_path, "Ordinary", "--trainer.max_epochs", "1")
+    run, _ = fit(tmp_path, "Ordinary", "--trainer.max_epochs=1")
     flags = [
         *THEIRS,
-        "--data",
-        f"exact_code.{data}",
+        f"--data=exact_code.{data}",
         "--ckpt_path",
         str(run / "checkpoints/last.ckpt"),
     ]
@@ -131,7 +130,7 @@ def test_evaluates_each_sample_once(data: str, count: int, devices: int, tmp_pat
 
     A single sample on several ranks is left to Lightning, which repeats it.
     """
-    flags = ["--data.validated", str(count), "--run.global_batch", "8"]
+    flags = [f"--data.validated={count}", "--run.global_batch=8"]
     rows = []
     for processes in (1, devices):
         run, _ = fit(tmp_path / str(processes), data, *flags, devices=processes)
@@ -187,13 +186,13 @@ def test_an_epoch_resumed_in_another_order_is_said(loader: str, tmp_path: Path) 
     data = {"exact": "Combined", "lightning": "Ordinary"}[loader]
     line = "this epoch goes on in another order than before the stop: some samples come twice"
     for step, count in ((5, 0), (7, 0), (9, 1)):
-        flags = ["--run.loader", loader, "--ckpt_path", "auto", "--trainer.max_steps", str(step)]
+        flags = [f"--run.loader={loader}", "--ckpt_path=auto", f"--trainer.max_steps={step}"]
         run, out = fit(tmp_path, data, *flags)
         assert out.count(f"not exact: {line}") == count
     assert record_of(run)["not_exact"][-1].startswith(line)
     assert "You're resuming" not in out
     _, out = fit(tmp_path / "e", "Ordinary", "--trainer.max_steps=7")
-    assert line not in fit(tmp_path / "e", "Ordinary", "--ckpt_path", "auto")[1]
+    assert line not in fit(tmp_path / "e", "Ordinary", "--ckpt_path=auto")[1]
 
 
 REFUSED = {
@@ -214,6 +213,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_is_refused(flags: str, app: App, tmp_path: Path) -> None:
-    words = [*THEIRS, "--data", "exact_code.Ordinary", "--run.root", str(tmp_path), *flags.split()]
+def test_is_refused(flags: str, app: App) -> None:
+    words = [*THEIRS, "--data=exact_code.Ordinary", *flags.split()]
     assert REFUSED[flags] in error_of(*app("fit", *words))

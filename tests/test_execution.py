@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from harness import (
+    SLOW,
     App,
     Fit,
     assert_same,
@@ -38,7 +39,6 @@ RESNET = [
     "--model.network=resnet18_cifar",
     *options(images=14, batch_size=4, drop_last=True, precision="64-true"),
 ]
-SLOW = pytest.mark.slow
 
 
 CHANNELS_LAST = ("channels_last", True, False)
@@ -69,8 +69,8 @@ def test_execution_does_not_change_training(
 def test_resume_converts_momentum_to_the_layout(before: bool, fit: Fit) -> None:
     """On resume, the checkpoint's momentum takes the memory layout of the new run's weights."""
     flags = [*SMALL, *CNN, *STEPS]
-    fit(*flags, *options(max_epochs=1), "--model.channels_last", str(before))
-    run = fit(*flags, "--model.channels_last", str(not before), "--ckpt_path=last")
+    fit(*flags, *options(max_epochs=1), f"--model.channels_last={before}")
+    run = fit(*flags, f"--model.channels_last={not before}", "--ckpt_path=last")
     last = torch.load(last_of(run), weights_only=True)
     momenta = [state["momentum_buffer"] for state in last["optimizer_states"][0]["state"].values()]
     convolution = next(momentum for momentum in momenta if momentum.shape == (16, 6, 5, 5))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import SHIPPED, App, error_of, output_of
+from harness import SHIPPED, SLOW, App, error_of, output_of
 
 from app.lab.compare.results import COLUMNS
 
@@ -32,7 +32,7 @@ def test_grid_expands_to_every_combination_that_is_not_excluded(
     assert pairs == [("dp", "2"), ("ddp", "1"), ("ddp", "2")]
     assert "strategy=ddp devices=2 num_workers=0" in out
     assert "3 runs to do: at most 3:00" in out
-    assert not (tmp_path / "runs" / "compare").exists(), "a dry run writes nothing"
+    assert not (tmp_path / "runs/compare").exists(), "a dry run writes nothing"
 
 
 def test_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: Write) -> None:
@@ -41,7 +41,7 @@ def test_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: 
     for line in dry(app, path)[1]:
         assert "--data.batch_size 24" in line
         assert "lr" not in line
-    one, two = dry(app, path, "--scale_batch", "true")[1]
+    one, two = dry(app, path, "--scale_batch=true")[1]
     assert "--data.batch_size 24" in one
     assert "--model.optimizer.lr 0.001" in one
     assert "--data.batch_size 48" in two
@@ -51,7 +51,7 @@ def test_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: 
 
 def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Write) -> None:
     path = experiment(variants={"one": {}, "other": BF16})
-    words = ["--repeats=4", "--max_epochs", "7", "--data.flip=true", "--seed_everything", "3"]
+    words = ["--repeats=4", "--max_epochs=7", "--data.flip=true", "--seed_everything=3"]
     out, commands = dry(app, path, *words)
     assert "8 runs to do" in out
     for line in commands:
@@ -67,7 +67,7 @@ def test_another_data_class_drops_flags_of_the_experiments_class(
     config = image_root / "own.yaml"
     data = {"class_path": "ImageFolder", "init_args": {"root": str(image_root)}}
     config.write_text(yaml.safe_dump({"data": data}))
-    images = ["--data", "ImageFolder", "--data.root", image_root]
+    images = ["--data=ImageFolder", "--data.root", image_root]
     for words in (images, ["--config", config]):
         (command,) = dry(app, path, *words)[1]
         assert "--data.images" not in command
@@ -135,13 +135,13 @@ def test_flag_that_cannot_take_effect_is_rejected(
 def test_small_form_keeps_flags_and_yields_to_the_command_line(app: App, experiment: Write) -> None:
     form = {"repeats": 3, "max_epochs": 4, "flags": {"data.images": 120}}
     path = experiment(**ONE, quick_form=form)
-    out, (command,) = dry(app, path, "--quick", "true", "--repeats", "5")
+    out, (command,) = dry(app, path, "--quick=true", "--repeats=5")
     assert "5 runs to do" in out
     for flag in ("--data.images 120", "--data.batch_size 24", "--trainer.max_epochs 4"):
         assert flag in command
 
 
-@pytest.mark.parametrize("quick", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quick", ["false", pytest.param("true", marks=SLOW)])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_experiments_can_be_read(app: App, path: Path, quick: str) -> None:
     dry(app, path, "--quick", quick)

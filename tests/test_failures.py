@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from forked import fork_app
-from harness import on_cpu, record, tiny
+from harness import SLOW, on_cpu, record, tiny
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from app.launch.failures import callstack, error_file, message_of
 
-SLOW = pytest.mark.slow
 ENDS = {  # exit code, and pattern of the record's error
     "SIGKILL": (1, r"rank 1 \(process \d+\) was ended by SIGKILL"),
     "_exit0": (1, r"rank 1 \(process \d+\) ended with exit code 0 before the end of the run"),
@@ -61,8 +60,7 @@ ALL = [
 )
 def test_end_of_a_rank_ends_the_run(strategy: str, stage: str, end: str, tmp_path: Path) -> None:
     """The last rank ends at a stage. Another one ends at once, too, despite a long timeout."""
-    devices = 1 if strategy == "auto" else 2
-    flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy, devices), "--run.root", tmp_path]
+    flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy, root=tmp_path)]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
     code, out = fork_app("fit", *flags, f"--trainer.callbacks.way={end}", timeout=100)
     expected, pattern = ENDS[end]

@@ -79,12 +79,12 @@ def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> N
     out = output_of(*app("fit", *ON_FAKE, *options(test=True), "--run.name=x"))
     assert "Tensor Cores" not in out
     assert "LOCAL_RANK" not in out
-    run = tmp_path / "runs" / "x" / "version_0"
+    run = tmp_path / "runs/x/version_0"
     assert record_of(run)["test"] is not None
     assert (run / "confusion_matrix.png").exists()
     flags = ["--config", run / "config.yaml", "--ckpt_path", last_of(run), "--run.name=y"]
     output_of(*app("predict", *flags))
-    (predictions,) = (tmp_path / "runs" / "y").glob("*/predictions.csv")
+    (predictions,) = (tmp_path / "runs/y").glob("*/predictions.csv")
     assert len(predictions.read_text().splitlines()) > 1
 
 

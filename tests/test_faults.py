@@ -12,12 +12,24 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from forked import ForkServer
-from harness import RECIPE, acts, difference, family, options, output_of, started, tiny, weights
+from harness import (
+    RECIPE,
+    SLOW,
+    acts,
+    difference,
+    family,
+    options,
+    output_of,
+    started,
+    tiny,
+    weights,
+)
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +37,10 @@ from app.command.checkpoint_file import read
 from app.data import CIFAR10, FashionMNIST, ImageFolder
 from app.errors import UserError
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("drawn")]
+pytestmark = [SLOW, pytest.mark.usefixtures("drawn")]
 TIMES = int(os.environ.get("FAULTS", "1"))
 FIT = tiny(700, 16, test=False)
-SAVES = ["--last_checkpoint.every_n_train_steps", "3", "--trainer.log_every_n_steps", "5"]
+SAVES = ["--last_checkpoint.every_n_train_steps=3", "--trainer.log_every_n_steps=5"]
 Tally = Callable[[str, int], None]
 
 
@@ -47,16 +59,16 @@ def test_kills_at_random_moments(server: ForkServer, tmp_path: Path, tally: Tall
     """After a kill at any moment, the resumed run ends like an undisturbed one."""
     kills = 0
     seed = random.Random(7)
-    flags = [*FIT, *SAVES, "--trainer.max_epochs", "6", "--run.root", tmp_path / "runs"]
+    flags = [*FIT, *SAVES, "--trainer.max_epochs=6", "--run.root", tmp_path / "runs"]
     elsewhere = Path("/dev/shm/app-faults")  # $TMPDIR on another file system
     elsewhere.mkdir(exist_ok=True)
-    output_of(*server.run("fit", *flags, "--run.name", "undisturbed"))
-    expected = weights(tmp_path / "runs" / "undisturbed" / "version_0")
+    output_of(*server.run("fit", *flags, "--run.name=undisturbed"))
+    expected = weights(tmp_path / "runs/undisturbed/version_0")
     chain = 0
     while kills < 20 * TIMES:
         chain += 1
-        name = ["--run.name", f"chain{chain}", "--ckpt_path", "auto"]
-        folder = tmp_path / "runs" / f"chain{chain}"
+        name = [f"--run.name=chain{chain}", "--ckpt_path=auto"]
+        folder = tmp_path / f"runs/chain{chain}"
         for _ in range(12):
             kill = (signal.SIGKILL, seed.uniform(0.4, 2.0))
             code, out = server.run(
@@ -107,8 +119,8 @@ def test_killed_inside_accumulation_windows(
         flags += options(
             test=False, max_epochs=2, accumulate_grad_batches=accumulated, root=tmp_path / "runs"
         )
-        output_of(*server.run("fit", *flags, "--run.name", "undisturbed"))
-        killed = [*flags, "--run.name", "killed", "--ckpt_path", "auto"]
+        output_of(*server.run("fit", *flags, "--run.name=undisturbed"))
+        killed = [*flags, "--run.name=killed", "--ckpt_path=auto"]
         for batch in batches:
             output_of(*server.run("fit", *killed, *acts("exit", batch)), 9)
         output_of(*server.run("fit", *killed))
@@ -131,9 +143,7 @@ def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally) ->
     for kill in (0, kills):
         root = tmp_path / str(kill)
         for turn in range(kill + 1):
-            with started(
-                root, *flags, "--ckpt_path", "auto", env={"WANDB_MODE": "disabled"}
-            ) as run:
+            with started(root, *flags, "--ckpt_path=auto") as run:
                 if turn < kill:
                     time.sleep(seed.uniform(5.0, 14.0))
                     victims = list(family(run.mark))
@@ -153,7 +163,7 @@ def test_signals_at_random_moments(server: ForkServer, tmp_path: Path, tally: Ta
     """
     seed = random.Random(5)
     count = 10 * TIMES
-    flags = [*FIT, *SAVES, "--trainer.max_epochs", "4", "--run.root", tmp_path / "runs"]
+    flags = [*FIT, *SAVES, "--trainer.max_epochs=4", "--run.root", tmp_path / "runs"]
     for turn in range(count):
         number = (signal.SIGINT, signal.SIGTERM)[turn % 2]
         code, out = server.run("fit", *flags, signal_after=(number, seed.uniform(0.0, 2.2)))
@@ -196,16 +206,14 @@ def test_damaged_data(
     seed = random.Random(13)
     cache = tmp_path / "cache"
     count = 0
-    sets = {
-        cifar_root / "cifar-10-batches-py": lambda: CIFAR10(
-            str(cifar_root), cache=str(cache), num_workers=0
-        ),
-        fashion_root / "FashionMNIST" / "raw": lambda: FashionMNIST(
-            str(fashion_root), cache=str(cache), num_workers=0
-        ),
-        image_root / "train": lambda: ImageFolder(str(image_root), cache=str(cache), num_workers=0),
-    }
-    for folder, make in sets.items():
+    sets = [
+        (CIFAR10, cifar_root, "cifar-10-batches-py"),
+        (FashionMNIST, fashion_root, "FashionMNIST/raw"),
+        (ImageFolder, image_root, "train"),
+    ]
+    for cls, root, name in sets:
+        make = partial(cls, str(root), cache=str(cache), num_workers=0)
+        folder = root / name
         make().prepare_data("fit")
         for turn in range(100 * TIMES):
             files = [
@@ -240,9 +248,7 @@ def test_starts_and_stops(tmp_path: Path, tally: Tally) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     for turn in range(count):
-        with started(
-            tmp_path / "runs", *flags, env={"WANDB_MODE": "disabled", "TMPDIR": str(temporary)}
-        ) as run:
+        with started(tmp_path / "runs", *flags, env={"TMPDIR": str(temporary)}) as run:
             if turn % 2:
                 time.sleep(seed.uniform(0.5, 9.0))
                 run.get("SIGINT", "group")
@@ -256,38 +262,14 @@ def test_starts_and_stops(tmp_path: Path, tally: Tally) -> None:
 
 def test_long_run_leaks_nothing(tmp_path: Path, tally: Tally) -> None:
     """Memory, threads and open files of each rank do not grow, with all default features."""
-    flags = [
-        "--model",
-        "FashionMLP",
-        "--model.repeats",
-        "1",
-        "--model.hidden",
-        "[8]",
-        "--data",
-        "Synthetic",
-    ]
-    flags += [
-        "--data.like",
-        "FashionMNIST",
-        "--data.images",
-        "2000",
-        "--data.batch_size",
-        "8",
-        "--data.flip",
-        "true",
-    ]
-    flags += [
-        "--trainer.strategy",
-        "ddp",
-        "--trainer.devices",
-        "2",
-        "--last_checkpoint.every_n_train_steps",
-        "50",
-    ]
+    flags = ["--model=FashionMLP", "--model.repeats=1", "--model.hidden=[8]", "--data=Synthetic"]
+    flags += options(like="FashionMNIST", images=2000, batch_size=8, flip=True)
+    flags += ["--trainer.strategy=ddp", "--trainer.devices=2"]
+    flags += ["--last_checkpoint.every_n_train_steps=50"]
     steps = 1000 * TIMES
     env = {"WANDB_MODE": "offline"}
     states: list[list[tuple[int, int, int]]] = []
-    with started(tmp_path, *flags, "--trainer.max_epochs", str(steps // 225 + 1), env=env) as run:
+    with started(tmp_path, *flags, f"--trainer.max_epochs={steps // 225 + 1}", env=env) as run:
         run.trained(2)
         ranks = sorted(
             pid for pid in family(run.mark) if "LOCAL_RANK" in psutil.Process(pid).environ()

@@ -105,7 +105,7 @@ def settle(command: str, argv: list[str]) -> None:
 @examples(2)
 @given(st.sampled_from(COMMANDS), flags)
 def test_command_lines(command: str, pairs: list[tuple[str, str]]) -> None:
-    argv = ["--data", "Synthetic"]
+    argv = ["--data=Synthetic"]
     for flag, value in pairs:
         argv += [f"--{flag}", value]
     message = refused(settle, command, argv)
@@ -154,11 +154,11 @@ experiments = st.fixed_dictionaries(
 
 
 def read_config(path: Path) -> None:
-    settle("fit", ["--config", str(path)])
+    settle("fit", [f"--config={path}"])
 
 
 def read_experiment(path: Path) -> None:
-    _, experiment, typed = parse_compare(["--experiment", str(path)])
+    _, experiment, typed = parse_compare([f"--experiment={path}"])
     expand(experiment, typed)
 
 

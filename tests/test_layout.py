@@ -10,10 +10,21 @@ from harness import ROOT
 
 # rooms, lowest first: a module imports only from lower rooms and from its own
 ROOMS = (
-    *("errors", "system", "record", "data", "modules", "training", "launch", "monitor", "command"),
-    *("use", "lab", "cli", "__main__"),
+    "errors",
+    "system",
+    "record",
+    "data",
+    "modules",
+    "training",
+    "launch",
+    "monitor",
+    "command",
+    "use",
+    "lab",
+    "cli",
+    "__main__",
 )
-MODULES = sorted({*(ROOT / "app").rglob("*.py")} - {ROOT / "app" / "__init__.py"})
+MODULES = sorted({*(ROOT / "app").rglob("*.py")} - {ROOT / "app/__init__.py"})
 
 
 def imported(module: Path) -> set[str]:
@@ -37,7 +48,7 @@ def test_modules_import_only_from_lower_rooms(module: Path) -> None:
 
 
 def test_the_package_maps_every_module() -> None:
-    words = re.findall(r"\w+", (ROOT / "app" / "__init__.py").read_text())
+    words = re.findall(r"\w+", (ROOT / "app/__init__.py").read_text())
     assert {path.stem for path in MODULES} <= {"__init__", *words}
 
 

@@ -8,18 +8,29 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import TINY, family, free_port, listening, options, output_of, running, started, tiny
+from harness import (
+    SLOW,
+    TINY,
+    family,
+    free_port,
+    listening,
+    options,
+    output_of,
+    running,
+    started,
+    tiny,
+)
 
 from app.system.interconnect import own_addresses
 
 FLAGS = tiny(203, 20, accelerator="cpu", max_epochs=100000, devices=1, num_nodes=2, test=False)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_nodes_listen_on_given_address(scheme: str, tmp_path: Path) -> None:
     place = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meet"
-    flags = [*FLAGS, "--cluster.init_method", place, "--cluster.node_rank"]
+    flags = [*FLAGS, f"--cluster.init_method={place}", "--cluster.node_rank"]
     with started(tmp_path, *flags, "0") as run, started(tmp_path, *flags, "1") as other:
         run.trained(1)
         addresses = listening(family(run.mark) | family(other.mark))
@@ -30,13 +41,13 @@ def test_nodes_listen_on_given_address(scheme: str, tmp_path: Path) -> None:
 
 
 COMMANDS = {  # without fit, which `Running.trained` checks, and doctor, which test_doctor checks
-    "compare": ["compare", "--experiment", "tiny.yaml"],
-    "verify": ["verify", "--data", "Synthetic", "--steps", "4", "--quick"],
-    "plan": ["plan", *FLAGS[:4], *options(accelerator="cpu", threads=1), "--per_node", "2"],
+    "compare": ["compare", "--experiment=tiny.yaml"],
+    "verify": ["verify", "--data=Synthetic", "--steps=4", "--quick"],
+    "plan": ["plan", *FLAGS[:4], *options(accelerator="cpu", threads=1), "--per_node=2"],
 }
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_listen_on_loopback(name: str, tmp_path: Path) -> None:
     nodes = {"trainer.strategy": "ddp", "trainer.devices": 1, "trainer.num_nodes": 2}

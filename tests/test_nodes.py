@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import free_port
+from harness import SLOW, free_port
 
 from app.errors import UserError
 from app.launch.failures import lost
@@ -65,7 +65,7 @@ def test_nodes_meet_in_any_order(
     assert not file.exists()
 
 
-@pytest.mark.slow
+@SLOW
 def test_missing_node_is_named_until_timeout(go: Go, capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     waiting = [go(tcp(port), node, nodes=3, timeout=9) for node in (0, 1)]
@@ -192,7 +192,7 @@ PRINTED = {
 }
 
 
-@pytest.mark.slow
+@SLOW
 def test_nodes_agree(tmp_path: Path) -> None:
     """All nodes follow node 0's decision; if one node rejects it, every node prints the reason."""
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from forked import fork_app
-from harness import App, error_of, on_cpu, output_of, record, tiny, weights
+from harness import SLOW, App, error_of, on_cpu, output_of, record, tiny, weights
 
 DATA = tiny(400, 24, max_epochs=2)
 # an epoch has 15 batches; the loss of the first epoch's seventh batch is NaN
-POISONED = ["--model", "user_code.Poisoned", *DATA]
+POISONED = ["--model=user_code.Poisoned", *DATA]
 
 
-SAVED = ["--last_checkpoint.every_n_train_steps", "1"]
+SAVED = ["--last_checkpoint.every_n_train_steps=1"]
 
 
-@pytest.mark.parametrize("every", [[], SAVED, ["--trainer.log_every_n_steps", "4"]])
+@pytest.mark.parametrize("every", [[], SAVED, ["--trainer.log_every_n_steps=4"]])
 def test_stop_names_step_and_batch(every: list[str], app: App, tmp_path: Path) -> None:
     """A NaN loss stops the run at the end of the window or epoch, or before a checkpoint."""
     message = error_of(*app("fit", *POISONED, *every))
@@ -27,14 +27,14 @@ def test_stop_names_step_and_batch(every: list[str], app: App, tmp_path: Path) -
     assert "--run.on_nonfinite warn continues anyway" in message
     written = record(tmp_path / "runs")
     assert (written["status"], written["error"]) == ("failed", message.removeprefix("error: "))
-    last = tmp_path / "runs" / "Poisoned-Synthetic" / "version_0" / "checkpoints" / "last.ckpt"
+    last = tmp_path / "runs/Poisoned-Synthetic/version_0/checkpoints/last.ckpt"
     assert last.exists() == (every == SAVED)
     if last.exists():
         assert torch.load(last, weights_only=True)["global_step"] == 6
         assert all(weight.isfinite().all() for weight in weights(last).values())
 
 
-@pytest.mark.slow
+@SLOW
 def test_stop_names_the_rank(tmp_path: Path) -> None:
     flags = [
         *on_cpu("ddp_fork", log_every_n_steps=7, root=tmp_path),
@@ -52,15 +52,15 @@ def test_non_finite_weights_are_not_saved(alone: str, app: App, tmp_path: Path) 
 
     Weights-only checkpoints are included, for which Lightning does not call `on_save_checkpoint`.
     """
-    flags = ["--trainer.max_steps", "1", "--best_checkpoint.save_weights_only", alone]
-    flags += ["--last_checkpoint.save_weights_only", alone]
-    message = error_of(*app("fit", "--model", "user_code.PoisonedUpdate", *DATA, *flags))
+    flags = ["--trainer.max_steps=1", f"--best_checkpoint.save_weights_only={alone}"]
+    flags += [f"--last_checkpoint.save_weights_only={alone}"]
+    message = error_of(*app("fit", "--model=user_code.PoisonedUpdate", *DATA, *flags))
     assert "the weights are not finite after step 1" in message
     assert not list((tmp_path / "runs").rglob("*.ckpt"))
 
 
 def test_warn_continues(app: App, tmp_path: Path) -> None:
-    out = output_of(*app("fit", *POISONED, "--run.on_nonfinite", "warn"))
+    out = output_of(*app("fit", *POISONED, "--run.on_nonfinite=warn"))
     assert (
         out.count("the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0)") == 1
     )

@@ -9,26 +9,18 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from harness import ROOT
+from harness import ROOT, SLOW
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALL = {"LAB_DATA": "synthetic", "LAB_SIZE": "400", "LAB_EPOCHS": "1", "LAB_BATCHES": "16 256"}
 SMALL |= {"LAB_REPEATS": "2", "LAB_MEGABYTES": "1"}
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(notebook: Path, tmp_path: Path) -> None:
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *plugins,
-        "--nbmake",
-        "--nbmake-timeout=480",
-        str(notebook),
-    ]
+    flags = "-p no:cacheprovider -p no:xdist -o addopts= --nbmake --nbmake-timeout=480"
+    command = [sys.executable, "-m", "pytest", *flags.split(), str(notebook)]
     env = {**os.environ, **SMALL, "LAB_RUNS": str(tmp_path / "runs")}
     process = subprocess.Popen(
         command,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import App, error_of, output_of, tiny
+from harness import App, Fit, error_of, output_of, tiny
 
 from app.record import DataSet, Epoch, Model, Record, Throughput
 
@@ -15,12 +15,12 @@ def folder(tmp_path: Path) -> Path:
     first.model = Model("ImageClassifier, ResNet", 9)
     first.epochs = [Epoch(0, val_acc=8 / 23, val_loss=3.0, val_samples=23), Epoch(1, val_acc=0.1)]
     first.throughput = Throughput(1234.0)
-    first.save(tmp_path / "a" / "run.json")
-    first.save(tmp_path / "a" / "test_1" / "run.json")
+    first.save(tmp_path / "a/run.json")
+    first.save(tmp_path / "a/test_1/run.json")
     Record(run_dir="b", train_s=90.0, epochs=[Epoch(0, False, val_acc=0.3)]).save(
-        tmp_path / "b" / "run.json"
+        tmp_path / "b/run.json"
     )
-    Record(run_dir="c", status="failed").save(tmp_path / "c" / "run.json")
+    Record(run_dir="c", status="failed").save(tmp_path / "c/run.json")
     return tmp_path
 
 
@@ -47,13 +47,14 @@ def test_runs_are_listed_by_a_column(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"epochs": 3}', "run.json cannot be read (epochs: Input should be a valid"),
-        ("{", "run.json cannot be read ("),
+        ('{"epochs": [{"epoch": "one"}]}', "run.json cannot be read (epochs.0.epoch: Input should"),
+        ("{", "run.json cannot be read (Expecting property name"),
+        ("null", "run.json cannot be read ("),
         ('{"loss": 3}', "run.json is not the record of a run"),
     ],
 )
 def test_other_records_are_named(text: str, problem: str, app: App, folder: Path) -> None:
-    (folder / "b" / "run.json").write_text(text)
+    (folder / "b/run.json").write_text(text)
     out = output_of(*app("runs", folder))
     assert f"left out: {folder}/b/{problem}" in out.splitlines()[0]
     assert "ResNet" in out
@@ -71,12 +72,10 @@ def test_mistakes(words: list[str], message: str, app: App) -> None:
     assert message in error_of(*app("runs", *words))
 
 
-def test_settings_in_which_two_runs_differ(app: App, tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "a"
-    for rate in (0.1, 0.2):
-        output_of(*app("fit", *tiny(max_steps=1, name="a"), f"--model.optimizer.lr={rate}"))
-    out = output_of(*app("runs", "--diff", folder / "version_0", folder / "version_1"))
+def test_settings_in_which_two_runs_differ(app: App, fit: Fit) -> None:
+    runs = [fit(*tiny(max_steps=1), f"--model.optimizer.lr={rate}") for rate in (0.1, 0.2)]
+    out = output_of(*app("runs", "--diff", *runs))
     assert [line.split() for line in out.splitlines()[4:-1]] == [
         ["--model.optimizer.lr", "0.1", "0.2"]
     ]
-    assert "LeNet  0.2 " in output_of(*app("runs", folder))
+    assert "LeNet  0.2 " in output_of(*app("runs", runs[0].parent))

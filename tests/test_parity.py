@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked import fork_fit
-from harness import RECIPE, difference, losses, on_cpu, options, tiny
+from harness import RECIPE, SLOW, difference, losses, on_cpu, options, tiny
 
 from app.data.shares import stream
 from app.data.synthetic import SyntheticSource
@@ -32,7 +32,6 @@ ADAMW += ["--model.scheduler.step_size=1", "--model.scheduler.gamma=0.5"]
 CNN = [*IMAGES, "--model=CIFARCNN"]
 MODELS = {"cnn": CNN, "mlp": [*IMAGES, *MLP], "adamw": [*IMAGES, *MLP, *ADAMW]}
 MODELS["recipe"] = [*CNN, *RECIPE, *options(gradient_clip_val=1)]
-SLOW = pytest.mark.slow
 
 
 def check_same(run: Path, expected: Path, tolerance: float = TOLERANCE) -> None:

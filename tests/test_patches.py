@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import App, error_of, tiny
+from harness import SLOW, App, error_of, tiny
 
 import app
 from app.system.lightning_patches import complaint
@@ -188,13 +188,13 @@ assert torch._dynamo.utils.__spec__.origin
 """
 
 
-@pytest.mark.slow
+@SLOW
 def test_deferred_modules_work_when_used() -> None:
     """Plots and the FLOP counter work without torch's compiler; `torch.compile` imports it."""
     in_a_new_process(EAGER + PLOTS + COMPILES)
 
 
-@pytest.mark.slow
+@SLOW
 def test_submodule_of_compiler_is_imported_first() -> None:
     code = """
 from app.system.program import set_up
@@ -206,7 +206,7 @@ assert torch._dynamo.config is config and config.__spec__.origin and config.verb
     in_a_new_process(code)
 
 
-@pytest.mark.slow
+@SLOW
 def test_imports_have_no_side_effects() -> None:
     code = """
 import os, logging, sys, warnings

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from cluster.hosts import Network
-from forked import fork_app
+from forked import fork_fit
 from harness import QUIET, App, error_of, options, output_of, record_of, tiny
 from jsonargparse import Namespace
 
@@ -171,13 +171,12 @@ def test_range_combines_deviations_of_steps_windows_and_all_reduces() -> None:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a short run, on which a plan can be based."""
     root = tmp_path_factory.mktemp("run")
-    output_of(*fork_app("fit", *tiny(640, 64, root=root, name="x", test=False, max_steps=12)))
-    return (root / "x").rename(root / "moved") / "version_0"
+    return fork_fit(root, *tiny(640, 64, test=False, max_steps=12)).rename(root / "moved")
 
 
-NETWORK = ["--bandwidth", "25GB/s", "--latency", "20us"]
-CPU = ["--trainer.accelerator", "cpu"]
-TINY_DATA = ["--data", "Synthetic", *options(images=240, batch_size=24)]
+NETWORK = ["--bandwidth=25GB/s", "--latency=20us"]
+CPU = ["--trainer.accelerator=cpu"]
+TINY_DATA = ["--data=Synthetic", *options(images=240, batch_size=24)]
 
 
 @pytest.mark.usefixtures("drawn")
@@ -187,12 +186,12 @@ def test_plan_from_a_run_doubts_the_speed_up(app: App, run_dir: Path, tmp_path: 
     record = record_of(busy) | {"others_cores": 1.8}
     record["hardware"]["cores"] = 2
     (busy / "run.json").write_text(json.dumps(record))
-    words = ["--run", busy, *NETWORK, "--node_bandwidth=100Mbit/s", "--per_node", "8"]
+    words = ["--run", busy, *NETWORK, "--node_bandwidth=100Mbit/s", "--per_node=8"]
     words += ["--max_devices=16384", "--scale_batch=true"]
     out = " ".join(output_of(*app("plan", "--root", tmp_path, *words)).split())
     assert "Other programs took 1.8 of 2 cores while the steps were measured" in out
     assert "predicted on a busy machine without the cost of launching a step" in out
-    folder = tmp_path / "plan" / "version_0"
+    folder = tmp_path / "plan/version_0"
     html = (folder / "report.html").read_text()
     assert html.count("<svg") == 1
     assert re.findall(r"<h1>LeNet-Synthetic, batch 64: take .*</h1>", html)
@@ -212,36 +211,36 @@ def test_plan_from_a_run_doubts_the_speed_up(app: App, run_dir: Path, tmp_path: 
 
 def test_fixed_batch_limits_the_devices(app: App, run_dir: Path, tmp_path: Path) -> None:
     words = ["plan", "--root", tmp_path, "--run", run_dir, *NETWORK]
-    out = output_of(*app(*words, "--max_devices", "64", "--per_node", "6"))
-    table = pd.read_csv(tmp_path / "plan" / "version_0" / "plan.csv")
+    out = output_of(*app(*words, "--max_devices=64", "--per_node=6"))
+    table = pd.read_csv(tmp_path / "plan/version_0/plan.csv")
     assert list(table["devices"]) == [1, 2, 4, 6, 12, 24, 48]
     assert list(table["shared_equally"]) == [True, True, True, False, False, False, False]
     assert "hypothetical" in out
-    out = output_of(*app(*words, "--data.batch_size", "8"))
+    out = output_of(*app(*words, "--data.batch_size=8"))
     assert "A batch of 8 has no images for more than 8 devices" in " ".join(out.split())
 
 
 WRONG = [
-    (["--bandwidth", "25GB"], "--bandwidth 25GB: give bytes or bits per second, such as 25GB/s"),
-    (["--latency", "20"], "--latency 20: give a time, such as 20us"),
-    (["--per_node", "600", *CPU, *TINY_DATA], "--per_node 600: this machine has cores for"),
+    (["--bandwidth=25GB"], "--bandwidth 25GB: give bytes or bits per second, such as 25GB/s"),
+    (["--latency=20"], "--latency 20: give a time, such as 20us"),
+    (["--per_node=600", *CPU, *TINY_DATA], "--per_node 600: this machine has cores for"),
     (
-        [*CPU, *TINY_DATA, "--run.threads", "600"],
+        [*CPU, *TINY_DATA, "--run.threads=600"],
         "cores for 1 process(es) of this training; see --run.threads",
     ),
     (
-        ["--per_node", "1", "--node_bandwidth", "1GB/s", *CPU, *TINY_DATA],
+        ["--per_node=1", "--node_bandwidth=1GB/s", *CPU, *TINY_DATA],
         "give --per_node, --bandwidth and --lat",
     ),
-    (["--run", "x", "--model.network", "lenet"], "--model.network lenet: --run already defines"),
-    (["--run", "nowhere", *NETWORK], "--run nowhere: nowhere/run.json cannot be read"),
-    (["--bandwith", "1GB/s"], "--bandwith: there is no such flag: did you mean --bandwidth?"),
+    (["--run=x", "--model.network=lenet"], "--model.network lenet: --run already defines"),
+    (["--run=nowhere", *NETWORK], "--run nowhere: nowhere/run.json cannot be read"),
+    (["--bandwith=1GB/s"], "--bandwith: there is no such flag: did you mean --bandwidth?"),
 ]
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG)
 def test_impossible_plan_is_rejected(app: App, words: list[str], message: str) -> None:
-    assert message in error_of(*app("plan", "--root", "runs", *words))
+    assert message in error_of(*app("plan", *words))
 
 
 def test_one_gpu_does_not_measure_the_network_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,11 +261,11 @@ def test_plan_from_steps_measured_here(
     monkeypatch.setattr(
         "app.lab.plan.command.measure_all_reduce", lambda: [(1024, 1e-4), (2**20, 2e-3)]
     )
-    words = [*CPU, *TINY_DATA, "--per_node", "2", "--model.warmup", "1ep"]
+    words = [*CPU, *TINY_DATA, "--per_node=2", "--model.warmup=1ep"]
     words += ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
     out = output_of(*app("plan", *words))
     assert "More than 2 devices are not predicted" in out
-    table = pd.read_csv(tmp_path / "runs" / "plan" / "version_0" / "plan.csv")
+    table = pd.read_csv(tmp_path / "runs/plan/version_0/plan.csv")
     assert list(table["devices"]) == [1, 2]
 
 
@@ -291,8 +290,7 @@ def test_one_recommendation_by_the_low_end_of_the_prediction() -> None:
     )
 
 
-MLP = ["--model", "FashionMLP", "--model.repeats", "4", "--model.hidden", "[64]"]
-MLP += ["--data", "Synthetic"]
+MLP = ["--model=FashionMLP", "--model.repeats=4", "--model.hidden=[64]", "--data=Synthetic"]
 MLP += options(accelerator="cpu", like="FashionMNIST", images=4000, batch_size=128)
 
 
@@ -316,7 +314,7 @@ def test_step_on_two_hosts_takes_about_as_long_as_predicted(hosts: Network, tmp_
         processes.append(host.start(*command, env={**AT_H1, "NODE_RANK": str(node)}))
     out = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], out
-    record = record_of(tmp_path / "x" / "version_0")
+    record = record_of(tmp_path / "x/version_0")
     predicted = step.ddp(128, 2, link)
     measured = 128 / record["throughput"]["median"]
     text = f"{1000 * predicted:.2f} ms predicted, {1000 * measured:.2f} ms measured a step"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import stuck_code
-from forked import fork_app
-from harness import QUIET, options, output_of, record
+from forked import fork_app, fork_fit
+from harness import QUIET, SLOW, options, output_of, record
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
@@ -92,18 +92,18 @@ def test_chance_names_no_slow_rank(
 
 
 @pytest.mark.usefixtures("drawn")
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=SLOW)])
 def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path) -> None:
     """The run reports the last rank as slow, during training and at the end."""
     flags = [*DATA, *CPU, *DDP, *options(devices=devices, max_epochs=3, root=tmp_path)]
-    out = output_of(*fork_app("fit", "--data", "stuck_code.SleepsInData", *flags))
+    out = output_of(*fork_app("fit", "--data=stuck_code.SleepsInData", *flags))
     last = devices - 1
     line = rf"rank {last} \(node \d\): \d+ % slower than the median, in data"
     assert len(re.findall(line, out)) >= 2, out
     assert "slow            rank" in out
     written = record(tmp_path)
     assert {len(point) for point in written["course"]["memory_gib"]} == {1 + devices}
-    page = (tmp_path / "x" / "version_0" / "report.html").read_text()
+    page = (tmp_path / "x/version_0/report.html").read_text()
     assert f"(ddp_fork, {devices} × CPU)</title>" in page
     assert f"20 = {devices} × {20 // devices}" in page
     assert "A step on each rank: wait is for the others" in page
@@ -130,34 +130,32 @@ def line(cls: Any, text: str, hook: str) -> str:
     return f"stuck_code.py:({at}|{at + 1}) {hook}"
 
 
-DATASET = ["--data", "Synthetic"]
-WORKER = ["--data.num_workers", "1", "--data.augment", "stuck_code.LoopsInAWorker"]
+DATASET = ["--data=Synthetic"]
+WORKER = ["--data.num_workers=1", "--data.augment=stuck_code.LoopsInAWorker"]
 HANGS = [
     (
-        ["--model", "stuck_code.ReducesAlone", *DATASET],
+        ["--model=stuck_code.ReducesAlone", *DATASET],
         rf"rank 1 is in step 13, {line(stuck_code.ReducesAlone, 'all_reduce', 'training_step')}",
     ),
     pytest.param(
-        ["--data", "stuck_code.LoopsInData", "--trainer.strategy", "ddp"],
+        ["--data=stuck_code.LoopsInData", "--trainer.strategy=ddp"],
         "rank 1 is in step 13, "
         + line(stuck_code.LoopsInData, "while True", "on_after_batch_transfer"),
-        marks=pytest.mark.slow,
+        marks=SLOW,
     ),
     pytest.param(
-        ["--model", "stuck_code.LeavesTheEpochEarly", *DATASET],
+        ["--model=stuck_code.LeavesTheEpochEarly", *DATASET],
         r"it hangs, or the link to it is cut; rank 1 is at step 13, \w+.py:\d+ on_advance_end",
-        marks=pytest.mark.slow,
+        marks=SLOW,
     ),
     # the worker's code is named, because the rank only waits for the worker
     pytest.param(
-        [*DATASET, *WORKER],
-        r"rank 1 is in step \d+, stuck_code.py:\d+ forward",
-        marks=pytest.mark.slow,
+        [*DATASET, *WORKER], r"rank 1 is in step \d+, stuck_code.py:\d+ forward", marks=SLOW
     ),
     pytest.param(
-        ["--data", "stuck_code.LoopsInSetup"],
+        ["--data=stuck_code.LoopsInSetup"],
         f"rank 1 is in {line(stuck_code.LoopsInSetup, 'while', 'setup')}",
-        marks=pytest.mark.slow,
+        marks=SLOW,
     ),
 ]
 
@@ -168,7 +166,7 @@ def test_hung_rank_is_named(flags: list[str], place: str, tmp_path: Path) -> Non
 
     The stacks of both ranks are written to files.
     """
-    flags = [*DATA, *CPU, *DDP, *flags, "--trainer.max_epochs", "2", "--cluster.timeout", "8"]
+    flags = [*DATA, *CPU, *DDP, *flags, "--trainer.max_epochs=2", "--cluster.timeout=8"]
     out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, timeout=90), 1)
     message = "no answer from another rank within --cluster.timeout: "
     message += rf"{place}; waiting: rank 0 \(stacks: (.*)\)"
@@ -180,13 +178,12 @@ def test_hung_rank_is_named(flags: list[str], place: str, tmp_path: Path) -> Non
     assert "most recent call first" in (folder / "rank_1.txt").read_text()
 
 
-@pytest.mark.slow
+@SLOW
 def test_slow_rank_leaves_no_stacks(tmp_path: Path) -> None:
     """A run with a slow rank completes, and leaves no stacks."""
-    flags = ["--data", "Synthetic", *DATA, *CPU, *DDP, "--trainer.max_epochs", "3"]
-    slow = ["--model", "stuck_code.SlowRank", "--cluster.timeout", "4"]
-    output_of(*fork_app("fit", *slow, *flags, "--run.root", tmp_path))
-    assert not list((tmp_path / "x" / "version_0").glob("stacks/*"))
+    flags = ["--data=Synthetic", *DATA, *CPU, *DDP, "--trainer.max_epochs=3"]
+    slow = ["--model=stuck_code.SlowRank", "--cluster.timeout=4"]
+    assert not list(fork_fit(tmp_path, *slow, *flags).glob("stacks/*"))
 
 
 WAITS = """step {step}, in {phase}

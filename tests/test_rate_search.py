@@ -5,15 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import fork_fit
-from harness import App, difference, last_of, on_cpu, options, output_of, record_of, tiny
+from harness import SLOW, App, difference, last_of, on_cpu, options, output_of, record_of, tiny
 
 from app.command.rate_search import valley
 
-FIND = ["--run.find_lr", "true"]
+FIND = ["--run.find_lr=true"]
 SMALL = options(max_epochs=1, test=False)
 LINEAR = ["--model=exact_code.Linear", "--data=exact_code.Ordinary", "--data.count=160"]
 LINEAR += [*SMALL, *options(global_batch=16)]
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_a_skipped_search_is_explained(words: list[str], reason: str, app: App) 
 def test_a_resumed_run_keeps_its_rate(app: App, tmp_path: Path) -> None:
     words = [*LINEAR, *FIND, "--run.name=a"]
     assert "--model.lr: 0.001 found, instead of 0.5\n" in output_of(*app("fit", *words))
-    run = tmp_path / "runs" / "a" / "version_0"
+    run = tmp_path / "runs/a/version_0"
     words += [f"--ckpt_path={last_of(run)}", "--trainer.max_epochs"]
     output_of(*app("fit", *words, "2"))
     record = record_of(run)

@@ -75,14 +75,14 @@ NETWORKS = {
 def test_network_by_name_or_import_path(flags: str, name: str, app: App, tmp_path: Path) -> None:
     summary = options(enable_model_summary=True)
     out = output_of(*app("fit", *QUICK, *flags.split(), *summary))
-    run = tmp_path / "runs" / f"{name}-Synthetic" / "version_0"
+    run = tmp_path / f"runs/{name}-Synthetic/version_0"
     assert f"network    {name}, " in out
     config = run / "config.yaml"
     assert yaml.safe_load(config.read_text())["model"]["init_args"]["network"] == flags.split()[-1]
     model = ImageClassifier.load_from_checkpoint(last_of(run)).eval()
     assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
     saved = ["--ckpt_path", last_of(run), *options(accelerator="cpu")]
-    output_of(*app("test", "--config", config, *saved))
+    output_of(*app("test", f"--config={config}", *saved))
 
 
 def test_a_network_with_a_second_head() -> None:
@@ -95,8 +95,6 @@ WRONG = {
     "--model.network timm/test_resne": "timm has no such network: did you mean test_resnet?",
     "--model.network test_recipe.Nett": "module 'test_recipe' has no attribute 'Nett'",
     "--model.network test_recipe.make_text": "returns str: return a torch.nn.Module",
-    "--model.network os.system": "its code is not trusted: give --trust os to run it",
-    "--model.weights nowhere.pth": "nowhere.pth: there is no such file",
     "--model.network lenet --model.weights DEFAULT": (
         "DEFAULT is for networks of torchvision and timm"
     ),
@@ -162,7 +160,7 @@ def test_weights_of_a_run_with_another_number_of_classes(
     app: App, fit: Fit, tmp_path: Path
 ) -> None:
     folder = draw_images(tmp_path / "images", ("cat", "dog"), train=12)
-    flags = ["--data=ImageFolder", "--data.root", folder, *f"{NETWORK} resnet18_cifar".split()]
+    flags = ["--data=ImageFolder", f"--data.root={folder}", *f"{NETWORK} resnet18_cifar".split()]
     flags += options(max_epochs=1, test=False, accelerator="cpu")
     first = fit(*flags, *options(size=12, resize=16, mean=[0.4, 0.5, 0.6], name="first"))
     draw_images(folder, ("eel",), train=12)

@@ -13,16 +13,28 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 import yaml
 from forked import fork_app
-from harness import QUIET, ROOT, App, on_cpu, options, output_of, record, start_app, tiny
+from harness import (
+    ON_GPU,
+    QUIET,
+    ROOT,
+    SLOW,
+    App,
+    Fit,
+    on_cpu,
+    options,
+    output_of,
+    record,
+    record_of,
+    start_app,
+    tiny,
+)
 from stuck_code import never_ends
 
 from app.monitor.loggers import claim_version
 from app.record import PHASES
 
-SLOW = pytest.mark.slow
 SMALL = tiny(200, 20)
 
 
@@ -34,7 +46,7 @@ def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path) -> None:
     matplotlib.use("pdf")
     before = dict(matplotlib.rcParams)
     out = output_of(*app("fit", *SMALL, *options(max_epochs=3, log_every_n_steps=2, name="x")))
-    run = tmp_path / "runs" / "x" / "version_0"
+    run = tmp_path / "runs/x/version_0"
     assert dict(matplotlib.rcParams) == before
     assert not matplotlib.pyplot.get_fignums()
     files = {path.name for path in run.iterdir()}
@@ -90,13 +102,10 @@ def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("batches", ["NamedData", "HiddenData"])
-def test_throughput_of_batches_that_begin_with_names(
-    batches: str, app: App, tmp_path: Path
-) -> None:
-    data = ["--model", "user_code.TheirModel", "--data", f"user_code.{batches}", *QUIET]
+def test_throughput_of_batches_that_begin_with_names(batches: str, fit: Fit) -> None:
+    data = ["--model=user_code.TheirModel", f"--data=user_code.{batches}", *QUIET]
     flags = options(loader="lightning", max_epochs=2, log_every_n_steps=1)
-    output_of(*app("fit", *data, *flags))
-    for epoch in record(tmp_path / "runs")["epochs"]:
+    for epoch in record_of(fit(*data, *flags))["epochs"]:
         assert (epoch["samples_per_s"] is None) == (batches == "HiddenData")
 
 
@@ -138,22 +147,17 @@ def test_set_up_time_begins_with_the_command(tmp_path: Path) -> None:
     assert record(tmp_path)["setup_s"] < time.time() - began - 5
 
 
-def test_set_up_time_when_the_date_jumps(
-    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_set_up_time_when_the_date_jumps(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run also keeps a user's profiler, and then measures no phases."""
     year = 365 * 86400
     dates = itertools.cycle([time.time(), time.time() - year, time.time() + year])
     monkeypatch.setattr("time.time", lambda: next(dates))
-    output_of(*app("fit", *SMALL, *options(max_steps=9, test=False, profiler="simple")))
-    written = record(tmp_path / "runs")
+    written = record_of(fit(*SMALL, *options(max_steps=9, test=False, profiler="simple")))
     assert 0 < written["setup_s"] < 60
     assert written["time_per_step"] is None
 
 
 CUDA = options(accelerator="cuda", max_steps=90)
-NO_GPU = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
-ON_GPU = [pytest.mark.gpu, NO_GPU]
 PHASED = [
     on_cpu("dp", max_steps=60, threads=2),
     pytest.param(on_cpu("ddp", max_steps=60, threads=2), marks=SLOW),
@@ -181,7 +185,7 @@ def test_phases_add_up_to_a_step(flags: list[str], tmp_path: Path) -> None:
     )
 
 
-THEIRS = ["--model", "user_code.Fails", "--data", "user_code.TheirData", *QUIET]
+THEIRS = ["--model=user_code.Fails", "--data=user_code.TheirData", *QUIET]
 RANK_1 = r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here"
 FAILING = [
     ("auto", 1, ".*only here.*"),
@@ -221,4 +225,4 @@ def test_folder_of_a_run_beside_one_that_is_refused(
 ) -> None:
     """A run creates its folder even if a rejected run has just removed the parent folder."""
     monkeypatch.setattr(Path, "mkdir", Mock(side_effect=[FileNotFoundError, None]))
-    assert claim_version(tmp_path / "x") == tmp_path / "x" / "version_0"
+    assert claim_version(tmp_path / "x") == tmp_path / "x/version_0"

@@ -2,15 +2,15 @@
 
 import re
 import socket
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from forked import fork_app
 from harness import (
+    SLOW,
     App,
+    Fit,
     assert_same,
     error_of,
     free_port,
@@ -18,45 +18,42 @@ from harness import (
     options,
     output_of,
     record_of,
-    start_app,
+    started,
     tiny,
 )
 
-SLOW = pytest.mark.slow
 SMALL = tiny(203, 20)
 STEPS = options(accelerator="cpu", max_epochs=2, log_every_n_steps=1)
+WAY = options(strategy="ddp", devices=1, num_nodes=2)
 
 
 WRONG = [
     ([], "where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or set MASTER_ADDR"),
     (
-        ["--cluster.init_method", "tcp://127.0.0.1:29500"],
+        ["--cluster.init_method=tcp://127.0.0.1:29500"],
         "which of them is this? give --cluster.node_rank",
     ),
     (
-        ["--cluster.init_method", "tcp://127.0.0.1"],
+        ["--cluster.init_method=tcp://127.0.0.1"],
         "tcp://127.0.0.1: give tcp://HOST:PORT, file:///PATH or env://",
     ),
+    (["--cluster.init_method=file://x/y", "--cluster.node_rank=0"], "file://x/y: give tcp://"),
     (
-        ["--cluster.init_method", "file://x/y", "--cluster.node_rank", "0"],
-        "file://x/y: give tcp://",
-    ),
-    (
-        ["--cluster.init_method", "tcp://a:99999", "--cluster.node_rank", "0"],
+        ["--cluster.init_method=tcp://a:99999", "--cluster.node_rank=0"],
         "tcp://a:99999: give tcp://",
     ),
-    (["--cluster.init_method", "tcp://a:1", "--cluster.node_rank", "2"], "the nodes are 0 to 1"),
+    (["--cluster.init_method=tcp://a:1", "--cluster.node_rank=2"], "the nodes are 0 to 1"),
     (
-        ["--trainer.num_nodes", "1", "--cluster.node_rank", "0"],
+        ["--trainer.num_nodes=1", "--cluster.node_rank=0"],
         "--cluster.node_rank 0: there is one node",
     ),
-    (["--cluster.timeout", "0"], "--cluster.timeout 0: give more than 0"),
+    (["--cluster.timeout=0"], "--cluster.timeout 0: give more than 0"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)
 def test_wrong_flags_are_rejected_at_once(flags: list[str], message: str, app: App) -> None:
-    assert message in error_of(*app("fit", *SMALL, "--trainer.num_nodes", "2", *flags))
+    assert message in error_of(*app("fit", *SMALL, "--trainer.num_nodes=2", *flags))
 
 
 LEFTOVERS = [
@@ -84,7 +81,7 @@ def test_leftover_launcher_variables_are_rejected(left: dict[str, str], message:
 
 def test_port_out_of_range() -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999", "NODE_RANK": "0"}
-    message = error_of(*fork_app("fit", *SMALL, "--trainer.num_nodes", "2", env=address))
+    message = error_of(*fork_app("fit", *SMALL, "--trainer.num_nodes=2", env=address))
     assert message == "error: MASTER_PORT=99999 in the environment: give a port, 1 to 65535"
 
 
@@ -92,9 +89,7 @@ def test_taken_port(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """A taken port is rejected if processes would meet there; a single process needs no port."""
     with socket.create_server(("", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        code, out = app(
-            "fit", *SMALL, *STEPS, "--trainer.strategy", "ddp", "--trainer.devices", "2"
-        )
+        code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy=ddp", "--trainer.devices=2")
         assert "Address already in use" in error_of(code, out)
         output_of(*app("fit", *SMALL, *STEPS))
 
@@ -106,56 +101,41 @@ def test_leftover_address_is_ignored(strategy: str, devices: str, tmp_path: Path
     assert "MASTER_ADDR=192.0.2.1 is not used: this run is on one node" in out
 
 
-def run_nodes(
-    flags: list[str],
-    methods: list[list[str]],
-    env: Callable[[int], dict[str, str]] = lambda node: {},
-) -> list[tuple[int, str]]:
-    """Run a command once for each node, all on this machine; the last node starts first."""
-    with ThreadPoolExecutor(len(methods)) as pool:
-        started = [
-            pool.submit(start_app, *flags, *method, timeout=200, env=env(node))
-            for node, method in reversed(list(enumerate(methods)))
-        ]
-        return [future.result() for future in reversed(started)]
-
-
 @SLOW
-def test_two_nodes_equal_one_device(app: App, tmp_path: Path) -> None:
+def test_two_nodes_equal_one_device(app: App, fit: Fit, tmp_path: Path) -> None:
     """Two nodes train, test and predict like one device."""
-    way = ["--trainer.strategy", "ddp", "--trainer.devices", "1", "--trainer.num_nodes", "2"]
     root = ["--run.root", str(tmp_path / "nodes")]
-    for code, out in on_two_nodes("fit", *SMALL, *STEPS, *way, *root):
+    for code, out in on_two_nodes("fit", *SMALL, *STEPS, *WAY, *root):
         assert code == 0, out
         if "train longer" in out:
             suggested = out.split("use it          python -m app ")[1].split("\n")[0].split()
             assert "train longer    the same command, with --ckpt_path" in out
             assert "python -m app compare" not in out
     output_of(*app(*suggested, "--run.root", tmp_path / "suggested"))
-    output_of(*app("fit", *SMALL, *STEPS))
-    ours = tmp_path / "nodes" / "LeNet-Synthetic" / "version_0"
-    single = tmp_path / "runs" / "LeNet-Synthetic" / "version_0"
+    single = fit(*SMALL, *STEPS)
+    ours = tmp_path / "nodes/LeNet-Synthetic/version_0"
     assert_same(ours, single)
     records = [record_of(run) for run in (ours, single)]
     assert records[0]["test"] == pytest.approx(records[1]["test"], abs=1e-6)
     assert records[0]["world_size"] == 2
-    ways = on_two_nodes("predict", *SMALL, *STEPS[:2], *way, *root, "--ckpt_path", "best")
+    ways = on_two_nodes("predict", *SMALL, *STEPS[:2], *WAY, *root, "--ckpt_path=best")
     assert [code for code, _ in ways] == [0, 0], ways
     assert record_of(ours / "predict_1")["status"] == "completed"
-    suggested = tmp_path / "suggested" / "LeNet-Synthetic" / "version_0"
-    together = pd.read_csv(ours / "predict_1" / "predictions.csv")
+    suggested = tmp_path / "suggested/LeNet-Synthetic/version_0"
+    together = pd.read_csv(ours / "predict_1/predictions.csv")
     pd.testing.assert_frame_equal(together, pd.read_csv(suggested / "predictions.csv"))
 
 
 @SLOW
 def test_nodes_with_different_flags_are_rejected(tmp_path: Path) -> None:
     """Every node rejects the run before the first step, and names the first flag that differs."""
-    way = ["--trainer.strategy", "ddp", "--trainer.devices", "1", "--trainer.num_nodes", "2"]
-    way += ["--cluster.init_method", f"tcp://127.0.0.1:{free_port()}", "--run.root", str(tmp_path)]
-    other = ["--data.data_seed", "1", "--model.optimizer.lr", "0.5"]
-    methods = [["--cluster.node_rank", "0"], ["--cluster.node_rank", "1", *other]]
-    for code, out in run_nodes(["fit", *SMALL, *STEPS, *way], methods):
-        message = error_of(code, out)
+    flags = [*SMALL, *STEPS, *WAY, f"--cluster.init_method=tcp://127.0.0.1:{free_port()}"]
+    first = [*flags, "--cluster.node_rank=0"]
+    second = [*flags, "--cluster.node_rank=1", "--data.data_seed=1", "--model.optimizer.lr=0.5"]
+    with started(tmp_path, *first) as run, started(tmp_path, *second) as other:
+        outputs = [node.end(code=2) for node in (run, other)]
+    for out in outputs:
+        message = error_of(2, out)
         assert re.search(
             r"--model.optimizer.lr is 0.0\d+ on node 0 and 0.5 on node 1: give the same", message
         ), message
@@ -165,18 +145,14 @@ def test_nodes_with_different_flags_are_rejected(tmp_path: Path) -> None:
 @SLOW
 def test_launcher_plugin_of_user(tmp_path: Path) -> None:
     """Processes that a user's own launcher has started share one run, as torchrun's do."""
-    way = [
-        "--trainer.strategy",
-        "ddp",
-        "--trainer.devices",
-        "2",
-        "--trainer.plugins",
-        "user_code.OwnLauncher",
-    ]
-    port = str(free_port())
-    flags = ["fit", *SMALL, *STEPS, *way, "--run.root", str(tmp_path)]
-    for ended in run_nodes(flags, [[], []], lambda rank: {"OWN_PORT": port, "OWN_RANK": str(rank)}):
-        output_of(*ended)
-    (run,) = (tmp_path / "LeNet-Synthetic").iterdir()
-    record = record_of(run)
-    assert (record["world_size"], record["status"]) == (2, "completed")
+    flags = [*SMALL, *STEPS, *options(strategy="ddp", devices=2)]
+    flags += ["--trainer.plugins=user_code.OwnLauncher"]
+    port = {"OWN_PORT": str(free_port())}
+    with (
+        started(tmp_path, *flags, env={**port, "OWN_RANK": "0"}) as run,
+        started(tmp_path, *flags, env={**port, "OWN_RANK": "1"}) as other,
+    ):
+        for process in (run, other):
+            process.end(code=0)
+    assert (run.record["world_size"], run.record["status"]) == (2, "completed")
+    assert len(list((tmp_path / "LeNet-Synthetic").iterdir())) == 1

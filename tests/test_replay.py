@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, App, error_of, options, output_of, record_of, tiny
+from harness import QUIET, App, Fit, error_of, options, output_of, record_of, tiny
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -22,7 +22,7 @@ from app.record import Epoch, Record
 RUN = tiny(
     90, 20, "CIFARCNN", virtual_devices=4, max_epochs=3, threads=1, flip=True, log_every_n_steps=1
 )
-THEIRS = ["--model", "plain_code.PlainModel", "--data", "test_replay.Poisoned", *QUIET]
+THEIRS = ["--model=plain_code.PlainModel", "--data=test_replay.Poisoned", *QUIET]
 THEIRS += options(name="poisoned", threads=1, log_every_n_steps=1, test=False)
 
 
@@ -61,16 +61,15 @@ def logged(folder: Path, step: int) -> float:
 
 
 @pytest.mark.usefixtures("drawn")
-def test_step_has_the_loss_that_the_run_logged(app: App, tmp_path: Path) -> None:
-    words = [*RUN, "--run.name", "run", "--model.schedule", "cosine", "--model.warmup", "1ep"]
+def test_step_has_the_loss_that_the_run_logged(app: App, fit: Fit) -> None:
+    words = [*RUN, "--model.schedule=cosine", "--model.warmup=1ep"]
     words += ["--last_checkpoint.save_top_k=-1", "--last_checkpoint.filename={step}"]
-    output_of(*app("fit", *words))
-    folder = tmp_path / "runs" / "run" / "version_0"
-    out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "7"))
+    folder = fit(*words)
+    out = output_of(*app("replay", "--config", folder / "config.yaml", "--step=7"))
     assert f"Step 7, epoch 2: loss {logged(folder, 7):.4g}" in out
     assert "step 7, from " in out
     assert ".ckpt" in out, "it begins at a checkpoint, not with the first step"
-    page = (folder / "replay" / "version_0" / "report.html").read_text()
+    page = (folder / "replay/version_0/report.html").read_text()
     assert page.count("<tr>") == 1 + 20
     assert "as the network got them" in page
 
@@ -83,8 +82,8 @@ def test_worst_step_has_the_bad_image(value: str, app: App, tmp_path: Path) -> N
     flags = [*THEIRS, *options(max_epochs=1, bad=bad, value=value)]
     flags += ["--model.normalized", str(is_nan).lower()]
     assert app("fit", *flags)[0] == (2 if is_nan else 0)
-    config = tmp_path / "runs" / "poisoned" / "version_0" / "config.yaml"
-    out = output_of(*app("replay", "--config", config, "--step", "worst"))
+    config = tmp_path / "runs/poisoned/version_0/config.yaml"
+    out = output_of(*app("replay", f"--config={config}", "--step=worst"))
     count = 1 if is_nan else 3
     assert int(largest(out)[1]) in range(bad, bad + count)
     assert bool(record_of(config.parent)["not_finite_step"]) == is_nan
@@ -111,12 +110,11 @@ def test_the_sharpest_rise_of_the_loss_is_searched(
     assert worst(Record(steps=40, epochs=[Epoch(0), Epoch(1)]), file) == steps
 
 
-def test_run_with_a_plain_loader_is_repeated_from_its_beginning(app: App, tmp_path: Path) -> None:
+def test_run_with_a_plain_loader_is_repeated_from_its_beginning(app: App, fit: Fit) -> None:
     """A resumed loader would have another order."""
     flags = options(loader="lightning", bad=0, value=1, count=300, max_epochs=2)
-    output_of(*app("fit", *THEIRS, *flags))
-    folder = tmp_path / "runs" / "poisoned" / "version_0"
-    out = output_of(*app("replay", "--config", folder / "config.yaml", "--step", "5"))
+    folder = fit(*THEIRS, *flags)
+    out = output_of(*app("replay", "--config", folder / "config.yaml", "--step=5"))
     assert f"Step 5, epoch 2: loss {logged(folder, 5):.4g}" in out
 
 
@@ -125,13 +123,9 @@ class Tenth(CIFARCNN):
         return 0.1 * cross_entropy(self(batch[0]), batch[1])
 
 
-def test_samples_are_ranked_by_the_loss_of_the_user_s_training_step(
-    app: App, tmp_path: Path
-) -> None:
-    words = tiny(90, 20, "test_replay.Tenth", max_epochs=1, log_every_n_steps=1, name="x")
-    output_of(*app("fit", *words))
-    config = tmp_path / "runs" / "x" / "version_0" / "config.yaml"
-    out = output_of(*app("replay", "--config", config, "--step", "2"))
+def test_samples_are_ranked_by_the_loss_of_the_user_s_training_step(app: App, fit: Fit) -> None:
+    config = fit(*tiny(90, 20, "test_replay.Tenth", max_epochs=1)) / "config.yaml"
+    out = output_of(*app("replay", f"--config={config}", "--step=2"))
     assert largest(out)[0] < 0.5
 
 
@@ -159,5 +153,5 @@ def test_impossible_replay_is_rejected(
         text = "{" if "run.json" in message else json.dumps(record)
         (tmp_path / "run.json").write_text(text)
         (tmp_path / "checkpoints").mkdir()
-        (tmp_path / "checkpoints" / "last.ckpt").write_text("damaged")
+        (tmp_path / "checkpoints/last.ckpt").write_text("damaged")
     assert message in error_of(*app("replay", *words))

@@ -16,11 +16,14 @@ import torch
 from forked import fork_app, fork_fit
 from harness import (
     RECIPE,
+    SLOW,
     App,
+    Fit,
     acts,
     bit_flipped,
     difference,
     error_of,
+    last_of,
     on_cpu,
     options,
     output_of,
@@ -38,21 +41,21 @@ from app.modules import CIFARCNN
 
 # 453 training images: 15 steps per epoch, the last one with 5 images
 DATA = tiny(503, 32, flip=True)
-EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename", "{step}"]
+EVERY = ["--last_checkpoint.save_top_k", "-1", "--last_checkpoint.filename={step}"]
 RECORDING = ["--trainer.callbacks+=app.lab.verify.recording.Recording"]
 RECORDING += ["--trainer.callbacks.steps=1000", "--trainer.callbacks.epoch_steps=15"]
 STEPS = [*options(test=False, max_epochs=3), *EVERY]
-SAVING = ["--last_checkpoint.every_n_train_steps", "7"]
-PLAIN = [*DATA, "--model", "CIFARCNN", "--model.optimizer.lr", "0.05"]
+SAVING = ["--last_checkpoint.every_n_train_steps=7"]
+PLAIN = [*DATA, "--model=CIFARCNN", "--model.optimizer.lr=0.05"]
 CNN = [*PLAIN, *SAVING]
-ONE_CYCLE = ["--model.scheduler", "OneCycleLR", "--model.scheduler.max_lr", "0.01"]
-ONE_CYCLE += ["--model.scheduler.total_steps", "45", "--model.scheduler_interval", "step"]
+ONE_CYCLE = ["--model.scheduler=OneCycleLR", "--model.scheduler.max_lr=0.01"]
+ONE_CYCLE += ["--model.scheduler.total_steps=45", "--model.scheduler_interval=step"]
 MODELS = {
     "adam-onecycle": [*CNN, "--model.optimizer=Adam", *ONE_CYCLE],
-    "plateau": [*CNN, "--model.scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"],
+    "plateau": [*CNN, "--model.scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau"],
     "recipe": [*CNN, *RECIPE, *options(gradient_clip_val=1)],
-    "steps-read-early": [*DATA, "--model", "user_code.OneCycle", *SAVING],
-    "double-precision": [*CNN, "--trainer.precision", "64-true"],
+    "steps-read-early": [*DATA, "--model=user_code.OneCycle", *SAVING],
+    "double-precision": [*CNN, "--trainer.precision=64-true"],
 }
 
 
@@ -71,15 +74,14 @@ def epochs(run: Path) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    "model", [*list(MODELS)[:-1], pytest.param("double-precision", marks=pytest.mark.slow)]
+    "model", [*list(MODELS)[:-1], pytest.param("double-precision", marks=SLOW)]
 )
-def test_resume_within_an_epoch_is_exact(model: str, app: App, tmp_path: Path) -> None:
-    whole, resumed = (tmp_path / "runs" / name / "version_0" for name in ("whole", "resumed"))
+def test_resume_within_an_epoch_is_exact(model: str, fit: Fit) -> None:
     flags = [*MODELS[model], *STEPS, *RECORDING, *options(log_every_n_steps=5)]
-    output_of(*app("fit", *flags, "--run.name", "whole"))
+    whole = fit(*flags, "--run.name=whole")
     saved = checkpoints(whole)
     assert sorted(saved) == [7, 14, 21, 28, 35, 42]
-    output_of(*app("fit", *flags, "--run.name", "resumed", "--ckpt_path", saved[21]))
+    resumed = fit(*flags, "--run.name=resumed", f"--ckpt_path={saved[21]}")
     assert sorted(checkpoints(resumed)) == [28, 35, 42]
     before = Recorded(whole)
     del before.ranks[0]["steps"][21:]
@@ -96,10 +98,10 @@ def test_resume_within_an_epoch_is_exact(model: str, app: App, tmp_path: Path) -
 def test_last_continues_a_finished_training(app: App, tmp_path: Path) -> None:
     """`--ckpt_path last` prolongs a training, and remembers the best checkpoint so far."""
     flags = [*PLAIN, *options(test=False, name="x")]
-    runs = tmp_path / "runs" / "x"
+    runs = tmp_path / "runs/x"
     # the third run resumes the second one
-    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path", "last"])):
-        output_of(*app("fit", *flags, "--trainer.max_epochs", epochs_wanted, *resume))
+    for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path=last"])):
+        output_of(*app("fit", *flags, f"--trainer.max_epochs={epochs_wanted}", *resume))
     whole, resumed = (runs / version for version in ("version_0", "version_1"))
     assert difference(whole, resumed) == 0
     assert epochs(resumed) == epochs(whole)
@@ -119,49 +121,45 @@ def test_last_continues_a_finished_training(app: App, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["AccuracyFalls", "LossRises"])
-def test_resumed_run_remembers_the_best_checkpoint(model: str, app: App, tmp_path: Path) -> None:
+def test_resumed_run_remembers_the_best_checkpoint(model: str, fit: Fit) -> None:
     """A resumed run keeps the first epoch's checkpoint as the best: later metrics are worse."""
-    flags = ["--model", f"user_code.{model}", "--data", "user_code.TheirData", "--run.name", "x"]
-    for count, resume in (("2", []), ("4", ["--ckpt_path", "last"])):
-        output_of(*app("fit", *flags, *resume, "--trainer.max_epochs", count))
-    assert read(tmp_path / "runs/x/version_0/checkpoints/best.ckpt")["epoch"] == 0
+    flags = [f"--model=user_code.{model}", "--data=user_code.TheirData", "--run.name=x"]
+    for count, resume in (("2", []), ("4", ["--ckpt_path=last"])):
+        run = fit(*flags, *resume, f"--trainer.max_epochs={count}")
+    assert read(run / "checkpoints/best.ckpt")["epoch"] == 0
 
 
-def test_config_of_a_run_selects_that_run(app: App, tmp_path: Path) -> None:
+def test_config_of_a_run_selects_that_run(app: App, fit: Fit, tmp_path: Path) -> None:
     """A run's config selects this run instead of the newest of its name.
 
     A finished training is rejected.
     """
     flags = [*PLAIN, *options(test=False, name="x")]
-    runs = tmp_path / "runs" / "x"
+    runs = tmp_path / "runs/x"
     for seed in ("1", "2"):
-        output_of(*app("fit", *flags, "--trainer.max_epochs", "1", "--seed_everything", seed))
-    first = ["--config", runs / "version_0" / "config.yaml", "--ckpt_path", "last"]
+        fit(*flags, "--trainer.max_epochs=1", f"--seed_everything={seed}")
+    first = ["--config", runs / "version_0/config.yaml", "--ckpt_path=last"]
     message = error_of(*app("fit", *first))
     assert f"{runs / 'version_0'}" in message
     assert "has been trained for 1 epochs, as many as --trainer.max_epochs 1: give more" in message
-    output_of(*app("fit", *first, "--trainer.max_epochs", "2"))
-    assert record_of(runs / "version_0")["resumed_from"] == str(
-        runs / "version_0" / "checkpoints" / "last.ckpt"
-    )
-    run = runs / "version_0"
+    run = fit(*first, "--trainer.max_epochs=2")
+    assert run == runs / "version_0"
+    assert record_of(run)["resumed_from"] == str(last_of(run))
     # a folder stands for its best checkpoint, or for its last one to resume
     for test, named in (
-        (1, ["--config", run / "config.yaml", "--ckpt_path", "best"]),
-        (2, ["--ckpt_path", run]),
+        (1, ["--config", run / "config.yaml", "--ckpt_path=best"]),
+        (2, [f"--ckpt_path={run}"]),
     ):
         output_of(*app("test", *named))
         assert record_of(run / f"test_{test}")["resumed_from"] == str(run / "checkpoints/best.ckpt")
-    output_of(
-        *app("fit", *flags, "--seed_everything", "1", *options(max_epochs=3), "--ckpt_path", run)
-    )
+    fit(*flags, "--seed_everything=1", *options(max_epochs=3), f"--ckpt_path={run}")
     assert record_of(run)["resumed_from"] == str(run / "checkpoints/last.ckpt")
 
 
 IN_WINDOWS = [*PLAIN, *options(test=False, max_epochs=1, accumulate_grad_batches=3)]
 OWN = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=2"]
 OWN += ["--trainer.callbacks.save_top_k=-1", "--last_checkpoint.every_n_train_steps=2"]
-SAVES = {"straight": OWN, "lightning": ["--last_checkpoint.train_time_interval", "0:00:00"]}
+SAVES = {"straight": OWN, "lightning": ["--last_checkpoint.train_time_interval=0:00:00"]}
 
 
 def positions(folder: Path) -> set[int]:
@@ -177,13 +175,12 @@ def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path
     A resumed run has not saved its first step, and an interval of time ends after any batch.
     """
     flags = [*IN_WINDOWS, *SAVES[loop], *options(root=tmp_path, loop=loop)]
-    output_of(*fork_app("fit", *flags, "--run.name", "whole"))
-    killed = [*flags, "--run.name", "killed", "--ckpt_path", "auto"]
+    whole = fork_fit(tmp_path, *flags)
+    killed = [*flags, "--run.name=killed", "--ckpt_path=auto"]
     for _ in range(2):
         output_of(*fork_app("fit", *killed, *acts("exit", 8)), 9)
         assert positions(tmp_path / "killed") <= {3, 6}
-    output_of(*fork_app("fit", *killed))
-    assert difference(tmp_path / "whole" / "version_0", tmp_path / "killed" / "version_0") == 0
+    assert difference(whole, fork_fit(tmp_path, *killed)) == 0
 
 
 @pytest.mark.parametrize("loop", ["straight", "lightning"])
@@ -192,23 +189,22 @@ def test_a_stop_inside_an_accumulation_window_waits_for_its_end(
 ) -> None:
     output_of(*app("fit", *IN_WINDOWS, *options(name="x", loop=loop), *acts("stop", 7)))
     assert positions(tmp_path) == {9}
-    assert record_of(tmp_path / "runs" / "x" / "version_0")["steps"] == 3
-    run = ["--run.name", "y", "--last_checkpoint.save_on_exception", "true", *options(loop=loop)]
+    assert record_of(tmp_path / "runs/x/version_0")["steps"] == 3
+    run = ["--run.name=y", "--last_checkpoint.save_on_exception=true", *options(loop=loop)]
     _, out = app("fit", *IN_WINDOWS, *run, *acts("fail", 7))
     assert "no checkpoint is saved on the RuntimeError, because it would lose the gradients" in out
-    assert not [*(tmp_path / "runs" / "y").rglob("*.ckpt")]
+    assert not [*(tmp_path / "runs/y").rglob("*.ckpt")]
 
 
-def test_checkpoints_inside_accumulation_windows_are_refused(app: App, tmp_path: Path) -> None:
+def test_checkpoints_inside_accumulation_windows_are_refused(app: App, fit: Fit) -> None:
     """A user's save, a validation's save, and a checkpoint of another batch count are rejected."""
     message = error_of(*app("fit", *IN_WINDOWS, *acts("save", 7)))
     assert "call it where (batch_idx + 1) % 3 is 0, or with weights_only=True" in message
-    message = error_of(*app("fit", *IN_WINDOWS, "--trainer.val_check_interval", "0.5"))
+    message = error_of(*app("fit", *IN_WINDOWS, "--trainer.val_check_interval=0.5"))
     assert "--trainer.val_check_interval 0.5 validates and saves inside the 3 batches" in message
     assert "give a whole number, a multiple of 3" in message
-    output_of(*app("fit", *IN_WINDOWS, "--run.name", "x", "--trainer.val_check_interval", "6"))
-    assert positions(tmp_path / "runs" / "x") <= {6, 12, 15}
-    output_of(*app("fit", *IN_WINDOWS, "--run.name", "y", "--trainer.max_steps", "2"))
+    assert positions(fit(*IN_WINDOWS, "--trainer.val_check_interval=6")) <= {6, 12, 15}
+    fit(*IN_WINDOWS, "--run.name=y", "--trainer.max_steps=2")
     changed = ["--run.name=y", "--ckpt_path=last", "--trainer.accumulate_grad_batches=4"]
     message = error_of(*app("fit", *IN_WINDOWS, *changed))
     assert "--trainer.accumulate_grad_batches 4: " in message
@@ -221,30 +217,27 @@ UP_TO_TWO = [*PLAIN, *options(test=False, max_epochs=2)]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of an uninterrupted run of two epochs."""
-    root = tmp_path_factory.mktemp("whole")
-    output_of(*fork_app("fit", *UP_TO_TWO, "--run.root", root, "--run.name", "x"))
-    return root / "x" / "version_0"
+    return fork_fit(tmp_path_factory.mktemp("whole"), *UP_TO_TWO)
 
 
 @pytest.mark.parametrize(("steps", "every"), [((1, 15, 16, 29), 0), ((15,), 5)], ids=str)
 def test_run_stopped_by_max_steps_resumes_exactly(
-    steps: tuple[int, ...], every: int, whole: Path, app: App, tmp_path: Path
+    steps: tuple[int, ...], every: int, whole: Path, fit: Fit
 ) -> None:
     """A run that stops and resumes several times has an uninterrupted run's weights and records.
 
     A checkpoint due after an epoch's last step is written at the epoch's end, with validation and
     mean loss.
     """
-    flags = [*UP_TO_TWO, *(["--last_checkpoint.every_n_train_steps", str(every)] if every else [])]
-    ends = [["--trainer.max_steps", str(step)] for step in steps]
-    for more in (ends[0], *(["--ckpt_path", "last", *end] for end in (*ends[1:], []))):
-        output_of(*app("fit", *flags, "--run.name", "x", *more))
-    resumed = tmp_path / "runs" / "x" / "version_0"
+    flags = [*UP_TO_TWO, *([f"--last_checkpoint.every_n_train_steps={every}"] if every else [])]
+    ends = [[f"--trainer.max_steps={step}"] for step in steps]
+    for more in (ends[0], *(["--ckpt_path=last", *end] for end in (*ends[1:], []))):
+        resumed = fit(*flags, *more)
     assert difference(whole, resumed) == 0
     assert epochs(resumed) == epochs(whole)
 
 
-def test_early_stopping_saves_where_it_stops(app: App, tmp_path: Path) -> None:
+def test_early_stopping_saves_where_it_stops(fit: Fit) -> None:
     """Early stopping ends a run at a validation within an epoch.
 
     If `min_epochs` epochs are not complete, it waits for the end of the last one. Then checkpoints
@@ -252,33 +245,30 @@ def test_early_stopping_saves_where_it_stops(app: App, tmp_path: Path) -> None:
     """
     early = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
     early += ["--trainer.callbacks.min_delta=100", "--trainer.callbacks.patience=1"]
-    flags, runs = [*PLAIN, "--run.test", "false", *early], tmp_path / "runs"
-    output_of(*app("fit", *flags, *options(val_check_interval=5, max_epochs=2, name="middle")))
-    assert read(runs / "middle/version_0/checkpoints/last.ckpt")["global_step"] == 10
-    output_of(*app("fit", *flags, *EVERY, *options(min_epochs=3, max_epochs=4, name="later")))
-    assert sorted(checkpoints(runs / "later" / "version_0")) == [15, 30, 45]
+    flags = [*PLAIN, "--run.test=false", *early]
+    middle = fit(*flags, *options(val_check_interval=5, max_epochs=2))
+    assert read(last_of(middle))["global_step"] == 10
+    later = fit(*flags, *EVERY, *options(min_epochs=3, max_epochs=4))
+    assert sorted(checkpoints(later)) == [15, 30, 45]
 
 
-@pytest.mark.slow
-def test_resume_across_strategies(app: App, tmp_path: Path) -> None:
+@SLOW
+def test_resume_across_strategies(fit: Fit, tmp_path: Path) -> None:
     """A checkpoint of ddp resumes under ddp bit for bit, under other strategies up to rounding."""
-    ddp = ["fit", *CNN, *STEPS, *on_cpu("ddp_fork", root=tmp_path)]
-    output_of(*fork_app(*ddp, "--run.name", "whole"))
-    saved = checkpoints(tmp_path / "whole" / "version_0")
-    output_of(*fork_app(*ddp, "--run.name", "resumed", "--ckpt_path", saved[21]))
+    ddp = [*CNN, *STEPS, *on_cpu("ddp_fork")]
+    saved = checkpoints(fork_fit(tmp_path, *ddp))
+    resumed = fork_fit(tmp_path, *ddp, "--run.name=resumed", f"--ckpt_path={saved[21]}")
     final = weights(saved[42])
-    assert difference(final, checkpoints(tmp_path / "resumed" / "version_0")[42]) == 0
-    for strategy, devices in (("auto", 1), ("dp", 2)):
-        flags = on_cpu(strategy, devices, name=strategy)
-        output_of(*app("fit", *CNN, *STEPS, *flags, "--ckpt_path", saved[21]))
-        assert difference(final, checkpoints(tmp_path / "runs" / strategy / "version_0")[42]) < 1e-5
+    assert difference(final, checkpoints(resumed)[42]) == 0
+    for strategy in ("auto", "dp"):
+        run = fit(*CNN, *STEPS, *on_cpu(strategy, name=strategy), f"--ckpt_path={saved[21]}")
+        assert difference(final, checkpoints(run)[42]) < 1e-5
 
 
-def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, tmp_path: Path) -> None:
-    output_of(*app("fit", *CNN, *STEPS, "--run.name", "x", "--trainer.max_steps", "10"))
-    saved = checkpoints(tmp_path / "runs" / "x" / "version_0")[7]
+def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, fit: Fit) -> None:
+    saved = checkpoints(fit(*CNN, *STEPS, "--trainer.max_steps=10"))[7]
     assert "batch_size 32" in error_of(
-        *app("fit", *CNN, *STEPS, "--data.batch_size", "16", "--ckpt_path", saved)
+        *app("fit", *CNN, *STEPS, "--data.batch_size=16", f"--ckpt_path={saved}")
     )
 
 
@@ -287,7 +277,7 @@ def test_changed_settings_start_a_new_run(app: App, tmp_path: Path) -> None:
 
     One line gives the reason.
     """
-    runs, newest = tmp_path / "runs" / "x", ["--ckpt_path", "auto"]
+    runs, newest = tmp_path / "runs/x", ["--ckpt_path=auto"]
     flags = [*CNN, *EVERY, *options(test=False, name="x"), "--trainer.max_epochs"]
     output_of(*app("fit", *flags, "1"))
     first = runs / "version_0"
@@ -299,7 +289,7 @@ def test_changed_settings_start_a_new_run(app: App, tmp_path: Path) -> None:
     os.close(descriptor)
     out = output_of(*app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7]))
     assert f"not continuing {first}: it has newer checkpoints" in out
-    out = output_of(*app("fit", *flags, "3", "--data.flip", "false", *newest))
+    out = output_of(*app("fit", *flags, "3", "--data.flip=false", *newest))
     assert f"not continuing {runs}/version_2: --data.flip differs" in out
     records = [record_of(runs / f"version_{n}") for n in range(4)]
     assert [len(record["epochs"]) for record in records] == [1, 2, 2, 3]
@@ -308,9 +298,9 @@ def test_changed_settings_start_a_new_run(app: App, tmp_path: Path) -> None:
 
 def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path: Path) -> None:
     """`auto` takes the newest readable checkpoint, or none; a finished training is only tested."""
-    flags = [*PLAIN, "--run.name", "x", "--ckpt_path", "auto", "--trainer.max_epochs"]
-    runs = tmp_path / "runs" / "x"
-    last, first = runs / "version_0" / "checkpoints" / "last.ckpt", {}
+    flags = [*PLAIN, "--run.name=x", "--ckpt_path=auto", "--trainer.max_epochs"]
+    runs = tmp_path / "runs/x"
+    last = runs / "version_0/checkpoints/last.ckpt"
     for earlier, epochs_wanted in enumerate(("1", "2", "2")):
         out = output_of(*app("fit", *flags, epochs_wanted))
         record = record_of(runs / "version_0")
@@ -321,11 +311,9 @@ def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path: Path) -> 
         before = sum(part["train_s"] for part in record["parts"])
         assert record["train_s"] > before - 1e-6 >= 0 or not earlier
         if not earlier:
-            first = record
             last.with_name("newer.ckpt").write_bytes(last.read_bytes()[:1000])
     assert f"resuming from {last}" in out
-    assert set(first) == set(record)
-    (runs / "version_0" / "run.json").write_text("")  # as after a loss of power
+    (runs / "version_0/run.json").write_text("")  # as after a loss of power
     assert f"resuming from {last}" in output_of(*app("fit", *flags, "2"))
 
 
@@ -337,39 +325,33 @@ def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path) ->
 
     If no checkpoint is intact, `auto` rejects the run instead of starting it anew.
     """
-    folder = tmp_path / "runs" / "x" / "version_0" / "checkpoints"
+    folder = tmp_path / "runs/x/version_0/checkpoints"
     output_of(*app("fit", *FLAGS, "2"))
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "best.ckpt",
-        "last-1.ckpt",
-        "last.ckpt",
-    ]
     last = folder / "last.ckpt"
     bit_flipped(last)
     for command, checkpoint in (("fit", "last"), ("test", "last"), ("predict", last)):
-        message = error_of(*app(command, *FLAGS, "3", "--ckpt_path", checkpoint))
+        message = error_of(*app(command, *FLAGS, "3", f"--ckpt_path={checkpoint}"))
         assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", message), (
             message
         )
     (folder / "best.ckpt").unlink()
-    out = output_of(*app("fit", *FLAGS, "3", "--ckpt_path", "auto"))
+    out = output_of(*app("fit", *FLAGS, "3", "--ckpt_path=auto"))
     assert (
         f"{last} is damaged: it is kept as last.ckpt.damaged, and "
         f"the run continues from {folder}/last-1.ckpt" in out
     )
-    second = record_of(tmp_path / "runs" / "x" / "version_0")
+    second = record_of(tmp_path / "runs/x/version_0")
     assert (second["resumed_from"], len(second["epochs"])) == (str(folder / "last-1.ckpt"), 3)
     assert (folder / "last.ckpt.damaged").exists()
     for path in (tmp_path / "runs").rglob("*.ckpt"):
         bit_flipped(path)
-    message = error_of(*app("fit", *FLAGS, "4", "--ckpt_path", "auto"))
+    message = error_of(*app("fit", *FLAGS, "4", "--ckpt_path=auto"))
     assert "from none of the 3 checkpoints under" in message
     assert "give another --run.name to begin anew" in message
 
 
-def test_checkpoint_without_a_needed_part_is_rejected(app: App, tmp_path: Path) -> None:
-    output_of(*app("fit", *FLAGS, "1"))
-    good = read(tmp_path / "runs/x/version_0/checkpoints/last.ckpt")
+def test_checkpoint_without_a_needed_part_is_rejected(app: App, fit: Fit, tmp_path: Path) -> None:
+    good = read(last_of(fit(*FLAGS, "1")))
     bad = tmp_path / "bad.ckpt"
     trainer = Trainer(max_epochs=2, logger=False)
     weights_alone = {key: good[key] for key in ("state_dict", "pytorch-lightning_version")}
@@ -384,25 +366,24 @@ def test_checkpoint_without_a_needed_part_is_rejected(app: App, tmp_path: Path) 
     for key in ("callbacks", "lr_schedulers"):
         torch.save(good | {key: 3.5}, bad)
         assert "--ckpt_path: the checkpoint cannot be restored" in error_of(
-            *app("fit", *FLAGS, "2", "--ckpt_path", bad)
+            *app("fit", *FLAGS, "2", f"--ckpt_path={bad}")
         )
     torch.save(weights_alone, bad)
-    output_of(*app("test", *FLAGS, "2", "--ckpt_path", bad))  # weights are enough to test
-    flags = ["--last_checkpoint.save_weights_only", "true", "--run.name", "y"]
-    output_of(*app("fit", *FLAGS, "1", *flags))
-    assert "it has no " in error_of(*app("fit", *FLAGS, "2", *flags, "--ckpt_path", "last"))
-    out = output_of(*app("fit", *FLAGS, "2", "--run.name", "y", "--ckpt_path", "auto"))
+    output_of(*app("test", *FLAGS, "2", f"--ckpt_path={bad}"))  # weights are enough to test
+    flags = ["--last_checkpoint.save_weights_only=true", "--run.name=y"]
+    fit(*FLAGS, "1", *flags)
+    assert "it has no " in error_of(*app("fit", *FLAGS, "2", *flags, "--ckpt_path=last"))
+    out = output_of(*app("fit", *FLAGS, "2", "--run.name=y", "--ckpt_path=auto"))
     assert "resuming from" in out, "from best.ckpt, though weights alone are newer"
 
 
-def test_last_is_found_without_the_record(app: App, tmp_path: Path) -> None:
+def test_last_is_found_without_the_record(app: App, fit: Fit) -> None:
     """`--ckpt_path last` finds the checkpoint's file if the record lacks it or is unreadable."""
-    output_of(*app("fit", *FLAGS, "1"))
-    run = tmp_path / "runs" / "x" / "version_0"
+    run = fit(*FLAGS, "1")
     record = record_of(run)
     for content in (json.dumps(record | {"checkpoint": None, "epochs": []}), '{"checkpoint": 7}'):
         (run / "run.json").write_text(content)
-        out = output_of(*app("validate", "--config", run / "config.yaml", "--ckpt_path", "last"))
+        out = output_of(*app("validate", "--config", run / "config.yaml", "--ckpt_path=last"))
         assert f"{run}/run.json cannot be read" in out or '"checkpoint": null' in content
 
 
@@ -415,7 +396,7 @@ TUNED += ["--trainer.callbacks.unfreeze_backbone_at_epoch=1", "--trainer.callbac
 def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path: Path) -> None:
     """A run stopped before, at or after the epoch that unfreezes the backbone goes on as whole."""
     whole = fork_fit(tmp_path / "whole", *TUNED)
-    fork_fit(tmp_path, *TUNED, "--run.name=cut", "--trainer.max_steps", str(steps))
+    fork_fit(tmp_path, *TUNED, "--run.name=cut", f"--trainer.max_steps={steps}")
     cut = fork_fit(tmp_path, *TUNED, "--run.name=cut", "--ckpt_path=last")
     assert record_of(cut)["steps"] == 15
     assert difference(whole, cut) == 0
@@ -423,7 +404,7 @@ def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path: Path) 
 
 def test_unfrozen_layers_are_averaged_over_the_ranks(tmp_path: Path) -> None:
     """DDP wraps the model again when a callback unfreezes layers, also with virtual devices."""
-    two = on_cpu("ddp_fork", 2)
+    two = on_cpu("ddp_fork")
     fork_fit(tmp_path, *TUNED, *two)  # it would end with "ranks differ"
     flags = [*TUNED, *options(virtual_devices=2, global_batch=8, threads=1)]
     alone = fork_fit(tmp_path / "alone", *flags)
@@ -439,6 +420,6 @@ def test_module_that_steps_its_own_optimizer(tmp_path: Path) -> None:
     for epochs, resume in (("1", []), ("2", ["--ckpt_path=last"])):
         out = output_of(*fork_app("fit", *flags, epochs, *resume))
         assert out.count(line) == 1
-        run = tmp_path / "x" / "version_0"
+        run = tmp_path / "x/version_0"
         assert record_of(run)["steps"] == 5 * int(epochs)
-        assert read(run / "checkpoints" / "last.ckpt")["global_step"] == 5 * int(epochs)
+        assert read(run / "checkpoints/last.ckpt")["global_step"] == 5 * int(epochs)

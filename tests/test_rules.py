@@ -1,6 +1,5 @@
 """Rules that reject a run before anything is built, in one table."""
 
-import math
 from typing import Any
 
 import pytest
@@ -33,11 +32,6 @@ def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
 
 REFUSED = [
     (
-        {"trainer.devices": "0"},
-        None,
-        "--trainer.devices 0: give a count from 1 on, a list such as 0,1, or auto",
-    ),
-    (
         {"trainer.devices": "-1"},
         None,
         "--trainer.devices '-1': `devices` selected with `CPUAccelerator` should be an int > 0",
@@ -47,7 +41,6 @@ REFUSED = [
         None,
         "--trainer.accelerator cudo: there is none on this machine: did you mean cuda?",
     ),
-    ({"cluster.timeout": math.inf}, None, "--cluster.timeout inf: give a finite number"),
     (
         {"cluster.max_restarts": 1},
         None,
@@ -136,5 +129,5 @@ def test_flags_that_work_are_accepted(
 
 
 def test_resolving_allows_devices_that_this_machine_lacks() -> None:
-    flags = ["--trainer.accelerator", "cuda", "--trainer.devices", "64"]
+    flags = ["--trainer.accelerator=cuda", "--trainer.devices=64"]
     assert resolve([*SMALL, *flags]).trainer.devices == "64"

@@ -11,19 +11,6 @@ from app.lab.runs import run_fit, typed
 from app.record import Record
 
 FLAGS = ["--data=Synthetic", "--data.images=200", "--data.batch_size=20", "--run.wandb=off"]
-DAMAGED = [
-    ('{"epochs": [{"epoch": 1, "train_loss": "low"}]}', r"epochs\.0\.train_loss"),
-    ("{", "line 1"),
-    ("null", ""),
-]
-
-
-@pytest.mark.parametrize(("text", "place"), DAMAGED)
-def test_a_damaged_record_names_the_field(text: str, place: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=f"{path} cannot be read .*{place}"):
-        Record.load(path)
 
 
 def test_missing_and_null_fields_get_defaults(tmp_path: Path) -> None:
@@ -44,7 +31,7 @@ def test_path_is_text_on_the_command_line() -> None:
 def test_run_fit_returns_the_record(tmp_path: Path) -> None:
     record = run_fit([*FLAGS, "--trainer.max_steps=8"], 120, tmp_path / "x")
     assert (record.status, record.steps) == ("completed", 8)
-    assert Record.load(tmp_path / "x" / "version_0" / "run.json") == record
+    assert Record.load(tmp_path / "x/version_0/run.json") == record
     wrong = run_fit([*FLAGS, "--trainer.max_stepz=8"], 120)
     assert (wrong.status, wrong.setup_s) == ("failed", None)
     assert "did you mean --trainer.max_steps" in str(wrong.error)
@@ -59,9 +46,7 @@ def test_run_that_completes_at_its_limit_is_completed(
 
     def complete(processes: Sequence[Any]) -> None:
         stop(processes)
-        Record(status="completed", run_dir=str(tmp_path)).save(
-            tmp_path / "x" / "version_0" / "run.json"
-        )
+        Record(status="completed", run_dir=str(tmp_path)).save(tmp_path / "x/version_0/run.json")
 
     stop = runs._stop
     monkeypatch.setattr(runs, "_stop", complete)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from forked import fork_app
-from harness import QUIET, App, assert_same, draw_images, error_of, on_cpu, options, output_of
+from forked import fork_fit
+from harness import QUIET, App, Fit, assert_same, draw_images, error_of, on_cpu, options
 from PIL import ExifTags, Image, ImageOps
 from test_cache import cache, decoded  # noqa: F401
 from test_data import attach, folder
@@ -70,7 +70,7 @@ def test_training_images_are_kept_larger(
     """
     monkeypatch.setattr("app.data.image_files.BLOCK", 3000)
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 2)
-    damaged = image_root / "train" / "dog" / "04.jpg"
+    damaged = image_root / "train/dog/04.jpg"
     damaged.write_bytes(damaged.read_bytes()[:300])
     flags = {**RESIZED, "crop": crop, "cache": str(cache), "on_bad_image": "skip"}
     data = attach(ImageFolder(str(image_root), **flags))
@@ -175,29 +175,27 @@ RECIPE += options(max_epochs=3, log_every_n_steps=1, flip=True)
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     """Flags of a training with crops and RandAugment, and its run's directory on one device."""
     root = tmp_path_factory.mktemp("alone")
-    flags = folder(draw_images(root / "images", ("cat", "dog", "eel"), train=12), root=root)
-    flags += [*RECIPE, "--run.test", "false"]
-    output_of(*fork_app("fit", *flags, "--run.name", "alone"))
-    return flags, root / "alone" / "version_0"
+    flags = folder(draw_images(root / "images", ("cat", "dog", "eel"), train=12))
+    flags += [*RECIPE, "--run.test=false"]
+    return flags, fork_fit(root, *flags)
 
 
 @pytest.mark.parametrize("variant", ["ddp_fork", "resumed", "decoded"])
 def test_every_variant_crops_and_augments_alike(
-    alone: tuple[list[str], Path], variant: str
+    alone: tuple[list[str], Path], variant: str, tmp_path: Path
 ) -> None:
     flags, expected = alone
-    flags = [*flags, "--run.name", variant]
+    flags = [*flags]
     tolerance = 1e-12
     if variant == "ddp_fork":
         flags += on_cpu(variant)
         tolerance = 1e-5
     elif variant == "decoded":
-        flags += ["--data.cache", "off", "--data.num_workers", "0"]
+        flags += ["--data.cache=off", "--data.num_workers=0"]
     else:
-        output_of(*fork_app("fit", *flags, "--trainer.max_steps", "7"))
-        flags += ["--ckpt_path", "last"]
-    output_of(*fork_app("fit", *flags))
-    assert_same(expected.parents[1] / variant / "version_0", expected, tolerance)
+        fork_fit(tmp_path, *flags, "--trainer.max_steps=7")
+        flags += ["--ckpt_path=last"]
+    assert_same(fork_fit(tmp_path, *flags), expected, tolerance)
 
 
 WRONG = [
@@ -220,19 +218,16 @@ def test_conflicting_flags_are_refused(
     assert message in error_of(*app("fit", *folder(image_root), *flags))
 
 
-def test_augmentations_by_name(image_root: Path, app: App, tmp_path: Path) -> None:
+def test_augmentations_by_name(image_root: Path, fit: Fit, tmp_path: Path) -> None:
     erasing = {"class_path": "RandomErasing", "init_args": {"p": 1.0, "value": 7}}
     settings = {"augment": ["TrivialAugmentWide", erasing, "user_code.Inverted"]}
     config = tmp_path / "augment.yaml"
     config.write_text(
         yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": settings}})
     )
-    flags = ["--config", config, "--data.root", image_root, "--model", "CIFARCNN", *QUIET]
+    flags = [f"--config={config}", f"--data.root={image_root}", "--model=CIFARCNN", *QUIET]
     flags += options(max_epochs=1, num_workers=0, test=False)
-    output_of(*app("fit", *flags))
-    saved = (tmp_path / "runs" / "LeNet-ImageFolder" / "version_0" / "config.yaml").read_text()
+    saved = (fit(*flags) / "config.yaml").read_text()
     for name in ("v2.TrivialAugmentWide", "v2.RandomErasing", "user_code.Inverted"):
         assert name in saved
-    output_of(
-        *app("fit", *flags, "--data.augment", "ColorJitter", "--data.augment.brightness", "0.4")
-    )
+    fit(*flags, "--data.augment=ColorJitter", "--data.augment.brightness=0.4")

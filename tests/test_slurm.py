@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from cluster.hosts import awaited
 from cluster.slurm import Slurm
-from harness import ROOT, App, difference, last_of, listening, losses, output_of, record, tiny
+from harness import ROOT, Fit, difference, last_of, listening, losses, record, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-SCRIPT = ROOT / "configs" / "cluster" / "slurm.sbatch"
+SCRIPT = ROOT / "configs/cluster/slurm.sbatch"
 SHAPE = ["--gres=none", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
 TWO = [*SHAPE, "--ntasks-per-node=1"]
 STEPS = tiny(203, 20, flip=True, accelerator="cpu", log_every_n_steps=1, test=False)
-EXACT = ["--trainer.precision", "64-true"]
+EXACT = ["--trainer.precision=64-true"]
 PATH = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
@@ -30,7 +30,7 @@ def clean(slurm: Slurm) -> Iterator[None]:
 
 
 def last(root: Path) -> Path:
-    return last_of(root / "LeNet-Synthetic" / "version_0")
+    return last_of(root / "LeNet-Synthetic/version_0")
 
 
 def submit(
@@ -42,8 +42,7 @@ def submit(
         *STEPS,
         "--run.root",
         root,
-        "--trainer.max_epochs",
-        str(epochs),
+        f"--trainer.max_epochs={epochs}",
         *flags,
         env={**PATH, **env},
     )
@@ -58,7 +57,7 @@ def trained(slurm: Slurm, job: str, root: Path, epochs: int) -> None:
 
 
 @pytest.mark.usefixtures("clean")
-def test_requeued_job_equals_one_device(slurm: Slurm, app: App, tmp_path: Path) -> None:
+def test_requeued_job_equals_one_device(slurm: Slurm, fit: Fit, tmp_path: Path) -> None:
     """A job of 2 nodes × 2 tasks that is requeued twice ends as a run on one device.
 
     The requeued job needs no further flags. The runs use float64, because the four ranks add
@@ -86,10 +85,10 @@ def test_requeued_job_equals_one_device(slurm: Slurm, app: App, tmp_path: Path) 
     assert len(list(stopped.glob(f"*/version_0/wandb/offline-run-*-{final['tracker']}"))) == 3
     assert (final["world_size"], final["num_nodes"]) == (4, 2)
     assert len(final["epochs"]) == 24
-    output_of(*app("fit", *STEPS, *EXACT, "--trainer.max_epochs", "24"))
+    fit(*STEPS, *EXACT, "--trainer.max_epochs=24")
     whole = tmp_path / "runs"
     assert difference(last(whole), last(stopped)) < 1e-7
-    both = [losses(root / "LeNet-Synthetic" / "version_0") for root in (stopped, whole)]
+    both = [losses(root / "LeNet-Synthetic/version_0") for root in (stopped, whole)]
     np.testing.assert_allclose(*both, rtol=0, atol=1e-6)
 
 
@@ -130,12 +129,12 @@ def test_mismatched_tasks_fail_at_once(slurm: Slurm, tmp_path: Path) -> None:
 
     Two simultaneous steps of `srun` are two runs with separate directories.
     """
-    fit = ["python", "-m", "app", "fit", *STEPS, "--run.root", str(tmp_path)]
+    fit = ["python", "-m", "app", "fit", *STEPS, f"--run.root={tmp_path}"]
     alone = (
         "error: this SLURM job has 4 tasks, but the command was started once: put srun before it"
     )
     unequal = "srun started 2 node(s) of 2 process(es), but the run is --trainer.num_nodes 2 of 4"
-    command = shlex.join(["srun", *fit, "--trainer.devices", "4"])
+    command = shlex.join(["srun", *fit, "--trainer.devices=4"])
     job = slurm.submit(*SHAPE, "--wrap", command, env=PATH)
     assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=200) == "FAILED", slurm.output(job)
     assert unequal in slurm.output(job)
@@ -143,7 +142,7 @@ def test_mismatched_tasks_fail_at_once(slurm: Slurm, tmp_path: Path) -> None:
     out = slurm.run(*session, "sh", "-c", f"{shlex.join(fit)}; test $? = 2", env=PATH, timeout=200)
     assert alone in out
     assert not list(tmp_path.glob("LeNet-Synthetic/version_*"))
-    once = shlex.join([*fit, "--trainer.max_epochs", "1"])
+    once = shlex.join([*fit, "--trainer.max_epochs=1"])
     # two srun steps at once, on separate ports; then one process that starts its ranks itself
     srun = "srun --overlap --ntasks=2 --ntasks-per-node=1"
     steps = f"{srun} {once} & {srun} {once}; other=$?; wait $! && test $other = 0"

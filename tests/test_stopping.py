@@ -10,6 +10,7 @@ import subprocess
 import sys
 from ctypes import CDLL
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
@@ -17,7 +18,9 @@ import torch
 from cluster.hosts import awaited
 from forked import fork_app
 from harness import (
+    SLOW,
     App,
+    Fit,
     difference,
     family,
     last_of,
@@ -38,32 +41,32 @@ from app.record import Record
 
 SMALL = tiny(203, 20, flip=True)
 DDP = on_cpu("ddp")
-SLOW = pytest.mark.slow
 
 
-SIGNALS = [
+SIGNALS: list[Any] = [
     ("disk", "SIGTERM", "group"),  # the signal also reaches worker processes
     ("auto", "SIGHUP", "main"),
-    *(
-        pytest.param("ddp", "SIGTERM", "all", marks=SLOW),
-        pytest.param("ddp_spawn", "SIGINT", "group", marks=SLOW),
-    ),
-    pytest.param("ddp", "SIGINT", "group", marks=SLOW),
-    pytest.param("ddp", "SIGHUP", "main", marks=SLOW),
-    pytest.param("ddp_spawn", "SIGHUP", "group", marks=SLOW),
-    pytest.param("ddp_spawn", "SIGTERM", "main", marks=SLOW),
-    pytest.param("ddp_fork", "SIGINT", "main", marks=SLOW),
 ]
+MORE = [
+    ("ddp", "SIGTERM", "all"),
+    ("ddp_spawn", "SIGINT", "group"),
+    ("ddp", "SIGINT", "group"),
+    ("ddp", "SIGHUP", "main"),
+    ("ddp_spawn", "SIGHUP", "group"),
+    ("ddp_spawn", "SIGTERM", "main"),
+    ("ddp_fork", "SIGINT", "main"),
+]
+SIGNALS += [pytest.param(*case, marks=SLOW) for case in MORE]
 
 
 @pytest.mark.parametrize(("strategy", "name", "whom"), SIGNALS)
 def test_signal_during_training_saves_checkpoint(
     strategy: str, name: str, whom: str, tmp_path: Path
 ) -> None:
-    flags = on_cpu(strategy, devices=1 if strategy == "auto" else 2)
+    flags = on_cpu(strategy)
     if strategy == "disk":
         flags = options(placement="disk", num_workers=2)
-    with started(tmp_path, *SMALL, *flags, "--trainer.max_epochs", "100000") as run:
+    with started(tmp_path, *SMALL, *flags, "--trainer.max_epochs=100000") as run:
         out = run.trained(3).get(name, whom).end(60, code=128 + getattr(signal, name))
     assert "Traceback" not in out
     saved = run.record
@@ -81,21 +84,17 @@ def test_signal_during_training_saves_checkpoint(
 
 
 @SLOW
-def test_stopped_run_resumes_to_same_bits(app: App, tmp_path: Path) -> None:
+def test_stopped_run_resumes_to_same_bits(fit: Fit, tmp_path: Path) -> None:
     """A stopped run resumes to the weights of an uninterrupted run, bit for bit."""
-    flags = ["--trainer.max_epochs", "20", "--run.test", "false"]
-    with started(tmp_path / "stopped", *SMALL, *flags, "--trainer.log_every_n_steps", "1") as run:
+    flags = ["--trainer.max_epochs=20", "--run.test=false"]
+    with started(tmp_path / "stopped", *SMALL, *flags, "--trainer.log_every_n_steps=1") as run:
         run.trained(3).get("SIGINT", "main").end(code=130)
     last = run.record["checkpoint"]["last"]
     config = run.directory / "config.yaml"
-    for more in (
-        ["--config", config, "--ckpt_path", "last", "--run.name", "resumed"],
-        ["--run.name", "whole"],
-    ):
-        output_of(*app("fit", *SMALL, *flags, *more, "--run.root", tmp_path))
-    resumed = tmp_path / "resumed" / "version_0"
+    more = [f"--config={config}", "--ckpt_path=last", "--run.name=resumed"]
+    resumed = fit(*SMALL, *flags, *more)
     assert record_of(resumed)["resumed_from"] == last
-    assert difference(tmp_path / "whole" / "version_0", resumed) == 0
+    assert difference(fit(*SMALL, *flags), resumed) == 0
 
 
 EARLY = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"]
@@ -103,8 +102,8 @@ EARLY = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_
 
 ENDS = [
     (EARLY, 0),
-    (["--trainer.val_check_interval", "4"], 1),
-    (["--trainer.accumulate_grad_batches", "2"], 0),
+    (["--trainer.val_check_interval=4"], 1),
+    (["--trainer.accumulate_grad_batches=2"], 0),
 ]
 
 
@@ -113,14 +112,14 @@ def test_ctrl_c_in_first_epoch_can_resume(
     flags: list[str], validations: int, app: App, tmp_path: Path
 ) -> None:
     """A run that gets Ctrl-C in the fourth step ends after it, whatever its callbacks do."""
-    flags = [*SMALL, "--model", "user_code.StopsItself", *flags, *options(max_epochs=2, test=False)]
+    flags = [*SMALL, "--model=user_code.StopsItself", *flags, *options(max_epochs=2, test=False)]
     output_of(*app("fit", *flags), 130)
-    run = tmp_path / "runs" / "StopsItself-Synthetic" / "version_0"
+    run = tmp_path / "runs/StopsItself-Synthetic/version_0"
     record = record_of(run)
     assert (record["status"], record["steps"]) == ("interrupted", 4)
     assert [row["whole"] for row in record["epochs"]] == [False]
     assert sum(row["val_acc"] is not None for row in record["epochs"]) == validations
-    output_of(*app("fit", "--config", run / "config.yaml", "--ckpt_path", "last"))
+    output_of(*app("fit", "--config", run / "config.yaml", "--ckpt_path=last"))
     record = record_of(run)
     assert record["status"] == "completed"
     (part,) = record["parts"]
@@ -135,8 +134,8 @@ def test_ranks_stop_one_step_later(tmp_path: Path) -> None:
 
     The agent does not restart the ranks, because the stop is no failure.
     """
-    flags = [*SMALL, *DDP, *options(max_epochs=2, test=False), "--cluster.max_restarts", "2"]
-    with started(tmp_path, *flags, "--model", "user_code.StopsOneRank") as run:
+    flags = [*SMALL, *DDP, *options(max_epochs=2, test=False), "--cluster.max_restarts=2"]
+    with started(tmp_path, *flags, "--model=user_code.StopsOneRank") as run:
         run.end(code=143)
     record = run.record
     assert (record["status"], record["error"], record["steps"]) == ("interrupted", "by SIGTERM", 5)
@@ -189,13 +188,13 @@ def test_signal_during_start_ends_run(strategy: str, name: str, tmp_path: Path) 
     )  # no record if the run had no directory yet
 
 
-FOR_EVER = ["--trainer.max_epochs", "100000"]
+FOR_EVER = ["--trainer.max_epochs=100000"]
 
 
 @SLOW
 def test_failed_rank_is_reported_while_rank_zero_hangs(tmp_path: Path) -> None:
     """The run reports rank 1's exception, although rank zero hangs as in NCCL."""
-    with started(tmp_path, *SMALL, "--model", "stuck_code.FailsWhileRankZeroIsStuck", *DDP) as run:
+    with started(tmp_path, *SMALL, "--model=stuck_code.FailsWhileRankZeroIsStuck", *DDP) as run:
         out = run.end(code=1)
     line = out.splitlines()[-1]
     assert re.fullmatch(
@@ -223,14 +222,7 @@ def test_closed_terminal_saves_checkpoint(
     strategy: str, command: list[str], tmp_path: Path
 ) -> None:
     """The run saves a checkpoint, as after SIGTERM. Under nohup, it completes."""
-    flags = [
-        *SMALL,
-        *on_cpu(strategy, 1 + (strategy == "ddp")),
-        "--trainer.max_epochs",
-        "30",
-        "--run.root",
-        tmp_path,
-    ]
+    flags = [*SMALL, *on_cpu(strategy), "--trainer.max_epochs=30", "--run.root", tmp_path]
     process, terminal = pty.fork()
     if process == 0:
         os.execvp("env", ["env", *command, sys.executable, "-m", "app", "fit", *map(str, flags)])
@@ -277,7 +269,7 @@ def test_a_rank_without_progress_ends_after_a_signal(
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_one_signal_ends_ranks_that_wait_for_each_other(strategy: str, tmp_path: Path) -> None:
     with started(
-        tmp_path, *SMALL, *on_cpu(strategy), "--model", "stuck_code.WaitsElsewhere", *FOR_EVER
+        tmp_path, *SMALL, *on_cpu(strategy), "--model=stuck_code.WaitsElsewhere", *FOR_EVER
     ) as run:
         awaited(lambda: len(list(tmp_path.rglob("stuck_*"))) == 2, 60)
         out = run.get("SIGTERM", "main").end(signals.GRACE + 30, code=143)
@@ -292,16 +284,12 @@ MANY = [("auto", "test"), *(pytest.param(*case, marks=SLOW) for case in STAGES)]
 @pytest.mark.parametrize(("strategy", "stage"), MANY)
 def test_first_of_many_signals_ends_run(strategy: str, stage: str, tmp_path: Path) -> None:
     """The first of 300 SIGTERMs ends the run in order; the others do not disturb the end."""
-    flags = [
-        *tiny(64, 16, max_epochs=2),
-        *on_cpu(strategy, 1 + (strategy == "ddp")),
-        "--run.root",
-        tmp_path,
-    ]
+    flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy), "--run.root", tmp_path]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
     code, out = fork_app(
         "fit", *flags, "--trainer.callbacks.way=many SIGTERM", "--trainer.callbacks.rank=0"
     )
     assert code == 143, out
     assert "Traceback" not in out
-    assert (record(tmp_path)["status"], record(tmp_path)["error"]) == ("interrupted", "by SIGTERM")
+    saved = record(tmp_path)
+    assert (saved["status"], saved["error"]) == ("interrupted", "by SIGTERM")

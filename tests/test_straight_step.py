@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from forked import fork_fit
-from harness import QUIET, RECIPE, ROOT, Fit, last_of, on_cpu, options, record_of, tiny
+from harness import QUIET, RECIPE, ROOT, SLOW, Fit, last_of, on_cpu, options, record_of, tiny
 from lightning.pytorch import Callback
 from test_conformance import CALLS, HOOKS, recording, same_checkpoint
 
@@ -20,10 +20,9 @@ RECORDED = ["--trainer.callbacks+=test_straight_step.RecordsAll", "--run.test=fa
 
 LARGE = ("cifar_resnet18", "imagenet", "finetune", "cifar10_94")
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.stem != "sweep"]
-CONFIGS += sorted((ROOT / "configs" / "speed").glob("*.yaml"))
+CONFIGS += sorted((ROOT / "configs/speed").glob("*.yaml"))
 CONFIGS = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LARGE))
-    for path in CONFIGS
+    pytest.param(path, id=path.stem, marks=[SLOW] * (path.stem in LARGE)) for path in CONFIGS
 ]
 PHOTOS = ["--model.network=resnet18", *options(size=32, resize=36)]
 SMALLER = {
@@ -41,12 +40,12 @@ def test_every_config(
 ) -> None:
     roots = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}
     data = yaml.safe_load(config.read_text()).get("data", {}).get("class_path")
-    flags = ["--data.root", str(roots[data])] if data in roots else tiny(80)
+    flags = [f"--data.root={roots[data]}"] if data in roots else tiny(80)
     flags += options(
         max_epochs=2, log_every_n_steps=2, limit_train_batches=4, limit_val_batches=1, batch_size=8
     )
     flags += ["--run.virtual_devices=null"]  # because Lightning's step has no virtual devices
-    assert_alike_by_command(fit, "--config", config, *flags, *SMALLER.get(config.stem, []))
+    assert_alike_by_command(fit, f"--config={config}", *flags, *SMALLER.get(config.stem, []))
 
 
 def assert_alike_by_command(fit: Fit, *flags: str | Path) -> None:
@@ -105,7 +104,7 @@ USERS = {
 
 @pytest.mark.parametrize("model", USERS)
 def test_code_of_users(model: str, fit: Fit) -> None:
-    flags = ["--model", model, "--data", USERS[model], "--trainer.accelerator=cpu", *QUIET]
+    flags = [f"--model={model}", "--data", USERS[model], "--trainer.accelerator=cpu", *QUIET]
     assert_alike_by_command(fit, *flags, *options(max_epochs=2, log_every_n_steps=2))
 
 
@@ -123,7 +122,7 @@ class Pickles(Callback):
 
 SMALL = tiny(64, 16)
 PICKLED = {
-    "all callbacks": [*SMALL, *RECIPE, "--run.wandb", "offline"],
+    "all callbacks": [*SMALL, *RECIPE, "--run.wandb=offline"],
     "Lightning's loop": [*SMALL, *options(loop="lightning")],
     "virtual devices": [*SMALL, *options(virtual_devices=2)],
     "dp": [*SMALL, *options(strategy="dp", devices=2)],
@@ -137,7 +136,7 @@ def test_trainer_can_be_pickled(name: str, fit: Fit) -> None:
     fit(*PICKLED[name], *flags, *options(max_epochs=2, limit_train_batches=3, test=False))
 
 
-@pytest.mark.slow
+@SLOW
 def test_two_processes_accumulate(tmp_path: Path) -> None:
     flags = tiny(203, 16, log_every_n_steps=3, accumulate_grad_batches=2, max_epochs=2, test=False)
     flags += on_cpu("ddp_fork")

@@ -1,5 +1,6 @@
 """Images that a CSV file lists, and data sets of Hugging Face."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,14 @@ import pandas as pd
 import pytest
 import torch
 from datasets import ClassLabel, Image, List, Value
-from harness import QUIET, App, losses, options, output_of, record_of
-from test_data import attach
+from harness import QUIET, App, Fit, losses, options, output_of, record_of
+from test_data import attach, refusal
 
 from app.data import HuggingFace, ImageFolder, ImageTable
 from app.errors import UserError
 
 FLAGS = [*options(max_epochs=1, batch_size=8, num_workers=0, log_every_n_steps=1), *QUIET]
-FLAGS += ["--model", "CIFARCNN"]
+FLAGS += ["--model=CIFARCNN"]
 
 
 @pytest.fixture
@@ -31,17 +32,13 @@ def table(image_root: Path) -> pd.DataFrame:
     return made
 
 
-def test_a_table_is_a_folder(
-    image_root: Path, table: pd.DataFrame, app: App, tmp_path: Path
-) -> None:
+def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, fit: Fit) -> None:
     """Training on a table has the same splits and losses as on the folder.
 
     Splits and columns may have other names.
     """
-    output_of(*app("fit", "--data", "ImageFolder", "--data.root", image_root, *FLAGS))
-    output_of(*app("fit", "--data", "ImageTable", "--data.csv", image_root / "all.csv", *FLAGS))
-    folder = tmp_path / "runs" / "LeNet-ImageFolder" / "version_0"
-    ours = tmp_path / "runs" / "LeNet-ImageTable" / "version_0"
+    folder = fit("--data=ImageFolder", f"--data.root={image_root}", *FLAGS)
+    ours = fit("--data=ImageTable", "--data.csv", image_root / "all.csv", *FLAGS)
     assert losses(ours).tolist() == losses(folder).tolist()
     assert record_of(ours)["data"]["images"] == {"train": 33, "val": 3, "test": 12}
     renamed = table.rename(columns={"file": "photo", "label": "kind"})
@@ -74,11 +71,7 @@ def test_labels_are_read_again(
             assert data._splits["train"][0].labels[place] == classes.index(first)
 
 
-def rejection(csv: Path, **columns: str) -> str:
-    """Read a CSV file, which must fail, and return the error message."""
-    with pytest.raises(UserError) as error:
-        attach(ImageTable(str(csv), num_workers=0, **columns))
-    return str(error.value)
+rejection = partial(refusal, ImageTable)
 
 
 def test_wrong_cell_or_column_is_named(image_root: Path, table: pd.DataFrame) -> None:
@@ -211,11 +204,11 @@ def test_a_data_set_of_hugging_face(
 
     Only its first run decodes the images.
     """
-    flags = ["--data", "HuggingFace", "--data.path", saved, *FLAGS]
+    flags = ["--data=HuggingFace", f"--data.path={saved}", *FLAGS]
     assert "Decoding 36 images" in output_of(*app("fit", *flags))
-    assert "Decoding" not in output_of(*app("fit", *flags, "--trainer.max_epochs", "2"))
-    output_of(*app("predict", *flags, "--ckpt_path", "last"))
-    run = tmp_path / "runs" / "LeNet-HuggingFace" / "version_0"
+    assert "Decoding" not in output_of(*app("fit", *flags, "--trainer.max_epochs=2"))
+    output_of(*app("predict", *flags, "--ckpt_path=last"))
+    run = tmp_path / "runs/LeNet-HuggingFace/version_0"
     assert record_of(run)["data"]["images"] == {"train": 33, "val": 3, "test": 12}
     folder = attach(ImageFolder(str(image_root), cache="off"), "test")
     parquet = image_root / "train.parquet"
@@ -341,7 +334,9 @@ def test_wrong_labels_of_hugging_face_are_refused(
 
 
 def test_a_row_that_is_no_image(saved: Path, image_root: Path) -> None:
-    bad = {"image": [{"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": None}] * 3, "label": [0, 1, 0]}
+    """PIL would start Ghostscript to draw this image."""
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    bad = {"image": [{"bytes": eps, "path": None}] * 3, "label": [0, 1, 0]}
     features = datasets.load_from_disk(str(saved))["train"].features
     datasets.Dataset.from_dict(bad, features).save_to_disk(str(image_root / "bad"))
     with pytest.raises(UserError, match=r"row 0 of train in .*bad cannot be read \(not an image\)"):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import ROOT, App, on_cpu, output_of, record, tiny
+from harness import ROOT, SLOW, App, on_cpu, output_of, record, tiny
 from lightning.pytorch.callbacks import RichProgressBar
 
 from app.monitor.progress_bar import ProgressBar
@@ -20,8 +20,8 @@ SMALL = tiny(200, 20)
 def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers appear only with --verbose; the warning about a busy machine always appears."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
-    flags = ["fit", *SMALL[:-2], "--run.test", "false", "--trainer.max_steps", "1"]
-    assert "network" not in app(*flags, "--trainer.enable_model_summary", "false")[1]
+    flags = ["fit", *SMALL[:-2], "--run.test=false", "--trainer.max_steps=1"]
+    assert "network" not in app(*flags, "--trainer.enable_model_summary=false")[1]
     out = output_of(*app(*flags))
     assert "network    LeNet, 62,006 parameters, 3 × 32 × 32 → 10 classes\n" in out
     assert (
@@ -36,7 +36,7 @@ def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.Mon
 
 def test_each_epoch_has_a_line(app: App) -> None:
     """A run prints a line for each epoch, also into a pipe."""
-    out = output_of(*app("fit", *SMALL[:4], "--trainer.max_epochs", "2", "--run.test", "false"))
+    out = output_of(*app("fit", *SMALL[:4], "--trainer.max_epochs=2", "--run.test=false"))
     lines = [line for line in out.splitlines() if line.startswith("epoch ")]
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
     for line in lines:
@@ -66,7 +66,7 @@ def test_bar_updates_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 1.0))
     monkeypatch.setenv("FORCE_COLOR", "1")  # so that rich treats a pipe as a terminal
     monkeypatch.setattr("rich._console", None)  # a console for this test alone
-    flags = ["fit", *SMALL[:-4], "--trainer.max_epochs", "2", "--run.test", "false"]
+    flags = ["fit", *SMALL[:-4], "--trainer.max_epochs=2", "--run.test=false"]
     out = output_of(*app(*flags))
     assert noted == [(ProgressBar, index) for index in (0, 8, 8)], (
         "the first step, and the last of each epoch"
@@ -74,13 +74,13 @@ def test_bar_updates_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPa
     assert re.search(r"epoch 1/2.*9/9.*left:", out)
     assert re.fullmatch(r"[\d.]+ m?s", metrics[1]["left"])
     noted.clear()
-    output_of(*app(*flags, "--trainer.callbacks", "RichProgressBar"))
+    output_of(*app(*flags, "--trainer.callbacks=RichProgressBar"))
     assert noted == [(RichProgressBar, index) for index in (*range(9), *range(9))]
 
 
 def test_printed_commands_work(app: App, tmp_path: Path) -> None:
     root = ["--run.root", tmp_path / "my runs"]
-    out = output_of(*app("fit", *SMALL[:-2], "--trainer.max_epochs", "1", *root))
+    out = output_of(*app("fit", *SMALL[:-2], "--trainer.max_epochs=1", *root))
     for label in ("use it", "train longer"):
         (typed,) = re.findall(rf"^{label} +python -m app (.+)$", out, flags=re.MULTILINE)
         output_of(*app(*shlex.split(typed), *root))
@@ -95,12 +95,11 @@ def test_output_that_cannot_be_written(output: str) -> None:
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 @pytest.mark.parametrize("output", [">/dev/full", "2>&1 | head -1"])
 def test_training_goes_on_without_its_output(strategy: str, output: str, tmp_path: Path) -> None:
-    devices = 2 if strategy == "ddp" else 1
-    flags = [*SMALL, *on_cpu(strategy, devices, max_epochs=2, root=tmp_path)]
+    flags = [*SMALL, *on_cpu(strategy, max_epochs=2, root=tmp_path)]
     command = f"set -o pipefail; {sys.executable} -m app fit {shlex.join(map(str, flags))} {output}"
     subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=200, check=True)
     assert record(tmp_path)["status"] == "completed"

@@ -7,15 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import options, started, tiny
+from harness import SLOW, options, started, tiny
 
-pytestmark = pytest.mark.slow
-TORCHRUN = [
-    str(Path(sys.executable).with_name("torchrun")),
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-]
+pytestmark = SLOW
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2"]
 SMALL = tiny(203, 20, flip=True)
 STEPS = options(accelerator="cpu", log_every_n_steps=1, test=False)
 
@@ -38,7 +33,7 @@ def test_error_of_rank_is_printed_at_once(flags: str, text: str, tmp_path: Path)
 def test_torchrun_resumes_only_with_auto(tmp_path: Path) -> None:
     """A new torchrun continues an earlier run only with `--ckpt_path auto`."""
     flags = [*SMALL, *STEPS, "--trainer.max_epochs"]
-    auto = ["--ckpt_path", "auto"]
+    auto = ["--ckpt_path=auto"]
     for epochs, more, resumed in (("1", auto, None), ("2", [], None), ("3", auto, "version_1")):
         with started(tmp_path, *flags, epochs, *more, launcher=TORCHRUN) as run:
             run.end(120, code=0)
@@ -51,17 +46,13 @@ def test_torchrun_resumes_only_with_auto(tmp_path: Path) -> None:
 
 
 def test_workers_end_with_torchrun(tmp_path: Path) -> None:
-    with started(
-        tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN
-    ) as run:
+    with started(tmp_path, *SMALL, *STEPS, "--trainer.max_epochs=100000", launcher=TORCHRUN) as run:
         run.trained(2).get("SIGKILL", "main").end()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_signal_to_torchrun_saves_checkpoint(name: str, tmp_path: Path) -> None:
-    with started(
-        tmp_path, *SMALL, *STEPS, "--trainer.max_epochs", "100000", launcher=TORCHRUN
-    ) as run:
+    with started(tmp_path, *SMALL, *STEPS, "--trainer.max_epochs=100000", launcher=TORCHRUN) as run:
         out = run.trained(2).get(name, "group").end(29)  # before 30 s, when torchrun kills ranks
     assert run.process.returncode != 0, out
     error = {"SIGTERM": "by SIGTERM", "SIGINT": "by Ctrl-C"}[name]

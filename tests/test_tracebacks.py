@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from forked import fork_app
-from harness import ROOT, App, error_of, output_of, tiny
+from harness import ROOT, SLOW, App, error_of, on_cpu, output_of, tiny
 
 SMALL = tiny(64, 16, test=False, max_epochs=1, accelerator="cpu")
 V2 = "--data.augment torchvision.transforms.v2."
@@ -61,9 +61,9 @@ def test_error_names_the_flag_of_the_failing_object(flags: str, message: str, ap
     assert message in error_of(*app("fit", *SMALL, *shlex.split(flags)))
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "ddp_fork"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=SLOW), "ddp_fork"])
 def test_error_of_all_ranks_is_printed_once(strategy: str, tmp_path: Path) -> None:
-    flags = ["--trainer.strategy", strategy, "--trainer.devices", "2", "--run.root", tmp_path]
+    flags = on_cpu(strategy, root=tmp_path)
     message = error_of(*fork_app("fit", *SMALL, *flags, *CROP.split()))
     assert message.replace("rank 1: ", "") == TOO_LARGE  # the error of the rank that fails first
 
@@ -71,7 +71,7 @@ def test_error_of_all_ranks_is_printed_once(strategy: str, tmp_path: Path) -> No
 def test_verbose_shows_frames_of_the_library(app: App) -> None:
     for workers in ("0", "1"):
         out = output_of(
-            *app("fit", *SMALL, *CROP.split(), "--data.num_workers", workers, "--verbose"), 2
+            *app("fit", *SMALL, *CROP.split(), f"--data.num_workers={workers}", "--verbose"), 2
         )
         assert "make_params" in out
         assert out.splitlines()[-1] == TOO_LARGE
@@ -84,8 +84,7 @@ CODE = [
     "--model raising_code.Model",
     "--model raising_code.Model --trainer.strategy ddp_fork --trainer.devices 2",
     pytest.param(
-        "--model raising_code.Late --trainer.strategy ddp --trainer.devices 2",
-        marks=pytest.mark.slow,
+        "--model raising_code.Late --trainer.strategy ddp --trainer.devices 2", marks=SLOW
     ),
 ]
 

@@ -94,7 +94,7 @@ PLACES = [
 @pytest.mark.parametrize(("config", "message"), PLACES)
 def test_function_in_config_is_rejected(config: dict[str, object], message: str, app: App) -> None:
     Path("x.yaml").write_text(yaml.safe_dump(config))
-    assert message in error_of(*app("fit", *TINY, "--config", "x.yaml"))
+    assert message in error_of(*app("fit", *TINY, "--config=x.yaml"))
     assert not Path("ran").exists()
 
 
@@ -113,7 +113,7 @@ def test_library_code_for_untyped_parameter_is_rejected(
     name: str, value: object, message: str, app: App
 ) -> None:
     given = value if isinstance(value, str) else json.dumps(value)
-    assert message in error_of(*app("fit", *TINY, "--model", "mine.Mine", f"--model.{name}", given))
+    assert message in error_of(*app("fit", *TINY, "--model=mine.Mine", f"--model.{name}", given))
     assert not Path("ran").exists()
 
 
@@ -122,12 +122,10 @@ def test_users_functions_and_library_networks_run(app: App) -> None:
     layer = yaml.safe_dump(
         {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}
     )
-    flags = ["--model", "mine.Mine", "--model.anything", layer]
-    out = output_of(*app("fit", *TINY, "--run.name", "x", "--run.root", ".", *flags))
+    flags = ["--model=mine.Mine", "--model.anything", layer]
+    out = output_of(*app("fit", *TINY, "--run.name=x", "--run.root", ".", *flags))
     assert "made of Linear(in_features=1, out_features=1, bias=True) <function relu" in out
-    out = output_of(
-        *app("fit", *TINY, "--config", "x/version_0/config.yaml", "--model.call", "mine.act")
-    )
+    out = output_of(*app("fit", *TINY, "--config=x/version_0/config.yaml", "--model.call=mine.act"))
     assert "bias=True) <function act" in out
 
 
@@ -135,19 +133,17 @@ def test_other_commands_reject_code_in_configs(app: App) -> None:
     """The config of somebody's run, and an experiment file, run no code either."""
     run = Path("theirs/version_0")
     (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints" / "best.ckpt").touch()
+    checkpoint = run / "checkpoints/best.ckpt"
+    checkpoint.touch()
     model = {"class_path": "CIFARCNN", "init_args": {"optimizer": RUNS}}
-    (run / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    config = run / "config.yaml"
+    config.write_text(yaml.safe_dump({"model": model}))
     Path("experiment.yaml").write_text(
         yaml.safe_dump({"variants": {"a": {"model.optimizer": RUNS}}})
     )
-    checkpoint = str(run / "checkpoints" / "best.ckpt")
-    commands = [[name, "--ckpt_path", checkpoint] for name in ("predict", "test", "validate")]
-    commands += [
-        ["compare", "--experiment", "experiment.yaml"],
-        ["verify", "--config", str(run / "config.yaml")],
-    ]
-    for command in [*commands, ["plan", "--config", str(run / "config.yaml")]]:
+    commands = [[name, f"--ckpt_path={checkpoint}"] for name in ("predict", "test", "validate")]
+    commands += [[name, f"--config={config}"] for name in ("verify", "plan")]
+    for command in [*commands, ["compare", "--experiment=experiment.yaml"]]:
         assert "torch.utils.collect_env.run: expected a subclass of Optimizer" in error_of(
             *app(*command)
         )

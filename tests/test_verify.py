@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from forked import fork_app
-from harness import QUIET, App, error_of, options, output_of
+from harness import QUIET, SLOW, App, error_of, options, output_of
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
@@ -22,11 +22,12 @@ from app.lab.verify.recording import contents, singles, tensors
 from app.lab.verify.verdict import Result, Verdict
 
 VARIANTS = {
-    "ddp": ["--trainer.strategy", "ddp_fork", "--trainer.devices", "2"],
-    "dp": ["--trainer.strategy", "dp", "--trainer.devices", "2"],
-    "accumulation": ["--trainer.accumulate_grad_batches", "2", "--data.batch_size", "4"],
-    "ragged": ["--trainer.accumulate_grad_batches", "2", "--data.batch_size", "10"],
+    "ddp": ["--trainer.strategy=ddp_fork", "--trainer.devices=2"],
+    "dp": ["--trainer.strategy=dp", "--trainer.devices=2"],
+    "accumulation": ["--trainer.accumulate_grad_batches=2", "--data.batch_size=4"],
+    "ragged": ["--trainer.accumulate_grad_batches=2", "--data.batch_size=10"],
 }
+CPU = {"trainer.accelerator": "cpu"}
 SAMPLED = ("Stock", "Halved", "OwnBatches", "Repeated")  # data for Lightning's sampler
 RECORDED: dict[tuple[str, ...], Recorded] = {}  # recorded references, shared by several tests
 
@@ -36,7 +37,7 @@ class Runs:
 
     def __init__(self, root: Path, model: str, data: str, *flags: str) -> None:
         self.root = root
-        self.flags = ["--model", f"faulty_code.{model}", "--data", f"faulty_code.{data}", *flags]
+        self.flags = [f"--model=faulty_code.{model}", f"--data=faulty_code.{data}", *flags]
         sampled = data in SAMPLED
         self.flags += options(accelerator="cpu", use_distributed_sampler=sampled, test=False)
         self.flags += options(loader="lightning", on_divergence="warn")
@@ -55,13 +56,13 @@ class Runs:
 
     def resumed(self) -> Recorded:
         earlier = self.record("stopped", steps=4)
-        last = self.root / "stopped" / "version_0" / "checkpoints" / "last.ckpt"
-        return self.record("resumed", "--ckpt_path", str(last), earlier=earlier)
+        last = self.root / "stopped/version_0/checkpoints/last.ckpt"
+        return self.record("resumed", f"--ckpt_path={last}", earlier=earlier)
 
     def case(self, variant: str) -> tuple[dict[str, Difference], list[Cause]]:
-        alone = ["--trainer.devices", "1"]
+        alone = ["--trainer.devices=1"]
         if variant == "ragged":
-            alone += ["--data.batch_size", "20"]
+            alone += ["--data.batch_size=20"]
         key = (*self.flags, *alone)
         if key not in RECORDED:
             RECORDED[key] = self.record("reference", *alone)
@@ -158,7 +159,7 @@ def test_cause_of_the_evaluation_does_not_explain_the_loss() -> None:
     assert "  the cause of the loss is not known" in result.explained()
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.usefixtures("forked_runs")
 def test_variant_with_its_own_batch_size_keeps_it() -> None:
     """The other variants have the batch of one device, by --run.global_batch."""
@@ -168,7 +169,7 @@ def test_variant_with_its_own_batch_size_keeps_it() -> None:
         "faulty_code.Stock",
         quick=True,
         steps=4,
-        flags={"trainer.accelerator": "cpu"},
+        flags=CPU,
         variants={"half": half},
     )
     assert outcome, repr(outcome)
@@ -203,18 +204,14 @@ NAMED = {  # model and data: the causes in ddp × 2
 }
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.usefixtures("forked_runs")
 @pytest.mark.parametrize("names", NAMED)
 def test_each_mistake_in_a_users_code_is_named_and_only_it(names: str) -> None:
     """The reference's samples are dealt to any loader, so they hide no other cause."""
     model, data = names.split()
     outcome = same_training(
-        f"faulty_code.{model}",
-        f"faulty_code.{data}",
-        quick=True,
-        steps=8,
-        flags={"trainer.accelerator": "cpu"},
+        f"faulty_code.{model}", f"faulty_code.{data}", quick=True, steps=8, flags=CPU
     )
     causes = outcome.results[0].causes
     assert len(causes) == len(NAMED[names]), repr(outcome)
@@ -225,14 +222,14 @@ def test_each_mistake_in_a_users_code_is_named_and_only_it(names: str) -> None:
     assert ("with --run.global_batch 8" in outcome.conclusion) == (data != "Halved")
 
 
-OURS = ["--data", "Synthetic", *options(images=203, batch_size=20, flip=True)]
+OURS = ["--data=Synthetic", *options(images=203, batch_size=20, flip=True)]
 
 
-@pytest.mark.slow
+@SLOW
 def test_first_module_with_different_bits_is_named(app: App, tmp_path: Path) -> None:
     flags = [*OURS, *options(virtual_devices=4, threads=1)]
-    flags += ["--quick", "--steps", "4", "--bits", "true"]
-    report, out = verdict(app, tmp_path, *flags, "--model", "faulty_code.Jitters", code=1)
+    flags += ["--quick", "--steps=4", "--bits=true"]
+    report, out = verdict(app, tmp_path, *flags, "--model=faulty_code.Jitters", code=1)
     outputs = [variant["first_bits"] for variant in report["variants"]]
     assert outputs == ["step 1: the output of Jitters.network.noise", None]
     report, out = verdict(app, tmp_path, *flags)
@@ -242,7 +239,7 @@ def test_first_module_with_different_bits_is_named(app: App, tmp_path: Path) -> 
 def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[str, Any], str]:
     file = folder / "found.json"
     ended, out = app(
-        "verify", "--trainer.accelerator", "cpu", *flags, "--root", folder, "--json", file
+        "verify", "--trainer.accelerator=cpu", *flags, "--root", folder, "--json", file
     )
     assert ended == code, out
     return json.loads(file.read_text()), out
@@ -296,29 +293,29 @@ def test_unstacked_batch_is_cut_into_samples() -> None:
     assert len(tensors([packed, rows])) == 14
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.usefixtures("drawn")
 def test_every_variant_passes_but_one_with_half_the_batch(app: App, tmp_path: Path) -> None:
     file = tmp_path / "variants.yaml"
     file.write_text("half the batch: {data.batch_size: 10, trainer.devices: 1}\n")
-    flags = [*OURS, "--variants", str(file), "--steps", "20"]
+    flags = [*OURS, f"--variants={file}", "--steps=20"]
     report, out = verdict(app, tmp_path, *flags, code=1)
     different = [variant["name"] for variant in report["variants"] if not variant["same"]]
     assert different == ["half the batch"], out
     assert len(report["variants"]) == 8, out
     conclusion = "Not the same training as on one device: half the batch."
     assert conclusion in out
-    page = (tmp_path / "verify" / "version_0" / "report.html").read_text()
+    page = (tmp_path / "verify/version_0/report.html").read_text()
     assert f"<h1>{conclusion}</h1>" in page
     assert page.count("<svg") == page.count("aria-label=") == 2
     assert "src=" not in page, "it needs no other file"
 
 
-@pytest.mark.slow
+@SLOW
 def test_rounding_is_proven_in_float64(app: App, tmp_path: Path) -> None:
     """A high learning rate amplifies the rounding."""
-    flags = ["--model.optimizer", "Adam", "--model.optimizer.lr", "0.01", *OURS]
-    flags += ["--data.images", "403", "--quick", "true", "--steps", "60"]
+    flags = ["--model.optimizer=Adam", "--model.optimizer.lr=0.01", *OURS]
+    flags += ["--data.images=403", "--quick=true", "--steps=60"]
     report, out = verdict(app, tmp_path, *flags)
     variant = report["variants"][0]
     assert variant["rounding"], out
@@ -328,15 +325,15 @@ def test_rounding_is_proven_in_float64(app: App, tmp_path: Path) -> None:
 
 
 REFUSED = [
-    (["--steps", "3"], "--steps 3: give 4 or more"),
-    (["--trainer.devices", "2"], "--trainer.devices is set by verify itself: leave it out, or"),
-    (["--run.root", "x"], "run.root is set by verify itself"),
-    (["--variants", "none.yaml"], "--variants none.yaml: there is no such file"),
+    (["--steps=3"], "--steps 3: give 4 or more"),
+    (["--trainer.devices=2"], "--trainer.devices is set by verify itself: leave it out, or"),
+    (["--run.root=x"], "run.root is set by verify itself"),
+    (["--variants=none.yaml"], "--variants none.yaml: there is no such file"),
     (
         ["--trainer.callbacks+=X", "--trainer.callbacks+=Y"],
         "--trainer.callbacks+= is given twice: put the list into",
     ),
-    (["--model", "no.Such"], "--model no.Such: No module named 'no'"),
+    (["--model=no.Such"], "--model no.Such: No module named 'no'"),
 ]
 
 
@@ -348,10 +345,10 @@ def test_impossible_flags_are_rejected_before_a_run(
     assert not list(tmp_path.rglob("version_*"))
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.usefixtures("forked_runs")
 def test_same_training_shows_why_a_variant_does_not_run() -> None:
-    flags = {"trainer.use_distributed_sampler": "false", "trainer.accelerator": "cpu"}
+    flags = CPU | {"trainer.use_distributed_sampler": "false"}
     outcome = same_training(
         "faulty_code.PartlyUsed", "faulty_code.Data", quick=True, steps=8, flags=flags
     )

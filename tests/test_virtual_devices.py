@@ -13,6 +13,7 @@ import torch
 from forked import fork_app, fork_fit
 from harness import (
     QUIET,
+    SLOW,
     App,
     Fit,
     difference,
@@ -57,24 +58,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("alone"), SHARDED, 1)
 
 
-WAYS = [
-    ("ddp", 1),
-    ("ddp", 2),
-    ("ddp_fork", 3),
-    pytest.param("ddp_spawn", 2, marks=pytest.mark.slow),
-]
+WAYS = [("ddp", 1), ("ddp", 2), ("ddp_fork", 3), pytest.param("ddp_spawn", 2, marks=SLOW)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS)
 def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> None:
-    run = train(tmp_path, SHARDED, ranks, "--trainer.strategy", strategy)
+    run = train(tmp_path, SHARDED, ranks, f"--trainer.strategy={strategy}")
     assert digest(run) == digest(alone)
     assert (run / "metrics.csv").read_text() == (alone / "metrics.csv").read_text()
     record = Record.load(run / "run.json")
     assert (record.virtual_devices, record.shards) == (5, {1: [5], 2: [2, 3], 3: [1, 2, 2]}[ranks])
 
 
-@pytest.mark.slow
+@SLOW
 def test_the_fast_recipe(tmp_path: Path) -> None:
     """A run that stops on one process and resumes on two has an uninterrupted run's bits."""
     flags = ["--config=configs/speed/cifar10_cpu.yaml", "--model.warmup=1ep"]
@@ -93,15 +89,19 @@ def test_elastic(alone: Path, tmp_path: Path) -> None:
     assert digest(run) == digest(alone)
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
     """After torchrun loses one of two nodes, the other ends with an uninterrupted run's bits."""
     flags = [*SHARDED, "--trainer.max_epochs=20", "--last_checkpoint.every_n_train_steps=3"]
     torchrun = [
         str(Path(sys.executable).with_name("torchrun")),
-        *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=x"),
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-id=x",
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
-        *("--local-addr=127.0.0.1", "--rdzv-conf"),
+        "--local-addr=127.0.0.1",
+        "--rdzv-conf",
     ]
     agents = [[*torchrun, f"last_call_timeout=2,is_host={host}"] for host in (1, 0)]
     env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -6,11 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from harness import QUIET, ROOT
+from harness import QUIET, ROOT, SLOW
 
 
-@pytest.mark.slow
+@SLOW
 def test_installed_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     source = tmp_path / "source"
     installed = tmp_path / "installed"
@@ -34,9 +33,9 @@ def test_installed_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
         return done.stdout
 
     assert run("-c", "import app; print(app.__file__)").startswith(str(installed))
-    run("-m", "app", "fit", "--config=configs/quickstart.yaml", "--trainer.max_steps", "4", *QUIET)
-    assert (empty / "runs" / "quickstart" / "version_0" / "report.html").exists()
-    compare = ["-m", "app", "compare", "--dry_run", "true"]
-    out = run(*compare, "--experiment", "configs/compare/fashion_scale.yaml")
+    run("-m", "app", "fit", "--config=configs/quickstart.yaml", "--trainer.max_steps=4", *QUIET)
+    assert (empty / "runs/quickstart/version_0/report.html").exists()
+    compare = ["-m", "app", "compare", "--dry_run=true"]
+    out = run(*compare, "--experiment=configs/compare/fashion_scale.yaml")
     assert "configs/fashion_mlp.yaml" in out
-    assert "python -m app fit" in run(*compare, "--quick", "true")
+    assert "python -m app fit" in run(*compare, "--quick=true")

@@ -188,10 +188,7 @@ class OneCycle(CIFARCNN):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 class StopsItself(CIFARCNN):
@@ -331,13 +328,6 @@ class Fails(TheirModel):
         if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
             raise RuntimeError("only here")
         return super().training_step(batch, batch_idx)
-
-
-class FailingModel(CIFARCNN):
-    """CIFARCNN that fails in the first step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        raise RuntimeError("this model fails")
 
 
 def speaking_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:

@@ -42,13 +42,13 @@ class Clock(Callback):
         self.walls: list[float] = []
         self.cpus: list[float] = []
 
-    def start(self) -> None:
+    def start(self, *_: Any) -> None:
         """Start an epoch."""
         self.wall = time.perf_counter()
         self.cpu = time.process_time()
 
-    def stop(self) -> None:
-        """End an epoch."""
+    def stop(self, *_: Any) -> None:
+        """End an epoch; as a callback, before the checkpoint is written."""
         self.walls.append(time.perf_counter() - self.wall)
         self.cpus.append(time.process_time() - self.cpu)
 
@@ -62,13 +62,8 @@ class Clock(Callback):
             "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start an epoch."""
-        self.start()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End an epoch, before the checkpoint is written."""
-        self.stop()
+    on_train_epoch_start = start
+    on_train_epoch_end = stop
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the figures."""

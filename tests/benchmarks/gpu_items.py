@@ -240,8 +240,9 @@ def gpu_tests() -> None:
     # a bare machine lacks packages that other test files import
     tests = sorted(ROOT.glob("tests/test_*.py"))
     files = [str(file) for file in tests if "@on_gpu" in file.read_text()]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files]
-    command += ["--collect-only", "-n", "0"] if CPU else ["-n", "6", "--timeout", "60"]
+    limits = "--collect-only -n 0" if CPU else "-n 6 --timeout 60"
+    flags = f"-m pytest -q -p no:cacheprovider -m gpu {limits}"
+    command = [sys.executable, *flags.split(), *files]
     sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
 
 

@@ -50,16 +50,7 @@ class Host:
         children = psutil.Process(self.outer.pid).children
         awaited(children, 10, self.log.read_text)
         self.pid = children()[0].pid
-        self.enter = [
-            "nsenter",
-            "--target",
-            str(self.pid),
-            "--net",
-            "--uts",
-            "--mount",
-            "--pid",
-            "--wd=.",
-        ]
+        self.enter = f"nsenter --target {self.pid} --net --uts --mount --pid --wd=.".split()
 
     def go(self) -> None:
         assert self.outer.stdin
