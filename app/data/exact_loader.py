@@ -26,6 +26,7 @@ from torch.utils.data.sampler import (
     WeightedRandomSampler,
 )
 
+from app.data.batches import Batches
 from app.data.shares import GlobalOrder, Shards, next_step, shards_beyond, stream
 from app.data.sources import work_apart
 from app.errors import UserError
@@ -228,7 +229,16 @@ class ExactLoader:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return LateIterator(self._batches)
+        """Return an iterator that begins when the first batch is requested.
+
+        Lightning calls `iter` before it sets the epoch and the position of a resumed run, and
+        workers would read ahead.
+        """
+
+        def batches() -> Iterator[Any]:
+            yield from self._batches
+
+        return Batches(batches())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings that define the order."""
@@ -238,33 +248,6 @@ class ExactLoader:
         """Check that the checkpoint's order equals this loader's."""
         self.batch_sampler.load_state_dict(state)
         self.batch_sampler.resumes = True
-
-
-class LateIterator:
-    """Iterator over a loader that begins when the first batch is requested.
-
-    Lightning calls `iter` before it sets the epoch and the position of a resumed run, and workers
-    would read ahead.
-
-    Args:
-        loader: The loader.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
-        self.batches: Iterator[Any] | None = None
-
-    def __next__(self) -> Any:
-        if self.batches is None:
-            self.batches = iter(self.loader)
-        return next(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the batches: a spawned worker may unpickle the Trainer."""
-        return {"loader": self.loader, "batches": None}
 
 
 def init_worker(then: Callable[[int], Any] | None, worker: int) -> None:
