@@ -112,7 +112,7 @@ class TableSource(RowSource):
         self.root = path
         self.columns = [label_column]
         self._rows = defaultdict(list)  # line number and file of each row
-        labels: dict[SplitName, list[str]] = defaultdict(list)
+        labels = defaultdict(list)
         lines: dict[str, int] = {}
         columns = {"file": file_column, "label": label_column, "split": split_column}
         for line, cells in _rows(path, columns):

@@ -19,7 +19,7 @@ from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from app.errors import UserError
 from app.system.lightning_patches import in_window
@@ -148,7 +148,7 @@ class CountedOptimization(_ManualOptimization):
         """Train on a batch. Count a step if only optimizers that Lightning does not wrap step."""
         progress = self.optim_step_progress
         before = progress.total.completed
-        stepped: list[Optimizer] = []
+        stepped = []
         handle = register_optimizer_step_post_hook(lambda each, *_: stepped.append(each))
         try:
             outputs = super().run(kwargs)

@@ -94,8 +94,8 @@ class Tree:
         others = set(range(self.world_size)) - {rank}
         split = [nodes[node].tensor_split(self.world_size) for node in self._held[rank]]
         chunk = split[0][rank]
-        sent: dict[int, Tensor] = {}
-        received: dict[int, Tensor] = {}
+        sent = {}
+        received = {}
         for other in others:
             sent[other] = torch.cat([chunks[other] for chunks in split])
             received[other] = chunk.new_empty(len(self._held[other]), len(chunk))

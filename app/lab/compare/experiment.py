@@ -139,7 +139,7 @@ def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
     baseline = experiment.baseline
     if baseline is not None and baseline not in by_name:
         raise UserError(f"--baseline {baseline}: no such variant{nearest(baseline, by_name)}")
-    folders: dict[str, Variant] = {}
+    folders = {}
     for name, more in by_name.items():
         variant = _variant(experiment, str(name), common | more)
         if variant.slug in folders:
