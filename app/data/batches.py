@@ -9,7 +9,7 @@ sample.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
@@ -128,6 +128,7 @@ class ImageOrder(GlobalOrder):
         return Place(span, slice(after, after + 1))
 
 
+@dataclass(frozen=True)
 class ReadImage:
     """Function of a worker process that reads an image, with seeded crop and augmentation.
 
@@ -138,15 +139,9 @@ class ReadImage:
         augment: Modules that augment an image, uint8 (C, H, W), and keep its shape.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        crop: Callable[[Tensor], Tensor] | None = None,
-        augment: Sequence[nn.Module] = (),
-    ) -> None:
-        self.split = split
-        self.crop = crop
-        self.augment = augment
+    split: Split
+    crop: Callable[[Tensor], Tensor] | None = None
+    augment: Sequence[nn.Module] = ()
 
     def __call__(self, item: tuple[int, int]) -> Tensor:
         """Read the image at a row, uint8 (C, H, W), and augment it with the item's seed."""
