@@ -196,6 +196,7 @@ class ExactLoader:
     def __init__(self, loader: DataLoader[Any], order: GlobalSampler) -> None:
         self.loader = loader
         self.batch_sampler = order
+        self.state_dict = order.state_dict  # Lightning calls it
         self._batches: DataLoader[Any] = DataLoader(
             SeededItems(loader.dataset),
             batch_sampler=order,
@@ -239,10 +240,6 @@ class ExactLoader:
             yield from self._batches
 
         return Batches(batches())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the settings that define the order."""
-        return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check that the checkpoint's order equals this loader's."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.data.image_files import EncodedSource
+from app.data.image_files import EncodedSource, LabelledFile
 from app.data.sources import SplitName, split_of
 from app.errors import UserError, one_line
 from app.system.files import open_file
@@ -144,7 +144,7 @@ class TableSource(RowSource):
         line, _ = self._rows[split][row]
         return f"{self.root}, line {line}"
 
-    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+    def _files(self, split: SplitName) -> list[LabelledFile]:
         _, files = zip(*self._rows[split], strict=True)
         return list(zip(files, self._labels[split], strict=True))
 
