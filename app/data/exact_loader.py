@@ -161,10 +161,10 @@ class EvaluationSampler(GlobalSampler):
 
     def start(self, step: int) -> int:
         """Return the place of a step's first sample in the epoch's order."""
-        full, rest = divmod(self._samples, self.batch_size)
+        full, rest = divmod(self.count, self.batch_size)
         has_enough = self.batch_size >= 2 * self.parts
         if step == full > 0 and 0 < rest < self.parts and has_enough:
-            return self._samples - (self.batch_size + rest) // 2
+            return self.count - (self.batch_size + rest) // 2
         return super().start(step)
 
 
