@@ -221,11 +221,6 @@ class ExactLoader:
     def _iterator(self, iterator: None) -> None:
         self._batches._iterator = iterator
 
-    @property
-    def loader_batch(self) -> int:
-        """Batch size of the user's loader."""
-        return self.loader.batch_sampler.batch_size  # type: ignore[union-attr]
-
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
