@@ -191,6 +191,7 @@ class Batches(chain[Any]):
         return iter, ((),)
 
 
+@dataclass(eq=False)
 class HostReader:
     """Reader of images from one tensor on the host.
 
@@ -199,17 +200,13 @@ class HostReader:
         rows: Rows of the split; sample i is row `rows[i]`.
         pins: Whether to read into page-locked memory, from which a GPU copies while the host
             continues.
-
-    Attributes:
         workers: Loader with worker processes, if they read the images.
     """
 
+    split: Split
+    rows: Tensor
+    pins: bool = False
     workers: Workers | None = None
-
-    def __init__(self, split: Split, rows: Tensor, pins: bool = False) -> None:
-        self.split = split
-        self.rows = rows
-        self.pins = pins
 
     def stage(self, values: Tensor) -> Tensor:
         """Return an epoch's values, such as labels, where their shares have to be."""

@@ -7,6 +7,7 @@ sample comes once.
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from operator import attrgetter
@@ -269,6 +270,7 @@ def begins_anew(trainer: Any) -> bool:
     return is_inside and not continues
 
 
+@dataclass(eq=False)
 class Exactness(Callback):
     """Callback that makes the Trainer's loaders exact where possible, and names the others.
 
@@ -283,17 +285,12 @@ class Exactness(Callback):
         exceptions: What is not exact and why, by the name of the loader.
     """
 
-    def __init__(
-        self,
-        virtual_devices: int | None,
-        global_batch: int | None,
-        seed: int,
-        replaces_samplers: bool = True,
-    ) -> None:
-        self.virtual_devices = virtual_devices
-        self.global_batch = global_batch
-        self.seed = seed
-        self.replaces_samplers = replaces_samplers
+    virtual_devices: int | None
+    global_batch: int | None
+    seed: int
+    replaces_samplers: bool = True
+
+    def __post_init__(self) -> None:
         self.exceptions: dict[str, str] = {}
 
     @expects(
