@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -190,12 +191,7 @@ def run(arguments: list[str]) -> int:
     Raises:
         UserError: For invalid flags, or when the run cannot be repeated.
     """
-    remaining, flags = split_flags(arguments)
-    parser = PlainParser(usage=USAGE, description=__doc__)
-    parser.add_argument(
-        "--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step"
-    )
-    options = parser.parse_args(remaining)
+    options, flags = _parse(arguments)
     # the first config is the run's
     name = dict(reversed(flags)).get("--config")
     if name is None:
@@ -251,6 +247,16 @@ def run(arguments: list[str]) -> int:
     )
     print(f"report  {report}")
     return 0
+
+
+def _parse(arguments: list[str]) -> tuple[Namespace, list[tuple[str, str]]]:
+    """Return the options of `replay`, and the flags of `fit`."""
+    remaining, flags = split_flags(arguments)
+    parser = PlainParser(usage=USAGE, description=__doc__)
+    parser.add_argument(
+        "--step", type=PositiveInt | Literal["worst"], default="worst", help="number of the step"
+    )
+    return parser.parse_args(remaining), flags
 
 
 def worst(record: Record, metrics: Path) -> tuple[int, int]:

@@ -106,12 +106,7 @@ def run(arguments: list[str]) -> int:
         UserError: For invalid flags, or a failed measurement.
     """
     remaining, flags = split_flags(arguments)
-    parser = PlainParser(usage=USAGE, description=__doc__)
-    parser.add_argument(
-        "--run", nargs="+", metavar="DIR", help="read the steps from runs; measured by default"
-    )
-    parser.add_class_arguments(Settings)
-    options = parser.parse_args(remaining)
+    options = _parse(remaining)
     for flag, value in flags:
         if options.run and not flag.startswith("--data."):
             raise UserError(f"{flag} {value}: --run already defines the steps: leave it out")
@@ -174,6 +169,15 @@ def run(arguments: list[str]) -> int:
         f"\nplan  {folder}/report.html, plan.csv, plan.json", soft_wrap=True, markup=False
     )
     return 0
+
+
+def _parse(arguments: list[str]) -> Namespace:
+    parser = PlainParser(usage=USAGE, description=__doc__)
+    parser.add_argument(
+        "--run", nargs="+", metavar="DIR", help="read the steps from runs; measured by default"
+    )
+    parser.add_class_arguments(Settings)
+    return parser.parse_args(arguments)
 
 
 def _counts(most: int, per_node: int) -> list[int]:
