@@ -70,7 +70,7 @@ class Replica(nn.Module):
             return self.module(*args, **kwargs)
 
 
-def _over_replicas(step: Callable[..., Any]) -> Callable[..., Any]:
+def _over_replicas(step: Callable) -> Callable:
     """Wrap a step, so that its forward pass is split over the replicas."""
 
     @wraps(step)

@@ -74,7 +74,7 @@ EXPECTED[f"{__name__}.identities"] = (
 
 
 @expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
-def in_hook(trainer: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def in_hook(trainer: Any, name: str, call: Callable) -> Callable:
     """Wrap a call of a hook, so that `self.log` and the profiler find the hook's name."""
     # a write to this dictionary avoids nn.Module's slow __setattr__
     attributes = vars(trainer.lightning_module)
@@ -239,7 +239,7 @@ class WindowLoop(_TrainingEpochLoop):
 
 
 def _call_between_windows(
-    hook: Callable[..., Any], trainer: Trainer, module: LightningModule, *args: Any
+    hook: Callable, trainer: Trainer, module: LightningModule, *args: Any
 ) -> None:
     """Call a checkpoint callback's hook, except inside an accumulation window."""
     if not in_window(trainer):
