@@ -140,7 +140,7 @@ def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2)
     return figure
 
 
-def count_epochs(axes: Axes, unit: str = "epoch") -> None:
+def count_along(axes: Axes, unit: str = "epoch") -> None:
     """Make the horizontal axis count epochs or steps, and draw a grid for the vertical one."""
     axes.set_xlabel(unit)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -15,7 +15,7 @@ from app.lab.compare.advice import ACCURACY, RATE, Verdict, ranked
 from app.lab.compare.runner import Outcome
 from app.monitor.report import draw_bars
 from app.record import PHASES, Record
-from app.system.page import BLUE, INK, ORANGE, PALE, count_epochs, draw, short
+from app.system.page import BLUE, INK, ORANGE, PALE, count_along, draw, short
 
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a
 # line's width.
@@ -187,6 +187,6 @@ def draw_curves(curves: pd.DataFrame, title: str) -> Figure:
                 label = f"…{label[-LONGEST:]}"
             axes.plot(curve.dropna(), marker="o", markersize=3, label=label)
         axes.set_ylabel(title)
-        count_epochs(axes)
+        count_along(axes)
 
     return draw(paint, height=2.8 + 0.16 * len(curves.columns))

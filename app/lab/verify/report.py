@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from app.lab.verify.verdict import Verdict
 from app.system.files import write_text
-from app.system.page import PALE, Section, code, count_epochs, draw, page, table
+from app.system.page import PALE, Section, code, count_along, draw, page, table
 
 
 def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
@@ -35,7 +35,7 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
         reference, *_ = axes.plot(lines, label=[*lines], linewidth=1.2)
         reference.set(color=PALE, linewidth=5)
         axes.set_ylabel(label)
-        count_epochs(axes, "step")
+        count_along(axes, "step")
 
     title = f"Difference from one device: at most {largest:.1g}"
     header, *rows = verdict.table()
