@@ -216,7 +216,7 @@ class Arguments:
         name = self.chosen("trainer.strategy") or "auto"
         is_help = self.chosen("trainer.strategy.help") is not None
         is_class = is_help or "." in name or name in classes
-        spelt: list[Token] = []
+        spelt = []
         for token in self.tokens:
             if token.name == STRATEGY and is_class:
                 token = Token(f"{STRATEGY}.class_path", token.value)

@@ -66,7 +66,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
 def drop_unreadable(checkpoint: dict[str, Any]) -> list[str]:
     """Drop hyperparameters that `load` would reject, such as modules; return their names."""
-    dropped: list[str] = []
+    dropped = []
     for section in HYPERPARAMETERS:
         values = checkpoint.get(section)
         if not unreadable(values):

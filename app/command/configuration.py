@@ -347,8 +347,8 @@ def split_flags(
     Raises:
         UserError: When a flag has no value, or a config cannot be read.
     """
-    remaining: list[str] = []
-    flags: list[tuple[str, str]] = []
+    remaining = []
+    flags = []
     arguments = Arguments(["fit", *argv])
     for flag, value in with_switches(arguments.tokens, classes_of(arguments)):
         if not flag.startswith("--") or ("." not in flag and flag not in (*FIT_FLAGS, *others)):
@@ -371,8 +371,8 @@ def by_name(flags: Sequence[tuple[str, str]]) -> tuple[list[str], dict[str, str]
         UserError: When `--name+=`, which appends to a list, is given twice: the dictionary could
             keep only one value.
     """
-    configs: list[str] = []
-    others: dict[str, str] = {}
+    configs = []
+    others = {}
     for flag, value in flags:
         name = flag.removeprefix("--")
         if flag == "--config":

@@ -9,7 +9,7 @@ sample.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
@@ -128,6 +128,7 @@ class ImageOrder(GlobalOrder):
         return Place(span, slice(after, after + 1))
 
 
+@dataclass(frozen=True)
 class ReadImage:
     """Function of a worker process that reads an image, with seeded crop and augmentation.
 
@@ -138,15 +139,9 @@ class ReadImage:
         augment: Modules that augment an image, uint8 (C, H, W), and keep its shape.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        crop: Callable[[Tensor], Tensor] | None = None,
-        augment: Sequence[nn.Module] = (),
-    ) -> None:
-        self.split = split
-        self.crop = crop
-        self.augment = augment
+    split: Split
+    crop: Callable[[Tensor], Tensor] | None = None
+    augment: Sequence[nn.Module] = ()
 
     def __call__(self, item: tuple[int, int]) -> Tensor:
         """Read the image at a row, uint8 (C, H, W), and augment it with the item's seed."""
@@ -196,6 +191,7 @@ class Batches(chain[Any]):
         return iter, ((),)
 
 
+@dataclass(eq=False)
 class HostReader:
     """Reader of images from one tensor on the host.
 
@@ -204,17 +200,13 @@ class HostReader:
         rows: Rows of the split; sample i is row `rows[i]`.
         pins: Whether to read into page-locked memory, from which a GPU copies while the host
             continues.
-
-    Attributes:
         workers: Loader with worker processes, if they read the images.
     """
 
+    split: Split
+    rows: Tensor
+    pins: bool = False
     workers: Workers | None = None
-
-    def __init__(self, split: Split, rows: Tensor, pins: bool = False) -> None:
-        self.split = split
-        self.rows = rows
-        self.pins = pins
 
     def stage(self, values: Tensor) -> Tensor:
         """Return an epoch's values, such as labels, where their shares have to be."""

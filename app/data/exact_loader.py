@@ -7,6 +7,7 @@ sample comes once.
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from operator import attrgetter
@@ -26,6 +27,7 @@ from torch.utils.data.sampler import (
     WeightedRandomSampler,
 )
 
+from app.data.batches import Batches
 from app.data.shares import GlobalOrder, Shards, next_step, shards_beyond, stream
 from app.data.sources import work_apart
 from app.errors import UserError
@@ -160,10 +162,10 @@ class EvaluationSampler(GlobalSampler):
 
     def start(self, step: int) -> int:
         """Return the place of a step's first sample in the epoch's order."""
-        full, rest = divmod(self._samples, self.batch_size)
+        full, rest = divmod(self.count, self.batch_size)
         has_enough = self.batch_size >= 2 * self.parts
         if step == full > 0 and 0 < rest < self.parts and has_enough:
-            return self._samples - (self.batch_size + rest) // 2
+            return self.count - (self.batch_size + rest) // 2
         return super().start(step)
 
 
@@ -195,6 +197,7 @@ class ExactLoader:
     def __init__(self, loader: DataLoader[Any], order: GlobalSampler) -> None:
         self.loader = loader
         self.batch_sampler = order
+        self.state_dict = order.state_dict  # Lightning calls it
         self._batches: DataLoader[Any] = DataLoader(
             SeededItems(loader.dataset),
             batch_sampler=order,
@@ -219,52 +222,25 @@ class ExactLoader:
     def _iterator(self, iterator: None) -> None:
         self._batches._iterator = iterator
 
-    @property
-    def loader_batch(self) -> int:
-        """Batch size of the user's loader."""
-        return self.loader.batch_sampler.batch_size  # type: ignore[union-attr]
-
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return LateIterator(self._batches)
+        """Return an iterator that begins when the first batch is requested.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the settings that define the order."""
-        return self.batch_sampler.state_dict()
+        Lightning calls `iter` before it sets the epoch and the position of a resumed run, and
+        workers would read ahead.
+        """
+
+        def batches() -> Iterator[Any]:
+            yield from self._batches
+
+        return Batches(batches())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check that the checkpoint's order equals this loader's."""
         self.batch_sampler.load_state_dict(state)
         self.batch_sampler.resumes = True
-
-
-class LateIterator:
-    """Iterator over a loader that begins when the first batch is requested.
-
-    Lightning calls `iter` before it sets the epoch and the position of a resumed run, and workers
-    would read ahead.
-
-    Args:
-        loader: The loader.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
-        self.batches: Iterator[Any] | None = None
-
-    def __next__(self) -> Any:
-        if self.batches is None:
-            self.batches = iter(self.loader)
-        return next(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the batches: a spawned worker may unpickle the Trainer."""
-        return {"loader": self.loader, "batches": None}
 
 
 def init_worker(then: Callable[[int], Any] | None, worker: int) -> None:
@@ -294,6 +270,7 @@ def begins_anew(trainer: Any) -> bool:
     return is_inside and not continues
 
 
+@dataclass(eq=False)
 class Exactness(Callback):
     """Callback that makes the Trainer's loaders exact where possible, and names the others.
 
@@ -308,17 +285,12 @@ class Exactness(Callback):
         exceptions: What is not exact and why, by the name of the loader.
     """
 
-    def __init__(
-        self,
-        virtual_devices: int | None,
-        global_batch: int | None,
-        seed: int,
-        replaces_samplers: bool = True,
-    ) -> None:
-        self.virtual_devices = virtual_devices
-        self.global_batch = global_batch
-        self.seed = seed
-        self.replaces_samplers = replaces_samplers
+    virtual_devices: int | None
+    global_batch: int | None
+    seed: int
+    replaces_samplers: bool = True
+
+    def __post_init__(self) -> None:
         self.exceptions: dict[str, str] = {}
 
     @expects(

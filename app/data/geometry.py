@@ -81,7 +81,9 @@ class Geometry:
         whole = self._resize(images, _covering(images, self._cover))
         # not slices, because torch.export would fix whether they are whole images
         for dim, size in zip((-2, -1), self.size, strict=True):
-            whole = whole.index_select(dim, torch.arange(size) + _margin(whole.shape[dim], size))
+            margins = whole.shape[dim] - size
+            start = (margins + margins // 2 % 2) // 2  # half of the margins, rounded half to even
+            whole = whole.index_select(dim, torch.arange(size) + start)
         return whole
 
     def random_crop(self) -> nn.Module:
@@ -107,9 +109,3 @@ def _covering(images: Tensor, cover: tuple[int, int]) -> tuple[Any, ...]:
         torch.sym_max(cover[0], height * cover[1] // width),
         torch.sym_max(cover[1], width * cover[0] // height),
     )
-
-
-def _margin(length: int, size: int) -> int:
-    """Return the start of a centre crop: half of the margins, rounded half to even."""
-    spare = length - size
-    return (spare + spare // 2 % 2) // 2

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from app.data.image_files import FileSplit
+from app.data.image_files import FileSplit, LabelledFile
 from app.data.sources import Split, SplitName, splits_in
 from app.data.tables import RowSource
 from app.errors import UserError, one_line
@@ -134,6 +134,6 @@ class HuggingFaceSource(RowSource):
         made.place = f"{split} in {self.root}"
         return made
 
-    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+    def _files(self, split: SplitName) -> list[LabelledFile]:
         """Return the Arrow files that hold a split's images."""
         return [(file["filename"], -1) for file in self._rows[split].cache_files]

@@ -51,6 +51,8 @@ SUFFIXES = (*IMG_EXTENSIONS, ".avif", ".gif", ".jfif")
 MODES = {1: "L", 3: "RGB"}  # of PIL, by number of channels
 BLOCK = 2**20  # bytes of the images that a worker decodes at a time
 
+LabelledFile = tuple[str, int]  # path, and number of the class or -1
+
 
 def open_image(file: str | BinaryIO) -> Image.Image:
     """Open an image with PIL, in one of `FORMATS` whatever its name is."""
@@ -221,7 +223,7 @@ class EncodedSource(Source):
         files, labels = zip(*self._samples(split), strict=True)
         return FileSplit(files, labels, self.image_shape, self.geometry, self.ragged(split))
 
-    def _samples(self, split: SplitName) -> list[tuple[str, int]]:
+    def _samples(self, split: SplitName) -> list[LabelledFile]:
         """Return the path and label of each image. Images in `predict_dir` have the label -1."""
         if split != "predict" or not self.predict_dir:
             return self._files(split)
@@ -229,7 +231,7 @@ class EncodedSource(Source):
         return [(file, -1) for file in files_in(self.predict_dir, self.other_files[split])]
 
     @abstractmethod
-    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+    def _files(self, split: SplitName) -> list[LabelledFile]:
         """Return the path and label of each file of a split."""
 
 
@@ -303,7 +305,7 @@ class FolderSource(EncodedSource):
                     )
         super().prepare()
 
-    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+    def _files(self, split: SplitName) -> list[LabelledFile]:
         place = self._places[split]
         strays = [entry.name for entry in _entries(place) if entry.is_file()]
         self.other_files[split] = Counter(map(_suffix, strays))
@@ -341,7 +343,7 @@ class NewSource(EncodedSource):
         sizes = {name: images[name] for name in ("resize", "interpolation") if name in images}
         self.geometry = Geometry(self.image_shape[1:], **sizes)
 
-    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+    def _files(self, split: SplitName) -> list[LabelledFile]:
         return []
 
 

@@ -1,6 +1,7 @@
 """Global order of samples, and each rank's share of a global batch."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
@@ -77,6 +78,7 @@ def next_step(trainer: Any) -> Callable[[], int]:
     return partial(attrgetter("epoch_loop.batch_progress.current.ready"), trainer.fit_loop)
 
 
+@dataclass(eq=False)
 class GlobalOrder:
     """Global order of an epoch's samples, and this rank's share of each global batch.
 
@@ -84,7 +86,7 @@ class GlobalOrder:
     virtual device. A rank's share is one part, or the consecutive parts of its virtual devices.
 
     Args:
-        samples: Number of samples of an epoch.
+        count: Number of samples of an epoch.
         batch_size: Size of the global batch.
         drop_last: Whether to drop the last, smaller batch.
         rank: Rank of this process.
@@ -101,31 +103,21 @@ class GlobalOrder:
         sampler: This object, because Lightning calls `set_epoch` of a batch sampler's `sampler`.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        batch_size: int,
-        drop_last: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        virtual_devices: int | None = None,
-        seed: int = 0,
-        empty: Literal["keep", "stand_in", "skip"] = "keep",
-        position: Callable[[], int] = int,  # int() is 0
-    ) -> None:
-        self.seed = seed
-        self.position = position
-        self._samples = samples
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.rank = rank
-        self.world_size = world_size
-        self.virtual_devices = virtual_devices
-        self.empty = empty
+    count: int
+    batch_size: int
+    drop_last: bool = False
+    rank: int = 0
+    world_size: int = 1
+    virtual_devices: int | None = None
+    seed: int = 0
+    empty: Literal["keep", "stand_in", "skip"] = "keep"
+    position: Callable[[], int] = int  # int() is 0
+
+    def __post_init__(self) -> None:
         self.epoch = 0
         self.sampler = self
-        self.parts = virtual_devices or world_size
-        self.deal(equal_shares(world_size, self.parts))
+        self.parts = self.virtual_devices or self.world_size
+        self.deal(equal_shares(self.world_size, self.parts))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which seeds the order; Lightning calls this before each epoch."""
@@ -137,7 +129,7 @@ class GlobalOrder:
         self._ends = range(indices.start, indices.stop + 1)
 
     def __len__(self) -> int:
-        full, rest = divmod(self._samples, self.batch_size)
+        full, rest = divmod(self.count, self.batch_size)
         if rest == 0 or self.drop_last:
             return full
         if self.empty == "skip" and self.share_size(full) == 0:
@@ -147,12 +139,12 @@ class GlobalOrder:
     @property
     def is_uneven(self) -> bool:
         """Whether ranks or batches differ in their number of samples."""
-        rest = 0 if self.drop_last else self._samples % self.batch_size
+        rest = 0 if self.drop_last else self.count % self.batch_size
         return bool(rest or self.batch_size % self.parts)
 
     def start(self, step: int) -> int:
         """Return the place of a step's first sample in the epoch's order."""
-        return min(step * self.batch_size, self._samples)
+        return min(step * self.batch_size, self.count)
 
     def global_count(self, step: int) -> int:
         """Return the number of samples of all ranks at a step."""
@@ -219,7 +211,7 @@ class GlobalOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings that define the order; the trainer saves the position."""
-        return {"seed": self.seed, "batch_size": self.batch_size, "samples": self._samples}
+        return {"seed": self.seed, "batch_size": self.batch_size, "samples": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check that the checkpoint's order equals this one.

@@ -217,7 +217,7 @@ def splits_in(place: object, names: Collection[str]) -> dict[SplitName, str]:
     Raises:
         UserError: When two names mean the same split.
     """
-    splits: dict[SplitName, str] = {}
+    splits = {}
     for split in dict.fromkeys(SPLIT_NAMES.values()):
         matches = [name for name in names if split_of(name) == split]
         if len(matches) > 1:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.data.image_files import EncodedSource
+from app.data.image_files import EncodedSource, LabelledFile
 from app.data.sources import SplitName, split_of
 from app.errors import UserError, one_line
 from app.system.files import open_file
@@ -112,7 +112,7 @@ class TableSource(RowSource):
         self.root = path
         self.columns = [label_column]
         self._rows = defaultdict(list)  # line number and file of each row
-        labels: dict[SplitName, list[str]] = defaultdict(list)
+        labels = defaultdict(list)
         lines: dict[str, int] = {}
         columns = {"file": file_column, "label": label_column, "split": split_column}
         for line, cells in _rows(path, columns):
@@ -144,7 +144,7 @@ class TableSource(RowSource):
         line, _ = self._rows[split][row]
         return f"{self.root}, line {line}"
 
-    def _files(self, split: SplitName) -> list[tuple[str, int]]:
+    def _files(self, split: SplitName) -> list[LabelledFile]:
         _, files = zip(*self._rows[split], strict=True)
         return list(zip(files, self._labels[split], strict=True))
 

@@ -56,6 +56,7 @@ class Cluster:
     log_dir: str | None = None
 
 
+@dataclass
 class Deadline:
     """Timeout of a wait; prints from time to time which nodes or processes are missing.
 
@@ -64,9 +65,10 @@ class Deadline:
         quiet: Whether to print nothing, because another process of this node prints.
     """
 
-    def __init__(self, seconds: float, quiet: bool = False) -> None:
-        self.seconds = seconds
-        self.quiet = quiet
+    seconds: float
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
         self.began = time.monotonic()
         self.due = 5.0
 

@@ -60,11 +60,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         super().__init__(strategy, start_method)
 
     def launch(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        trainer: Trainer | None = None,
-        **kwargs: Any,
+        self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any
     ) -> Any:
         """Start the processes and wait for them.
 
@@ -175,7 +171,7 @@ class SpawnLauncher(_MultiProcessingLauncher):
         elif number == signal.SIGINT:
             self.kill(signal.SIGKILL)
 
-    def _rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _rank(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run the rank in the new process. Unblock signals first, so that they end the process."""
         index = int(os.environ["LOCAL_RANK"])
         handle(CAUSES, signal.SIG_DFL)

@@ -173,8 +173,8 @@ def watch(process: int, timeout: float, file: Path, beats: int, stacks: int) -> 
 
 def connections(process: int) -> set[str]:
     """Return a process's established TCP connections, each as `socket:[INODE]`."""
-    rows: list[str] = []
-    sockets: set[str] = set()
+    rows = []
+    sockets = set()
     with contextlib.suppress(OSError):
         for table in ("tcp", "tcp6"):
             rows += Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]
@@ -233,7 +233,7 @@ def read_place(text: str) -> Place:
     """Parse a file that `watch` wrote."""
     head, *stacks = text.split("\nprocess ")
     step, phase = re.match(r"step (\d+), in (.+)", head).groups()  # type: ignore[union-attr]
-    frames: list[Frame] = []
+    frames = []
     for stack in stacks:  # the main process's stack first
         frames += within_loop(stack)
     users = [frame for frame in frames if not LIBRARY.search(frame[0])]

@@ -36,6 +36,8 @@ from app.modules.recipe import Loss, MovingAverage, Recipe, freeze, is_batch_nor
 from app.modules.sums import Sums, log_window
 from app.modules.weights import load_weights, read_weights
 
+Batch = tuple[Tensor, Tensor]  # images (B, C, H, W), and labels (B,)
+
 
 class ImageClassifier(LightningModule):
     """LightningModule for image classification: loss, metrics, optimizer, predictions.
@@ -246,7 +248,7 @@ class ImageClassifier(LightningModule):
             logits += [self.network(view), self.network(view.flip(3))]
         return torch.stack(logits).mean(0)
 
-    def _step(self, batch: tuple[Tensor, Tensor], metrics: MetricCollection) -> Tensor:
+    def _step(self, batch: Batch, metrics: MetricCollection) -> Tensor:
         """Update the metrics with a batch, and return its logits (B, classes)."""
         images, labels = batch
         logits = self(images)
@@ -254,7 +256,7 @@ class ImageClassifier(LightningModule):
             metrics.update(value=self.recipe.criterion(logits, labels), preds=logits, target=labels)
         return logits
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the batch's loss.
 
         With this application's data, it is a sum in which all samples of an optimizer step count
@@ -295,7 +297,7 @@ class ImageClassifier(LightningModule):
         """Log the epoch's mean loss and accuracy."""
         self.log_dict(self.sums.end_epoch(self.trainer))
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Update the validation metrics, and return logits (B, classes)."""
         return self._step(batch, self.val_metrics)
 
@@ -303,7 +305,7 @@ class ImageClassifier(LightningModule):
         """Log the means over the validation split."""
         self._log(self.val_metrics)
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Update the test metrics, and return logits (B, classes)."""
         return self._step(batch, self.test_metrics)
 
@@ -311,7 +313,7 @@ class ImageClassifier(LightningModule):
         """Log the means over the test split."""
         self._log(self.test_metrics)
 
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return a batch's class probabilities, (B, classes)."""
         return self(batch[0]).float().softmax(1)
 

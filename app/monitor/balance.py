@@ -34,7 +34,6 @@ class Balance(Callback):
         if not rows or order is None:
             return
         assert isinstance(loop, ShardedLoop)
-        assert loop.sums is not None
         tree = loop.sums.tree
         seconds = np.array([row.data + row.compute for row in rows]) / tree.shares
         shares = balanced(seconds, tree.count)

@@ -80,11 +80,8 @@ def fill_model(record: Record, trainer: Trainer, module: LightningModule) -> Non
     record.model = Model(type(module).__name__, count_parameters(module), trainable)
     if isinstance(module, ImageClassifier):
         record.model.name += f", {title(module.network_name)}"
-        executed = module.executed
-        record.channels_last = executed.get("channels_last")
-        record.compile = executed.get("compile")
-        record.matmul_precision = executed.get("matmul_precision")
-        record.benchmark = executed.get("benchmark")
+        for name, value in module.executed.items():
+            setattr(record, name, value)
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     record.fused = any(group.get("fused") for group in groups)
     if groups:

@@ -113,7 +113,7 @@ DEFAULTS = inspect.signature(Recipe).parameters
 
 def _recipe(model: LightningModule, data: Any) -> dict[str, str]:
     """Return the non-default settings of RECIPE, augmentation and class balancing, by flag name."""
-    recipe: dict[str, Any] = {}
+    recipe = {}
     if isinstance(model, ImageClassifier):
         for name in RECIPE:
             value = vars(model.recipe)[name]

@@ -49,7 +49,7 @@ def first_images(batch: Any, data: ImageData) -> list[tuple[Tensor, str]]:
             classes); or shards of these. A batch that a user's hook has changed has no images.
         data: The data module.
     """
-    rows: list[tuple[Tensor, str]] = []
+    rows = []
     for shard in batch if isinstance(batch, Shards) else [batch]:
         match shard:
             case (Tensor(ndim=4) as images, labels):

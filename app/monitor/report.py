@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from app.errors import one_line
 from app.monitor.loggers import read_rows
@@ -31,7 +30,7 @@ from app.record.words import (
 )
 from app.system import page
 from app.system.files import read_csv, write_text
-from app.system.page import Section, code, draw, plain, short, table
+from app.system.page import Section, code, count_along, draw, plain, short, table
 
 MISTAKES = 5  # number of rows in each table of mistakes
 # the confusion matrix shows figures up to this number of classes, and the step chart is drawn up to
@@ -189,9 +188,7 @@ def _draw_curves(
         for (name, points), colour in zip(lines.items(), page.COLOURS, strict=False):
             if points:
                 axes.plot(*np.transpose(points), color=colour, label=name, marker="o", markersize=3)
-        axes.set_xlabel("epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.grid(axis="y")
+        count_along(axes)
         axes.margins(x=0.02)
 
     return draw(paint)

@@ -59,7 +59,7 @@ class PredictionWriter(Callback):
         """Gather all ranks' rows, and write the file. Collective."""
         rows = sorted(itertools.chain(*gather_objects(self._rows)))
         self._rows = []
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         has_writer = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
         if not rows and not has_writer:
             rank_zero_info(

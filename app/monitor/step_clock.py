@@ -28,6 +28,8 @@ ACTIONS = {
     "agree": "communication",
 }
 
+Marks = list[tuple[Any, ...]]  # points in time of each step; on a GPU, events
+
 
 class StepClock(Callback):
     """Callback that times each step, and reports the rank's phase to its watchdog.
@@ -100,14 +102,14 @@ class StepClock(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose the clock, and register gradient hooks. Collective."""
-        self._seconds: Callable[[list[tuple[Any, ...]]], list[Any]] = list
+        self._seconds: Callable[[Marks], list[Any]] = list
         if trainer.strategy.root_device.type == "cuda":
             self._now = _recorded
             self._seconds = _since_first
         self._ready = self._averaged = self._began = self._waited_since = self._now()
-        self._steps: list[tuple[Any, ...]] = []
+        self._steps: Marks = []
         # read one window later, when the GPU has finished its steps
-        self._last_window: list[tuple[Any, ...]] = []
+        self._last_window: Marks = []
         self._accumulated = trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
         self.ranks.begin(trainer)
@@ -251,7 +253,7 @@ def _recorded() -> torch.cuda.Event:
     return event
 
 
-def _since_first(steps: list[tuple[Any, ...]]) -> list[list[float]]:
+def _since_first(steps: Marks) -> list[list[float]]:
     """Convert each step's CUDA events to seconds since the first event of all."""
     return [[steps[0][0].elapsed_time(event) / 1000 for event in step] for step in steps]
 

@@ -36,7 +36,7 @@ class _Deferred(MetaPathFinder, Loader):
                 sys.modules.pop(stand_in, None)
         return importlib.import_module(name or self.name)
 
-    def later(self, module: str, function: str) -> Callable[..., Any]:
+    def later(self, module: str, function: str) -> Callable:
         return lambda *args, **kwargs: getattr(self.load(module), function)(*args, **kwargs)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

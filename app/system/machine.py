@@ -114,13 +114,9 @@ def busy_seconds(cores: Collection[int] = ()) -> float:
     return total
 
 
-def time_when_done(device: torch.device | None = None) -> float:
-    """Wait until a device has finished its work, and return the time in seconds.
-
-    Args:
-        device: The device; by default the calling thread's current accelerator.
-    """
-    if device is None or device.type != "cpu":
+def time_when_done(device: torch.device) -> float:
+    """Wait until a device has finished its work, and return the time in seconds."""
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 

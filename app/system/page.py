@@ -17,6 +17,7 @@ import matplotlib
 from markdown_it import MarkdownIt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, because notebooks share pyplot's state
+from matplotlib.ticker import MaxNLocator
 
 from app.system.files import whole
 
@@ -137,6 +138,13 @@ def draw(paint: Callable[[Axes], None], width: float = 4.6, height: float = 3.2)
                 columns = 1
             figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
+
+
+def count_along(axes: Axes, unit: str = "epoch") -> None:
+    """Make the horizontal axis count epochs or steps, and draw a grid for the vertical one."""
+    axes.set_xlabel(unit)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.grid(axis="y")
 
 
 def write_png(path: Path, figure: Figure) -> None:

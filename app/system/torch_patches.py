@@ -26,9 +26,7 @@ def shallow_copies(module: nn.Module, count: int) -> list[Any]:
     modules = list(module.modules())
     copies = []
     for index in range(count):
-        copy_of: dict[nn.Module, nn.Module] = {
-            child: child._replicate_for_data_parallel() for child in modules
-        }
+        copy_of = {child: child._replicate_for_data_parallel() for child in modules}
         for original, copy in copy_of.items():
             copy._parameters = original._parameters
             for name, child in original._modules.items():

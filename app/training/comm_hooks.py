@@ -20,7 +20,7 @@ class FixedHook(DDP):
         kwargs: Arguments of `DDP`, except hook and state.
     """
 
-    fixed_hook: Callable[..., Any]
+    fixed_hook: Callable
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(ddp_comm_hook=self.fixed_hook, ddp_comm_state=None, **kwargs)

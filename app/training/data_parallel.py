@@ -8,7 +8,7 @@ output.
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -70,6 +70,30 @@ class Replica(nn.Module):
             return self.module(*args, **kwargs)
 
 
+def _over_replicas(step: Callable) -> Callable:
+    """Wrap a step, so that its forward pass is split over the replicas."""
+
+    @wraps(step)
+    def call(self: "DataParallelStrategy", *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        before = self._forwards
+        module.__dict__["forward"] = self._forward
+        try:
+            result = step(self, *args, **kwargs)
+        finally:
+            del module.__dict__["forward"]
+        if self._forwards == before:
+            name = type(module).__name__
+            raise UserError(
+                f"dp splits {name}.forward over the devices, but its step never calls self(batch), "
+                "so only one device would work: "
+                "call self(...) in the step, or use --trainer.strategy ddp"
+            )
+        return result
+
+    return call
+
+
 class DataParallelStrategy(SingleDeviceStrategy):
     """Strategy that splits every batch over the devices of one process.
 
@@ -120,40 +144,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
             thread.shutdown()
         super().teardown()
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward pass split over the replicas."""
-        return self._spread(super().training_step, args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward pass split over the replicas."""
-        return self._spread(super().validation_step, args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward pass split over the replicas."""
-        return self._spread(super().test_step, args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step with its forward pass split over the replicas."""
-        return self._spread(super().predict_step, args, kwargs)
-
-    def _spread(
-        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        module: Any = self.lightning_module
-        before = self._forwards
-        module.__dict__["forward"] = self._forward
-        try:
-            result = step(*args, **kwargs)
-        finally:
-            del module.__dict__["forward"]
-        if self._forwards == before:
-            name = type(module).__name__
-            raise UserError(
-                f"dp splits {name}.forward over the devices, but its step never calls self(batch), "
-                "so only one device would work: "
-                "call self(...) in the step, or use --trainer.strategy ddp"
-            )
-        return result
+    training_step = _over_replicas(SingleDeviceStrategy.training_step)
+    validation_step = _over_replicas(SingleDeviceStrategy.validation_step)
+    test_step = _over_replicas(SingleDeviceStrategy.test_step)
+    predict_step = _over_replicas(SingleDeviceStrategy.predict_step)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.replica is not None

@@ -97,19 +97,19 @@ class Hooks:
     def _find_batch_hooks(self) -> None:
         strategy = self.strategy
         precision = strategy.precision_plugin
-        self.convert_input: Callable[..., Any] | None = None
+        self.convert_input: Callable | None = None
         if overrides(precision, Precision, "convert_input"):
             self.convert_input = precision.convert_input
         self._device = strategy.root_device
         self.on_before_batch_transfer = self._batch_hook("on_before_batch_transfer")
         self._transfer_batch_to_device = self._batch_hook("transfer_batch_to_device")
         self._on_after_batch_transfer = self._batch_hook("on_after_batch_transfer")
-        move: Callable[..., Any] = self._move
+        move: Callable = self._move
         if overrides(strategy, Strategy, "batch_to_device"):
             move = partial(strategy.batch_to_device, dataloader_idx=0)
         self.batch_to_device = in_hook(self.trainer, "batch_to_device", move)
 
-    def _batch_hook(self, name: str) -> Callable[..., Any] | None:
+    def _batch_hook(self, name: str) -> Callable | None:
         """Return the data module's or module's batch hook; None if it does nothing."""
         if self.data is not self.module and is_overridden(name, self.data):
             return getattr(self.data, name)
@@ -166,12 +166,12 @@ class Hooks:
             wrapped = wrapped[0]
         self.wrapped_optimizer = wrapped
         self.optimizer = wrapped.optimizer
-        self.optimizer_step: Callable[..., Any] | None = None
+        self.optimizer_step: Callable | None = None
         if overrides(module, LightningModule, "optimizer_step") or not self._adds_nothing(
             "optimizer_step"
         ):
             self.optimizer_step = in_hook(trainer, "optimizer_step", module.optimizer_step)
-        self.optimizer_zero_grad: Callable[..., Any] | None = None
+        self.optimizer_zero_grad: Callable | None = None
         if overrides(module, LightningModule, "optimizer_zero_grad"):
             self.optimizer_zero_grad = in_hook(
                 trainer, "optimizer_zero_grad", module.optimizer_zero_grad

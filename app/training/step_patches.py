@@ -19,7 +19,7 @@ from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from app.errors import UserError
 from app.system.lightning_patches import in_window
@@ -74,7 +74,7 @@ EXPECTED[f"{__name__}.identities"] = (
 
 
 @expects("lightning.pytorch.core.module:LightningModule._current_fx_name")
-def in_hook(trainer: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def in_hook(trainer: Any, name: str, call: Callable) -> Callable:
     """Wrap a call of a hook, so that `self.log` and the profiler find the hook's name."""
     # a write to this dictionary avoids nn.Module's slow __setattr__
     attributes = vars(trainer.lightning_module)
@@ -148,7 +148,7 @@ class CountedOptimization(_ManualOptimization):
         """Train on a batch. Count a step if only optimizers that Lightning does not wrap step."""
         progress = self.optim_step_progress
         before = progress.total.completed
-        stepped: list[Optimizer] = []
+        stepped = []
         handle = register_optimizer_step_post_hook(lambda each, *_: stepped.append(each))
         try:
             outputs = super().run(kwargs)
@@ -239,7 +239,7 @@ class WindowLoop(_TrainingEpochLoop):
 
 
 def _call_between_windows(
-    hook: Callable[..., Any], trainer: Trainer, module: LightningModule, *args: Any
+    hook: Callable, trainer: Trainer, module: LightningModule, *args: Any
 ) -> None:
     """Call a checkpoint callback's hook, except inside an accumulation window."""
     if not in_window(trainer):

@@ -6,6 +6,7 @@ Addition is commutative, so either of two siblings may arrive first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from app.data.shares import equal_shares, run_of
 Node = tuple[int, int]
 
 
+@dataclass(eq=False)
 class Tree:
     """Binary tree over all shards, with the exchange of partial sums between ranks.
 
@@ -30,13 +32,14 @@ class Tree:
         shards: Indices of this rank's shards.
     """
 
-    def __init__(self, count: int, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
-        self.count = count
-        self.rank = rank
-        self.world_size = world_size
-        self.group = group
-        self.root = ((count - 1).bit_length(), 0)
-        self.deal(equal_shares(world_size, count))
+    count: int
+    rank: int = 0
+    world_size: int = 1
+    group: Any = None
+
+    def __post_init__(self) -> None:
+        self.root = ((self.count - 1).bit_length(), 0)
+        self.deal(equal_shares(self.world_size, self.count))
 
     def deal(self, shares: Sequence[int]) -> None:
         """Set the number of shards of each rank. All ranks must pass the same shares."""
@@ -94,8 +97,8 @@ class Tree:
         others = set(range(self.world_size)) - {rank}
         split = [nodes[node].tensor_split(self.world_size) for node in self._held[rank]]
         chunk = split[0][rank]
-        sent: dict[int, Tensor] = {}
-        received: dict[int, Tensor] = {}
+        sent = {}
+        received = {}
         for other in others:
             sent[other] = torch.cat([chunks[other] for chunks in split])
             received[other] = chunk.new_empty(len(self._held[other]), len(chunk))

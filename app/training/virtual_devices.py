@@ -39,8 +39,8 @@ Gradients = list[Tensor | None]
 def _plus(first: Gradients, second: Gradients) -> Gradients:
     """Add the first gradients to the second, in place; return the sums. None counts as zero."""
     sums = list(second)
-    added_to: list[Tensor] = []
-    added: list[Tensor] = []
+    added_to = []
+    added = []
     for place, (gradient, other) in enumerate(zip(first, second, strict=True)):
         if other is None:
             sums[place] = gradient
@@ -96,7 +96,7 @@ class ShardSums:
 
     def pop_gradients(self) -> Gradients:
         """Return the parameters' gradients, and set them to None."""
-        gradients: Gradients = []
+        gradients = []
         for parameter in self.parameters:
             gradients.append(parameter.grad)
             parameter.grad = None
@@ -147,11 +147,11 @@ class ShardSums:
 
         place_of = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         places = [place_of[id(parameter)] for parameter in parameters]
-        nodes: dict[Node, Gradients] = {}
+        nodes = {}
         for node, gradients in self.nodes.items():
             nodes[node] = [gradients[place] for place in places]
         self.tree.add(nodes, (0, self.tree.shards[-1]), list(views(buffer)), _plus)
-        flats: dict[Node, Tensor] = {}
+        flats = {}
         for node, gradients in nodes.items():
             if node not in self.nodes:
                 flats[node] = buffer  # it holds this node's sum, because `_plus` adds in place
@@ -362,7 +362,7 @@ class ShardedLoop(StraightLoop):
         """Zero the gradients before an optimizer step; return those accumulated so far."""
         if self.index % self.trainer.accumulate_grad_batches == 0:
             self.zero_gradients()
-        earlier: Gradients = []
+        earlier = []
         for gradient in self.sums.pop_gradients():
             if gradient is not None:
                 gradient = gradient.clone()  # it may be a view of DDP's buckets

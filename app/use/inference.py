@@ -87,7 +87,7 @@ class Classifier(nn.Module):
         """
         if not 1 <= k <= len(self.class_names):
             raise UserError(f"k={k}: the model has {len(self.class_names)} classes")
-        items: list[Any] = []
+        items = []
         is_single = isinstance(images, Image.Image) or getattr(images, "ndim", 0) == 3
         if isinstance(images, str | os.PathLike):
             is_single = os.path.isfile(images)

@@ -23,7 +23,7 @@ from app.command.arguments import load_yaml, read_yaml, shipped, tokenise
 from app.command.configuration import by_name, split_flags
 from app.command.parser import PlainParser
 from app.errors import UserError, nearest
-from app.lab.compare.experiment import Experiment, expand
+from app.lab.compare.experiment import Experiment, FitFlags, expand
 from app.lab.compare.report import write_report
 from app.lab.compare.runner import Outcome, Runner
 from app.lab.runs import CommandLine
@@ -129,7 +129,7 @@ def run(arguments: list[str]) -> int:
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
-def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, dict[str, Any]]:
+def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, FitFlags]:
     """Return the options of `compare`, the experiment, and the command line's flags for `fit`."""
     remaining, flags = split_flags(arguments, ["--experiment"])
     configs, typed = by_name(flags)

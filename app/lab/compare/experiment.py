@@ -11,6 +11,7 @@ from app.errors import UserError, nearest
 from app.lab.runs import typed
 from app.lab.variant import RESERVED, Variant
 
+FitFlags = dict[str, Any]  # flags of `fit` by name, without dashes
 Seconds = restricted_number_type("Seconds", float, [(">=", 1), ("<", math.inf)])
 
 
@@ -79,10 +80,10 @@ class Experiment:
     by: Literal["speed", "accuracy"] = "speed"
     description: str = ""
     configs: list[str] = field(default_factory=list)
-    flags: dict[str, Any] = field(default_factory=dict)
-    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    flags: FitFlags = field(default_factory=dict)
+    variants: dict[str, FitFlags] = field(default_factory=dict)
     grid: dict[str, list[Any]] = field(default_factory=dict)
-    exclude: list[dict[str, Any]] = field(default_factory=list)
+    exclude: list[FitFlags] = field(default_factory=list)
     baseline: str | None = None
     repeats: PositiveInt = 3
     warmup_epochs: NonNegativeInt = 1
@@ -91,7 +92,7 @@ class Experiment:
     time_limit: Seconds = 3600.0  # type: ignore[valid-type]
     scale_batch: bool = False
     quick: bool = False
-    quick_form: dict[str, Any] = field(default_factory=dict)
+    quick_form: FitFlags = field(default_factory=dict)
     published: Published | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +106,7 @@ class Experiment:
                 raise UserError(f"{setting.name}: null: give its settings, or leave it out")
 
 
-def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
+def expand(experiment: Experiment, flags: FitFlags) -> list[Variant]:
     """Return the variants of an experiment, and check every flag.
 
     Args:
@@ -139,7 +140,7 @@ def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
     baseline = experiment.baseline
     if baseline is not None and baseline not in by_name:
         raise UserError(f"--baseline {baseline}: no such variant{nearest(baseline, by_name)}")
-    folders: dict[str, Variant] = {}
+    folders = {}
     for name, more in by_name.items():
         variant = _variant(experiment, str(name), common | more)
         if variant.slug in folders:
@@ -150,7 +151,7 @@ def expand(experiment: Experiment, flags: dict[str, Any]) -> list[Variant]:
     return list(folders.values())
 
 
-def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
+def _product(experiment: Experiment) -> dict[str, FitFlags]:
     """Return each combination of the grid's values, by a name such as `strategy=ddp devices=2`."""
     grid = experiment.grid
     for key in set().union(*experiment.exclude) - grid.keys():
@@ -165,7 +166,7 @@ def _product(experiment: Experiment) -> dict[str, dict[str, Any]]:
     return by_name
 
 
-def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Variant:
+def _variant(experiment: Experiment, name: str, flags: FitFlags) -> Variant:
     variant = Variant.of_flags(name, flags, experiment.configs)
     if experiment.scale_batch:
         variant = Variant.of_flags(name, flags | _scaled(variant), experiment.configs)
@@ -179,7 +180,7 @@ def _variant(experiment: Experiment, name: str, flags: dict[str, Any]) -> Varian
     return variant
 
 
-def _scaled(variant: Variant) -> dict[str, Any]:
+def _scaled(variant: Variant) -> FitFlags:
     """Return flags that multiply batch size and learning rate by the replicas (linear rule).
 
     With several replicas, several epochs and no schedule, the flags also add a warm-up of one

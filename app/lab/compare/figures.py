@@ -15,7 +15,7 @@ from app.lab.compare.advice import ACCURACY, RATE, Verdict, ranked
 from app.lab.compare.runner import Outcome
 from app.monitor.report import draw_bars
 from app.record import PHASES, Record
-from app.system.page import BLUE, INK, ORANGE, PALE, draw, short
+from app.system.page import BLUE, INK, ORANGE, PALE, count_along, draw, short
 
 # Curves coincide if they differ by at most this fraction of the losses' range. It is less than a
 # line's width.
@@ -186,8 +186,7 @@ def draw_curves(curves: pd.DataFrame, title: str) -> Figure:
             if len(label) > LONGEST:
                 label = f"…{label[-LONGEST:]}"
             axes.plot(curve.dropna(), marker="o", markersize=3, label=label)
-        axes.set(xlabel="epoch", ylabel=title)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.grid(axis="y")
+        axes.set_ylabel(title)
+        count_along(axes)
 
     return draw(paint, height=2.8 + 0.16 * len(curves.columns))

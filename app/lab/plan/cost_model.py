@@ -35,7 +35,6 @@ many ranks, NCCL uses trees, whose latency grows with log N.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pandas as pd
 
@@ -238,7 +237,7 @@ def predict(
         and waiting_ms (communication that the backward pass does not hide). Columns with the suffix
         `_low` or `_high` are the ends of the prediction's range.
     """
-    rows: list[dict[str, Any]] = []
+    rows = []
     alone = batch / step.ddp(batch, 1, ALONE)
     # factors by which devices and link are slower, by suffix of the columns
     factors = {

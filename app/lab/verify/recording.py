@@ -331,14 +331,15 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         lengths["estimated_stepping_batches"] = float(trainer.estimated_stepping_batches)
         name = type(config.scheduler).__name__
         schedulers.append({"class": name, "interval": config.interval, "lengths": lengths})
-    loader = trainer.train_dataloader
+    loader: Any = trainer.train_dataloader
+    is_exact = isinstance(loader, ExactLoader)
     loop = trainer.fit_loop.epoch_loop
     return {
         # of a user's exact loader
-        "global_batch": loader.batch_sampler.batch_size if isinstance(loader, ExactLoader) else 0,
-        "loader_batch": loader.loader_batch if isinstance(loader, ExactLoader) else 0,
+        "global_batch": loader.batch_sampler.batch_size if is_exact else 0,
+        "loader_batch": loader.loader.batch_sampler.batch_size if is_exact else 0,
         # whether the step weighs the losses of unequal shares
-        "weighs": isinstance(loader, ExactLoader) and not getattr(loop, "reason", "another loop"),
+        "weighs": is_exact and not getattr(loop, "reason", "another loop"),
         "accumulate": int(trainer.accumulate_grad_batches),
         "sampler": type(getattr(loader, "sampler", None)).__name__,
         "batches": trainer.num_training_batches,

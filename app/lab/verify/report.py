@@ -7,11 +7,10 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from app.lab.verify.verdict import Verdict
 from app.system.files import write_text
-from app.system.page import PALE, Section, code, draw, page, table
+from app.system.page import PALE, Section, code, count_along, draw, page, table
 
 
 def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
@@ -35,9 +34,8 @@ def write_report(verdict: Verdict, command: str, folder: Path) -> Path:
     def draw_lines(lines: pd.DataFrame, label: str, axes: Axes) -> None:
         reference, *_ = axes.plot(lines, label=[*lines], linewidth=1.2)
         reference.set(color=PALE, linewidth=5)
-        axes.set(xlabel="step", ylabel=label)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.grid(axis="y")
+        axes.set_ylabel(label)
+        count_along(axes, "step")
 
     title = f"Difference from one device: at most {largest:.1g}"
     header, *rows = verdict.table()
