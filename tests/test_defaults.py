@@ -135,7 +135,8 @@ def test_a_csv_file_is_enough(image_root: Path, tmp_path: Path) -> None:
     assert config.data.init_args.csv == str(table)
 
 
-def test_a_missing_folder(app: App, tmp_path: Path) -> None:
+def test_a_missing_folder(app: App, published: Mock) -> None:
     message = error_of(*app("fit", "--data", "no/photos"))
     assert message.startswith("error: --data.root no/photos: ")
     assert "has no folder no" in message
+    published.assert_not_called()

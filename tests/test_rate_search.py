@@ -4,8 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from forked import fork_fit
 from harness import SLOW, App, difference, last_of, on_cpu, options, output_of, record_of, tiny
+from user_code import Tiny
 
 from app.command.rate_search import valley
 
@@ -56,6 +58,15 @@ def test_a_search_that_finds_nothing_changes_no_bit(tmp_path: Path) -> None:
     searched = fork_fit(tmp_path / "a", *words, *FIND)
     assert record_of(searched)["found_lr"]["suggestion"] is None
     assert difference(searched, fork_fit(tmp_path / "b", *words)) == 0
+
+
+def test_a_search_begins_with_the_fitted_head(tmp_path: Path) -> None:
+    """The first loss is the cross-entropy of the probe over training images, far below log(10)."""
+    torch.save(Tiny(1000).state_dict(), tmp_path / "x.pth")
+    words = [*tiny(60, 30), "--model=ImageClassifier", "--model.network=user_code.Tiny", *SMALL]
+    words += [f"--model.weights={tmp_path}/x.pth", "--model.freeze=backbone"]
+    losses = record_of(fork_fit(tmp_path, *words, *FIND))["found_lr"]["loss"]
+    assert losses[0] < 2.1
 
 
 @pytest.mark.parametrize(

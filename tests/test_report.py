@@ -331,7 +331,7 @@ def test_course_of_a_long_run_is_thinned() -> None:
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
 def test_in_a_browser(scheme: int, fit: Fit) -> None:
-    run = fit(*SMALL, *WINDOWS, "--trainer.max_epochs=1")
+    run = fit(*SMALL, *WINDOWS, "--trainer.max_epochs=3")
     flags = ["--window-size=1200,4000", f"--blink-settings=preferredColorScheme={scheme}"]
     colours = seen_colours(run / "report.html", *flags)
     papers = ((0x14, 0x18, 0x1D), (255, 255, 255))

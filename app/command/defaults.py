@@ -1,5 +1,6 @@
 """Settings that the user left open: those of pretrained weights, and of training on own images."""
 
+import os
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ def complete(arguments: Arguments, classes: dict[str, str]) -> None:
         arguments: The arguments, which are extended.
         classes: Class of model and data, by section.
     """
+    root = arguments.chosen("data.root")
+    if root is not None and not os.path.isdir(root):
+        return  # the data class names the missing folder, before a download of weights
     data = find_class("data", classes["data"]) or object
     network = arguments.chosen("model.network")
     weights = arguments.chosen("model.weights")

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import lr_finder
 
 from app.launch.signals import Signals
+from app.modules import ImageClassifier
 from app.record import RateSearch
 from app.system.lightning_patches import do_nothing
 from app.system.patches import expects
@@ -30,10 +31,16 @@ FALL = 0.02  # fraction of the loss by which a descent must fall, to be more tha
 
 @expects("lightning.pytorch.tuner.lr_finder:_LRCallback.on_train_batch_end")
 class GlobalLoss(lr_finder._LRCallback):
-    """Finder's callback with the mean loss of all ranks, and without a progress bar of each."""
+    """Finder's callback: the mean loss of all ranks, from the head's first weights on, no bar."""
 
     def __init__(self, num_training: int, early_stop_threshold: float | None, **_: Any) -> None:
         super().__init__(num_training, early_stop_threshold)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit the head, as the training will: the finder drops the model's callbacks."""
+        if isinstance(pl_module, ImageClassifier):
+            for callback in pl_module.configure_callbacks():
+                callback.on_train_start(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
