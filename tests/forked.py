@@ -58,7 +58,9 @@ class ForkServer:
     def __init__(
         self, folder: Path, cwd: Path | None = None, limit: int | None = 4 * 2**30
     ) -> None:
-        self.cwd, self.out, self.limit = cwd or folder, folder / "output.txt", limit
+        self.cwd = cwd or folder
+        self.out = folder / "output.txt"
+        self.limit = limit
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(os.environ[ADDRESS])
         self.stream = self.connection.makefile("rw")

@@ -75,7 +75,8 @@ def search(trainer: Trainer, model: LightningModule, data: Any) -> RateSearch:
     trainer.num_sanity_val_steps = 0
     Signals.of(trainer).register_signal_handlers = do_nothing  # a signal ends the search at once
     trainer.fit(model, datamodule=data)
-    rates, losses = (trainer.callback_metrics[name].numpy() for name in ("lr", "loss"))
+    rates = trainer.callback_metrics["lr"].numpy()
+    losses = trainer.callback_metrics["loss"].numpy()
     # Lightning divides the average of n losses by 1 - MOMENTUM^(n + 1), not by 1 - MOMENTUM^n
     powers = MOMENTUM ** np.arange(1, len(losses) + 1)
     losses = losses * (1 - MOMENTUM * powers) / (1 - powers)

@@ -84,7 +84,7 @@ def _print(markdown: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """Return the record of each run below a folder, by the run's name; print what is no record.
+    """Read the records of the runs below a folder, by name. Print each file that is no record.
 
     Runs directly inside another run's folder, such as `test_1`, belong to that run.
     """

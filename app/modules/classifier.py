@@ -194,8 +194,9 @@ class ImageClassifier(LightningModule):
         if stage == "fit":
             if self.weights is not None:
                 content = read_weights(self.weights, self.network_name)
-                line, self.probe.has_new_head = load_weights(self.network, content, self.weights)
-                rank_zero_info(line)
+                message, has_new_head = load_weights(self.network, content, self.weights)
+                rank_zero_info(message)
+                self.probe.has_new_head = has_new_head
             elif isinstance(self.network, WhitenedCNN):
                 data = self._image_data("--model.network whitened", "show its images")
                 self.network.whiten(data.sample())

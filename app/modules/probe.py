@@ -161,9 +161,10 @@ def compute_features(trainer: Any, module: Any, loader: GlobalBatches) -> tuple[
     batch: Any
     for batch in loader:
         if len(batch.labels):
-            images, _ = trainer.datamodule.on_after_batch_transfer(batch.to(module.device), 0)
+            batch = trainer.datamodule.on_after_batch_transfer(batch.to(module.device), 0)
+            images = batch[0].contiguous(memory_format=layout)
             with trainer.precision_plugin.forward_context():
-                inputs: Any = head_input(module.network, images.contiguous(memory_format=layout))
+                inputs: Any = head_input(module.network, images)
             computed.append(inputs.float())
     loader._iterator = None  # ends the workers; as garbage, they would wait for a time-out
     module.train()

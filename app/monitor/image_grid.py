@@ -50,7 +50,8 @@ def first_images(batch: Any, data: ImageData) -> list[tuple[Tensor, str]]:
         data: The data module.
     """
     rows = []
-    for shard in batch if isinstance(batch, Shards) else [batch]:
+    shards = batch if isinstance(batch, Shards) else [batch]
+    for shard in shards:
         match shard:
             case (Tensor(ndim=4) as images, labels):
                 pixels = data.transform.undo(images[:16]).cpu()

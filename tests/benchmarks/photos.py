@@ -85,8 +85,8 @@ def fastai(photos: Path, weights: str, epochs: int, seed: int) -> float:
     return learner.validate(dl=loaders.test_dl(files, with_labels=True))[1]
 
 
-def loaders_of(photos: Path, scale: tuple[float, float], batch: int, seed: int) -> list[Any]:
-    """Return torchvision's loaders of training, validation and test images."""
+def loaders_of(photos: Path, scale: tuple[float, float], batch: int, seed: int) -> dict[str, Any]:
+    """Return torchvision's loaders: `train`, `val` and `test`."""
     from torch.utils.data import DataLoader, Subset
     from torchvision import datasets, transforms
 
@@ -99,11 +99,11 @@ def loaders_of(photos: Path, scale: tuple[float, float], batch: int, seed: int) 
     held = Subset(datasets.ImageFolder(photos / "train", plain), rows[: len(rows) // 10])
     train = Subset(train, rows[len(rows) // 10 :])
     test = datasets.ImageFolder(photos / "test", plain)
-    return [
-        DataLoader(train, batch, shuffle=True, num_workers=CORES, drop_last=batch > 4),
-        DataLoader(held, 50),
-        DataLoader(test, 50, num_workers=CORES),
-    ]
+    return {
+        "train": DataLoader(train, batch, shuffle=True, num_workers=CORES, drop_last=batch > 4),
+        "val": DataLoader(held, 50),
+        "test": DataLoader(test, 50, num_workers=CORES),
+    }
 
 
 @torch.inference_mode()
@@ -120,8 +120,8 @@ def timm(photos: Path, weights: str, epochs: int, seed: int) -> float:
     from timm.optim import create_optimizer_v2
     from timm.scheduler import CosineLRScheduler
 
-    train, _, test = loaders_of(photos, (0.08, 1), 128, seed)
-    network = pretrained(weights, len(test.dataset.classes))
+    loaders = loaders_of(photos, (0.08, 1), 128, seed)
+    network = pretrained(weights, len(loaders["test"].dataset.classes))
     optimizer = create_optimizer_v2(network, "sgd", lr=0.05, weight_decay=2e-5)
     warmup = min(5, epochs // 2)
     scheduler = CosineLRScheduler(optimizer, epochs, warmup_t=warmup, warmup_lr_init=1e-5)
@@ -129,28 +129,29 @@ def timm(photos: Path, weights: str, epochs: int, seed: int) -> float:
     for epoch in range(epochs):
         scheduler.step(epoch)
         network.train()
-        for images, labels in train:
+        for images, labels in loaders["train"]:
             optimizer.zero_grad()
             loss_of(network(images), labels).backward()
             optimizer.step()
-    return accuracy(network, test)
+    return accuracy(network, loaders["test"])
 
 
 def torchvision(photos: Path, weights: str, epochs: int, seed: int) -> float:
     """PyTorch's tutorial of transfer learning: SGD, lr 0.001, batch 4, best of validation."""
-    train, held, test = loaders_of(photos, (0.08, 1), 4, seed)
-    network = pretrained(weights, len(test.dataset.classes))
+    loaders = loaders_of(photos, (0.08, 1), 4, seed)
+    network = pretrained(weights, len(loaders["test"].dataset.classes))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
     best = (-1.0, 0.0)
     for _ in range(epochs):
         network.train()
-        for images, labels in train:
+        for images, labels in loaders["train"]:
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(network(images), labels).backward()
             optimizer.step()
         scheduler.step()
-        best = max(best, (accuracy(network, held), accuracy(network, test)))
+        accuracies = (accuracy(network, loaders["val"]), accuracy(network, loaders["test"]))
+        best = max(best, accuracies)
     return best[1]
 
 
@@ -185,7 +186,8 @@ def main() -> None:
         torch.save(published_weights(), weights)
         print("| program | minutes | epochs | test accuracy, % | seconds |\n|---|---|---|---|---|")
         for program in arguments.programs:
-            one, two = (measure(program, photos, weights, epochs, 0)[1] for epochs in (1, 2))
+            _, one = measure(program, photos, weights, 1, 0)
+            _, two = measure(program, photos, weights, 2, 0)
             for minutes in arguments.minutes:
                 epochs = int((60 * minutes - one) / max(two - one, 1)) + 1
                 if epochs < 1:
