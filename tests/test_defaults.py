@@ -12,7 +12,9 @@ from jsonargparse import Namespace
 
 from app.command import defaults
 from app.command.configuration import resolve
+from app.lab.runs import fit
 from app.modules.networks import make_network
+from app.record import Record
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
@@ -41,6 +43,17 @@ def test_a_folder_is_enough(image_root: Path, published: Mock) -> None:
     assert (data.crop, data.flip, data.batch_size) == ("random_resized", True, 32)
     assert (model.schedule, trainer.max_epochs) == ("onecycle", 5)
     assert trainer.precision is None
+
+
+def test_weights_of_the_user_are_not_downloaded(
+    image_root: Path, published: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`app.fit` asks for no published weights either while it looks up the names of flags."""
+    monkeypatch.setattr("app.lab.runs.run_fit", Mock(return_value=Record()))
+    weights = image_root / "weights.pth"
+    torch.save(make_network("resnet18", 3).state_dict(), weights)
+    fit(data=image_root, model="resnet18", lr=1e-5, **{"model.weights": weights})
+    published.assert_not_called()
 
 
 def test_a_frozen_network_gets_no_augmentation(image_root: Path) -> None:

@@ -81,8 +81,7 @@ def _is_path(name: str) -> bool:
 
 
 def _is_network(name: str) -> bool:
-    known = own_network(name) or name in names_of_torchvision()
-    return bool(known) or name.startswith("timm/")
+    return name.startswith("timm/") or name in names_of_torchvision() or bool(own_network(name))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

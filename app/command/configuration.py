@@ -152,7 +152,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         UserError: As for `_read_arguments`, or when pretrained weights cannot be read.
     """
     arguments = _read_arguments(argv)
-    if not any(token.flag.startswith("--help") for token in arguments.tokens):
+    if not any(word.startswith("--help") for word in arguments.words):
         complete(arguments, classes_of(arguments))
     return arguments
 
@@ -277,7 +277,7 @@ def _parse(parser: ArgumentParser, arguments: Arguments) -> Namespace:
 @cache
 def _parser_for(*argv: str) -> ArgumentParser:
     """Return the parser for a command and classes; cached, because building it takes long."""
-    return capture_parser(Flags, argv)
+    return capture_parser(Flags, [*argv, "--help"])  # a help page needs no weights
 
 
 def resolve(argv: Sequence[str]) -> Namespace:

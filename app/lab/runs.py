@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from app.command.configuration import FIT_FLAGS, classes_of, find_class, read_arguments, resolve
+from app.command.arguments import Arguments
+from app.command.configuration import FIT_FLAGS, classes_of, find_class, resolve
 from app.command.flag_rules import MADE
 from app.command.parser import parameters
 from app.command.run_options import default_name
@@ -223,7 +224,7 @@ def fit(**flags: Any) -> Record:
     values = {name: typed(value) for name, value in flags.items()}
     chosen = [f"--{name}={values[name]}" for name in ("config", "model", "data") if name in values]
     classes: dict[str, type | None] = {"trainer": MADE["trainer"], "run": MADE["run"]}
-    for section, path in classes_of(read_arguments(["fit", *chosen])).items():
+    for section, path in classes_of(Arguments(["fit", *chosen])).items():
         classes[section] = find_class(section, path)
     words = [f"--{_whole_name(name, classes)}={value}" for name, value in values.items()]
     config = resolve(["fit", *words])
