@@ -16,36 +16,6 @@ Seconds = restricted_number_type("Seconds", float, [(">=", 1), ("<", math.inf)])
 
 
 @dataclass
-class PublishedRow:
-    """Row of published figures, for one configuration.
-
-    Args:
-        what: Name of the configuration.
-        figures: Figures by their names in results.csv: numbers, or text such as `over 3000`.
-        variant: Name of the corresponding variant, or None.
-    """
-
-    what: str
-    figures: dict[str, float | str]
-    variant: str | None = None
-
-
-@dataclass
-class Published:
-    """Published figures to compare with.
-
-    Args:
-        hardware: Hardware of the published measurement.
-        rows: Published figures.
-        note: Remark about the figures.
-    """
-
-    hardware: str
-    rows: list[PublishedRow]
-    note: str = ""
-
-
-@dataclass
 class Experiment:
     """Experiment: variants, and settings of their measurement.
 
@@ -73,7 +43,7 @@ class Experiment:
         quick: Use the experiment's small form, which needs only two cores.
         quick_form: Settings of the small form. They override the settings above; only `flags` are
             merged.
-        published: Figures published elsewhere, shown beside those measured here.
+        published: Figures published elsewhere, for the report: Markdown.
     """
 
     name: str | None = None
@@ -93,7 +63,7 @@ class Experiment:
     scale_batch: bool = False
     quick: bool = False
     quick_form: FitFlags = field(default_factory=dict)
-    published: Published | None = None
+    published: str = ""
 
     def __post_init__(self) -> None:
         """Reject a null, unless it is the setting's default.
