@@ -71,9 +71,9 @@ def run(arguments: list[str]) -> int:
         if not curves.empty:
             lines.append(f"![The {title} of up to {DRAWN} runs, by {options.sort}]({metric})")
             figures[metric] = draw_curves(curves.iloc[:, :DRAWN], title)
-    title = counted(len(records), "run")
     sections = [Section("Runs", listed)]
-    write_text(folder / "runs.html", page(title, "\n".join(lines), sections, figures))
+    html = page(counted(len(records), "run"), "\n".join(lines), sections, figures)
+    write_text(folder / "runs.html", html)
     print(f"curves  {folder}/runs.html")
     return 0
 

@@ -187,12 +187,6 @@ class Tracker(WandbLogger):
         for picture in filter(Path.exists, pictures):
             self.log_image(f"{picture.stem}_picture", [str(picture)])
 
-    @_never_fatal
-    def log_comparison(self, table: Any, pictures: dict[str, Path]) -> None:
-        """Log the table (a DataFrame) and the pictures of a comparison."""
-        self.log_table("results", dataframe=table)
-        self.log_pictures(pictures.values())
-
     def finish(self) -> None:
         """Finish the run, and upload the remaining data."""
         try:

@@ -28,7 +28,7 @@ from app.lab.compare.report import write_report
 from app.lab.compare.runner import Outcome, Runner
 from app.lab.runs import CommandLine
 from app.lab.variant import Variant, inherited
-from app.monitor.loggers import make_loggers, next_version, trackers, tracking_mode
+from app.monitor.loggers import next_version
 from app.record.words import duration
 from app.system.files import read_json, write_json
 from app.system.machine import driver, hardware, usable_cores, versions
@@ -46,7 +46,7 @@ class Options:
     Args:
         dry_run: Only print the commands and the estimated time.
         fresh: Start a new report; do not continue the last one.
-        wandb: Track the runs and the report in Weights & Biases.
+        wandb: Track the runs in Weights & Biases, as one group.
         root: Reports go to ROOT/compare.
     """
 
@@ -105,28 +105,20 @@ def run(arguments: list[str]) -> int:
     try:
         _follow(runner, console)
     finally:
-        short, following, table, pictures = write_report(experiment, runner.outcomes, head, folder)
+        short, following = write_report(experiment, runner.outcomes, head, folder)
         console.print(Markdown(short, code_theme="bw"), soft_wrap=False)
         if following:
             console.print(f"\n{following}")
         console.print(f"\nreport  {folder}/report.html, report.md, results.csv, results.json")
     if options.wandb:
-        project = variants[0].settings.run.project
-        sorting = {"project": project, "group": group, "tags": ["summary"]}
-        loggers = make_loggers(folder, tracking_mode(None), **sorting)
-        for tracker in trackers(loggers):
-            tracker.log_comparison(table, pictures)
-            tracker.finish()
-            place = tracker.where()
-            if place.startswith("offline"):  # the runs are there, too
-                uploaded = f"find {shlex.quote(str(folder))} -name 'offline-run-*'"
-                place = f"offline; upload with  {uploaded} -exec wandb sync {{}} +"
-            console.print(f"tracked  {place}")
-    outcomes = runner.outcomes
-    if not any(outcome.records for outcome in outcomes):
-        reasons = dict.fromkeys(str(outcome.reason) for outcome in outcomes)
+        console.print(
+            f"tracked  group {group} of Weights & Biases; upload offline runs with  "
+            f"find {shlex.quote(str(folder))} -name 'offline-run-*' -exec wandb sync {{}} +"
+        )
+    if not any(outcome.records for outcome in runner.outcomes):
+        reasons = dict.fromkeys(str(outcome.reason) for outcome in runner.outcomes)
         raise UserError(f"nothing could be measured: {'; '.join(reasons)}")
-    return int(any(outcome.status == "failed" for outcome in outcomes))
+    return int(any(outcome.status == "failed" for outcome in runner.outcomes))
 
 
 def _parse(arguments: list[str]) -> tuple[Namespace, Experiment, FitFlags]:

@@ -55,8 +55,7 @@ def pictures(
     """
     rows = ranked(table, by)
     rates = {outcome.variant.name: outcome.rate for outcome in outcomes}
-    labels = [short(name, LONGEST) for name in rows.index]
-    rows = rows.assign(label=labels, rate=pd.Series(rates))
+    rows = rows.assign(rate=pd.Series(rates), label=[short(name, LONGEST) for name in rows.index])
     drawn = {}
     if len(rows) and by == ACCURACY:
         title = "Validation accuracy against minutes: worst, median and best run"

@@ -38,12 +38,11 @@ FORMS_BY_ACCURACY = {
     "train_s": ",.0f",
     "loss_last": ".4f",
 }
-SMALL_FORM = " **Here it is the small form of the experiment**, whose seconds are not comparable."
 
 
 def write_report(
     experiment: Experiment, outcomes: Sequence[Outcome], head: dict[str, Any], folder: Path
-) -> tuple[str, str, pd.DataFrame, dict[str, Path]]:
+) -> tuple[str, str]:
     """Write report.html, report.md, results.csv, results.json and the pictures.
 
     Args:
@@ -54,8 +53,7 @@ def write_report(
         folder: The directory of the report.
 
     Returns:
-        Four values: Markdown for the terminal, the command to run next (may be empty), the table of
-        results, and the file of each picture by the picture's title.
+        Markdown for the terminal, and the command to run next (may be empty).
     """
     baseline = experiment.baseline or outcomes[0].variant.name
     results = tabulate(outcomes, baseline)
@@ -80,17 +78,19 @@ def write_report(
             failures.append(f"{plain(outcome.variant.name)}:\n\n{code(lines)}")
         if outcome.variant.name == result.recommended:
             following = row["command"]
-    conclusion = {"said": result.conclusion, "taken": result.recommended}
-    head |= {"baseline": baseline, "verdict": conclusion, "variants": rows}
+    head |= {
+        "baseline": baseline,
+        "verdict": {"said": result.conclusion, "taken": result.recommended},
+        "variants": rows,
+    }
     write_json(folder / "results.json", head)
 
+    drawn = pictures(shown, outcomes, baseline, result, by)
     figures = {}
-    files = {}
     images = {}  # Markdown of each picture
-    for name, (title, figure) in pictures(shown, outcomes, baseline, result, by).items():
+    for name, (title, figure) in drawn.items():
         images[name] = f"![{plain(title)}]({name}.png)"
         figures[f"{name}.png"] = figure
-        files[title] = folder / f"{name}.png"
     lead = _lead(experiment, outcomes, result)
     first = images.pop("throughput", "") or images.pop("accuracy", "")
     above = f"{lead}\n\n{first}"
@@ -101,17 +101,17 @@ def write_report(
         ranking,
         Section("Recommendation", f"{advice}\n\n{code(following)}"),
         Section("Loss and time", "\n".join(images.values())),
-        Section("Published, and here", _published(experiment, results), folded=True),
+        Section("Published elsewhere", experiment.published, folded=True),
         failed,
         Section("How it was measured", _method(experiment, head), folded=True),
     ]
     write_text(folder / "report.html", page(result.conclusion, above, sections, figures))
-    for (title, file), figure in zip(files.items(), figures.values(), strict=True):
+    for name, (title, figure) in drawn.items():
         figure.suptitle(title)  # a page has the title beside the figure
-        write_png(file, figure)
+        write_png(folder / f"{name}.png", figure)
     write_text(folder / "report.md", _markdown(result, above, sections))
-    short = _markdown(result, lead, [ranking, Section("Recommendation", advice), failed])
-    return short, following, results, files
+    short = [ranking, Section("Recommendation", advice), failed]
+    return _markdown(result, lead, short), following
 
 
 def _markdown(result: Verdict, lead: str, sections: Sequence[Section]) -> str:
@@ -132,7 +132,7 @@ def _lead(experiment: Experiment, outcomes: Sequence[Outcome], result: Verdict) 
     return "\n\n> ".join(lead)
 
 
-def number(value: Any, form: str = ",.6g") -> str:
+def number(value: Any, form: str) -> str:
     """Format a number; text stays as it is, and a missing value becomes a dash."""
     if isinstance(value, str):
         return value
@@ -162,25 +162,6 @@ def _ranking(
         rows.append([*cells, note])
     rows.sort(key=lambda row: row[0] or math.inf)
     return table(["", "variant", "samples/s", *headers, "note"], rows, words=(0, 1, 8))
-
-
-def _published(experiment: Experiment, results: pd.DataFrame) -> str:
-    """Return the table of published figures beside this machine's."""
-    published = experiment.published
-    if not published:
-        return ""
-    here: Any = results.set_index("variant").astype(object).T
-    rows = []
-    for entry in published.rows:
-        for key, value in entry.figures.items():
-            measured = here.get(entry.variant, {}).get(key)
-            cells = [number(value, ",.7g"), number(measured)]
-            rows.append([entry.what, key, *cells, entry.variant or "—"])
-    headers = ["published for", "figure", "published", "here", "variant"]
-    note = published.note
-    if experiment.quick:
-        note += SMALL_FORM
-    return f"Published on {published.hardware}. {note}\n\n{table(headers, rows, words=(0, 1, 4))}"
 
 
 def _method(experiment: Experiment, head: dict[str, Any]) -> str:
