@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PATHS = os.pathsep.join(
-    [str(ROOT), str(ROOT / "tests")]
-)  # PYTHONPATH, for the tests' own models and data
+# PYTHONPATH, for the tests' own models and data, and for the notebooks' callback
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "notebooks")])
 ADDRESS = "APP_TEST_SERVER"  # environment variable with the path of the server's socket
 
 

@@ -192,7 +192,7 @@ def test_every_precision(model: str, precision: str, fit: Fit) -> None:
     assert {value.dtype for value in weights(run).values()} == {DTYPES[precision]}
 
 
-SHAPES = ["--trainer.callbacks+=app.monitor.BatchShapes", *SMALL]
+SHAPES = ["--trainer.callbacks+=batch_shapes.BatchShapes", *SMALL]
 SHAPES += options(batch_size=30, max_epochs=1, test=False)
 
 

@@ -1,5 +1,1 @@
 """Observers of one run: record, step times, loggers, and summary."""
-
-from app.monitor.batch_shapes import BatchShapes
-
-__all__ = ["BatchShapes"]

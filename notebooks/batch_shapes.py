@@ -1,4 +1,7 @@
-"""Callbacks that a user may add to a run."""
+"""Callback that shows how a batch is split, for a run in this folder or with PYTHONPATH=notebooks:
+
+python -m app fit … --trainer.callbacks+=batch_shapes.BatchShapes
+"""
 
 from typing import Any
 
