@@ -19,6 +19,7 @@ import pytest
 import torch
 from forked import fork_app, fork_fit
 from harness import QUIET, SLOW, App, Fit, error_of, losses, on_cpu, options, output_of, record_of
+from PIL import Image
 from test_data import attach, folder
 
 from app.data import CIFAR10, ImageFolder
@@ -368,10 +369,14 @@ def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -
 
 
 def test_training_images_in_other_splits_are_named(image_root: Path, app: App) -> None:
-    """One line names a pair of files, even if training images are cropped."""
+    """One line names a pair of files, even if training images are cropped.
+
+    A copy in another format has the same pixels.
+    """
     shutil.copytree(image_root / "test", image_root / "val")
-    for place in ("val/dog/z.jpg", "test/eel/01.png"):
-        shutil.copy(image_root / "train/cat/05.png", image_root / place)
+    shutil.copy(image_root / "train/cat/05.png", image_root / "val/dog/z.jpg")
+    with Image.open(image_root / "train/cat/05.png") as picture:
+        picture.save(image_root / "test/eel/01.bmp")
     out = output_of(*app("fit", *folder(image_root, crop="random"), *STEPS, *UNTESTED))
     pair = f"{image_root}/val/dog/z.jpg = {image_root}/train/cat/05.png"
     assert f"warning: validation or test has training images (2, such as {pair}), which" in out

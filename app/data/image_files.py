@@ -121,31 +121,38 @@ class FileSplit(Split):
         return open_file(self.name(index))
 
     def __getitem__(self, index: int) -> Tensor:
+        return self._resize(self._pixels(index))
+
+    def _resize(self, image: Tensor) -> Tensor:
+        if self.ragged is not None:
+            return self.ragged.keep(image)
+        return self.geometry.evaluated(image)
+
+    def _pixels(self, index: int) -> Tensor:
+        """Decode an image: uint8 (C, h, w)."""
         channels = self.image_shape[0]
         try:
             with self._open(index) as file, open_image(file) as picture:
                 if self.ragged is not None:  # PIL decodes JPEG files smaller, but above this size
                     side = max(self.ragged.kept)
                     picture.draft(MODES[channels], (side, side))
-                image = pixels(picture, channels)
+                return pixels(picture, channels)
         except Exception as error:  # PIL's decoders raise exceptions of any type for a damaged file
             reason = one_line(str(error)) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):
                 reason = "not an image"
             raise UserError(f"{self.name(index)} cannot be read ({reason}): {REPLACE}") from error
-        if self.ragged is not None:
-            return self.ragged.keep(image)
-        return self.geometry.evaluated(image)
 
-    def _decode(self, index: int) -> tuple[Any, int]:
-        """Return an image, and a digest of its file, whose bytes are still in memory.
+    def _decode(self, index: int) -> tuple[Any, list[str]]:
+        """Return an image, and digests of its file, which is still in memory, and of its pixels.
 
         The image is an array, because each tensor from a worker would keep a file open.
         """
-        image = self[index].numpy()
+        image = self._pixels(index)
         with self._open(index) as file:
-            digest = blake2b(file.read(), digest_size=8).digest()
-        return image, int.from_bytes(digest)
+            contents = (file.read(), image.contiguous().numpy().data)
+        digests = [blake2b(content, digest_size=8).hexdigest() for content in contents]
+        return self._resize(image).numpy(), digests
 
     def tensor(self, num_workers: int = 0) -> Tensor:  # noqa: D102
         if self._images is None:
@@ -178,8 +185,8 @@ class FileSplit(Split):
             if isinstance(item, UserError):
                 self.wrong[index] = item
             else:
-                image, digest = item
-                self.digests.append(digest)
+                image, digests = item
+                self.digests.append(digests)
                 yield torch.from_numpy(image)
         del images, workers  # ends the processes, although an error keeps this frame
         if self.wrong and not skips:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 from zlib import crc32
 
@@ -42,9 +42,11 @@ READS: dict[str, Sequence[SplitName]] = {
 }
 
 
-def _digests(split: Split, rows: Tensor) -> list[tuple[int, str]]:
-    """Return digests and names of images; none if the split has no digests."""
-    return [(split.digests[row], split.name(row)) for row in rows.tolist() if split.digests]
+def _digests(split: Split, rows: Tensor) -> Iterator[tuple[str, str]]:
+    """Yield the digests of images, each with the image's name; none if the split has no digests."""
+    for row in rows.tolist():
+        for digest in split.digests[row] if split.digests else []:
+            yield digest, split.name(row)
 
 
 class ImageData(LightningDataModule):
@@ -253,18 +255,18 @@ class ImageData(LightningDataModule):
     @rank_zero_only
     def _find_duplicates(self) -> None:
         """Count, and warn of, validation and test images that are training images, too."""
-        files = _digests(*self._splits["val"])
+        files = list(_digests(*self._splits["val"]))
         if self.cache is not None and "test" in self.source.splits:
             test = self.cache.open(self.source, "test")
             if test is not None:
                 files += _digests(test, torch.arange(len(test)))
         trained = dict(_digests(*self._splits["train"]))
-        pairs = [(name, trained[digest]) for digest, name in files if digest in trained]
-        self.duplicates = len(pairs)
-        if pairs:
+        twins = {name: trained[digest] for digest, name in files if digest in trained}
+        self.duplicates = len(twins)
+        for pair in list(twins.items())[:1]:
             rank_zero_info(
-                f"warning: validation or test has training images ({len(pairs):,}, such as "
-                f"{' = '.join(pairs[0])}), which raise its accuracy: delete one of each pair"
+                f"warning: validation or test has training images ({len(twins):,}, such as "
+                f"{' = '.join(pair)}), which raise its accuracy: delete one of each pair"
             )
 
     def _load(self, name: SplitName) -> None:

@@ -127,14 +127,14 @@ class Split(Dataset[Tensor]):
         image_shape: Shape of an image that the network gets, (C, H, W).
         wrong: Errors of unreadable images, by index.
         left_out: Number of images that could not be read.
-        digests: Digest of each image's file, once it has been decoded; images with one digest are
-            the same.
+        digests: Digests of each image's file and pixels, once it has been decoded; images with a
+            common digest are the same.
         mapped: Whether the images are memory-mapped from one file, which a node's ranks share.
     """
 
     ragged: Geometry | None = None
     left_out = 0
-    digests: list[int] = []  # noqa: RUF012
+    digests: list[list[str]] = []  # noqa: RUF012
     mapped = False
     wrong: Errors = {}  # noqa: RUF012
 
