@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import skip_init
 from torch.optim import LBFGS
 
 from app.data.batches import GlobalBatches, HostReader
@@ -203,16 +204,18 @@ def fit_head(
     values = values.to(device, torch.float64)
     labels = labels.to(device)
     if class_weights is not None:
-        class_weights = class_weights.to(device, torch.float64)
+        class_weights = class_weights.to(values)
     mean = values.mean(0)
-    scale = (values - mean).square().sum(1).mean().sqrt().clamp(min=1e-12)
-    inputs = pad((values - mean) / scale, (0, 1), value=1.0)
-    weight = values.new_zeros(classes, inputs.shape[1])
+    values = values - mean
+    scale = values.square().sum(1).mean().sqrt().clamp(min=1e-12)
+    head = skip_init(nn.Linear, len(mean), classes, device=device, dtype=torch.float64)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
     solutions = []
     for penalty in PENALTIES:  # from flat to steep, each from the solution before
-        weight = _regress(inputs, labels, weight, penalty, class_weights)
-        unscaled = weight[:, :-1] / scale
-        solutions.append((unscaled, weight[:, -1] - unscaled @ mean))
+        _regress(head, values / scale, labels, penalty, class_weights)
+        weight = head.weight.detach() / scale
+        solutions.append((weight, head.bias.detach() - weight @ mean))
     best = solutions[len(PENALTIES) // 2]
     if "val" in features:
         best = max(solutions, key=partial(_score, *features["val"]))
@@ -221,29 +224,29 @@ def fit_head(
 
 
 def _regress(
-    inputs: Tensor, labels: Tensor, start: Tensor, penalty: float, class_weights: Tensor | None
-) -> Tensor:
-    """Minimise the mean cross-entropy plus the penalised squares of all weights but the bias.
+    head: Any, inputs: Tensor, labels: Tensor, penalty: float, class_weights: Tensor | None
+) -> None:
+    """Minimise the mean cross-entropy plus the penalised squares of a linear layer's weights.
 
     Args:
-        inputs: Features, the last of which is 1, float64 (N, D + 1).
+        head: The linear layer, float64, with the weights to start from.
+        inputs: Features, float64 (N, D).
         labels: int64 (N,).
-        start: Weights to start from, (classes, D + 1).
         penalty: Factor of the squared weights.
         class_weights: Factor of each class, (classes,), or None.
     """
-    weight = start.clone().requires_grad_()
-    optimizer = LBFGS([weight], max_iter=500, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
+    optimizer = LBFGS(
+        head.parameters(), max_iter=500, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = cross_entropy(inputs @ weight.T, labels, class_weights)
-        loss = loss + penalty * weight[:, :-1].square().sum()
+        loss = cross_entropy(head(inputs), labels, class_weights)
+        loss = loss + penalty * head.weight.square().sum()
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    return weight.detach()
 
 
 def _score(
