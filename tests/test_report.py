@@ -75,7 +75,6 @@ def test_report_has_result_curves_and_settings(app: App, fit: Fit) -> None:
         "Accuracy",
         "Confusion matrix of test: label against prediction, %",
         "Most confidently wrong",
-        "Samples/s of each logging window",
         "Where the time of a step goes, on rank zero",
     ]
     for text in (

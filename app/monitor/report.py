@@ -273,8 +273,8 @@ def _mistakes(folder: Path, figures: Figures) -> str:
     blocks.append(_show(figures, "confusion", draw_confusion_matrix(counts, names), caption))
     picture = folder / "most_wrong.png"
     if wrong.any() and picture.is_file():
-        caption = "Most confidently wrong"
-        blocks.append(_show(figures, "most_wrong", picture.read_bytes(), caption))
+        content = picture.read_bytes()
+        blocks.append(_show(figures, "most_wrong", content, "Most confidently wrong"))
         header, *rows = read_csv(picture.with_suffix(".csv"))
         blocks.append(table(header, rows, words=range(3)))
     return "\n\n".join(blocks)
@@ -287,40 +287,23 @@ def _mistakes(folder: Path, figures: Figures) -> str:
 def _speed(record: Record, figures: Figures) -> str:
     times = record.time_per_step
     ranks = record.ranks
-    median = record.throughput.median
-    rates = record.course.samples_per_s
     blocks = []
     for line in slow_ranks(ranks).values():
         blocks.append(f"**{plain(line)}**: the others wait for it in every step.")
-    shown = []
-
-    def draw_rates(axes: Axes) -> None:
-        axes.plot(*np.transpose(rates), color=page.BLUE)
-        axes.set_xlabel("seconds of training")
-        axes.set_ylim(bottom=0)
-        axes.grid(axis="y")
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        if median:
-            label = f"median {median:,.0f}"
-            axes.axhline(median, color=page.ORANGE, label=label, linewidth=1)
-
-    if rates:
-        caption = "Samples/s of each logging window"
-        shown.append(_show(figures, "speed", draw(draw_rates), caption))
+    charts = []
     if times and times.step:
         taken = taken_cores(record.others_cores, record.hardware)
-        gpu = record.accelerator != "cpu"
-        limit, remedy = bottleneck(vars(times), gpu, record.placement, taken)
+        limit, remedy = bottleneck(
+            vars(times), record.accelerator != "cpu", record.placement, taken
+        )
         blocks.append(f"A step takes {duration(times.step / 1000)}. **{limit}.** Try {remedy}.")
-        caption = "Where the time of a step goes, on rank zero"
-        shown.append(_show(figures, "step", draw_bars([""], PHASES, [times]), caption))
+        bars = draw_bars([""], PHASES, [times])
+        charts.append(_show(figures, "step", bars, "Where the time of a step goes, on rank zero"))
     if 1 < len(ranks) <= CELLS:
         labels = [f"rank {row.rank}" for row in ranks]
-        caption = "A step on each rank: wait is for the others"
-        shown.append(_show(figures, "ranks", draw_bars(labels, RANK_PHASES, ranks), caption))
-    if shown:
-        blocks.append("\n".join(shown))
-    return "\n\n".join(blocks)
+        bars = draw_bars(labels, RANK_PHASES, ranks)
+        charts.append(_show(figures, "ranks", bars, "A step on each rank: wait is for the others"))
+    return "\n\n".join([*blocks, "\n".join(charts)])
 
 
 def draw_bars(labels: Sequence[str], phases: Sequence[str], rows: Sequence[Any]) -> Figure:
