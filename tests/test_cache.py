@@ -42,7 +42,7 @@ def cache(tmp_path: Path) -> Path:
 def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Return a function that counts the files decoded since its last call, in any process."""
     note = tmp_path / "decoded"
-    decode = FileSplit.__getitem__
+    decode = FileSplit._pixels
 
     def noting(self: FileSplit, index: int) -> torch.Tensor:
         with note.open("ab") as file:
@@ -54,7 +54,7 @@ def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
         note.unlink(missing_ok=True)
         return size
 
-    monkeypatch.setattr(FileSplit, "__getitem__", noting)
+    monkeypatch.setattr(FileSplit, "_pixels", noting)
     return count
 
 
