@@ -55,7 +55,7 @@ def pictures(
     """
     rows = ranked(table, by)
     rates = {outcome.variant.name: outcome.rate for outcome in outcomes}
-    rows = rows.assign(rate=pd.Series(rates), label=[short(name, LONGEST) for name in rows.index])
+    rows = rows.assign(label=[short(name, LONGEST) for name in rows.index], rate=pd.Series(rates))
     drawn = {}
     if len(rows) and by == ACCURACY:
         title = "Validation accuracy against minutes: worst, median and best run"
