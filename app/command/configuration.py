@@ -308,7 +308,7 @@ def build(argv: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
     Raises:
         UserError: When the command line cannot be read, or model or data reject their arguments.
     """
-    parser = capture_parser(Flags, argv)
+    parser = _parser_for(*argv)
     built = parser.instantiate_classes(_parse(parser, read_arguments(argv)))
     return built.model, built.data
 

@@ -44,8 +44,10 @@ READS: dict[str, Sequence[SplitName]] = {
 
 def _digests(split: Split, rows: Tensor) -> Iterator[tuple[str, str]]:
     """Yield the digests of images, each with the image's name; none if the split has no digests."""
+    if not split.digests:
+        return
     for row in rows.tolist():
-        for digest in split.digests[row] if split.digests else []:
+        for digest in split.digests[row]:
             yield digest, split.name(row)
 
 
@@ -263,10 +265,10 @@ class ImageData(LightningDataModule):
         trained = dict(_digests(*self._splits["train"]))
         twins = {name: trained[digest] for digest, name in files if digest in trained}
         self.duplicates = len(twins)
-        for pair in list(twins.items())[:1]:
+        for name in list(twins)[:1]:
             rank_zero_info(
                 f"warning: validation or test has training images ({len(twins):,}, such as "
-                f"{' = '.join(pair)}), which raise its accuracy: delete one of each pair"
+                f"{name} = {twins[name]}), which raise its accuracy: delete one of each pair"
             )
 
     def _load(self, name: SplitName) -> None:

@@ -273,8 +273,7 @@ def _mistakes(folder: Path, figures: Figures) -> str:
     blocks.append(_show(figures, "confusion", draw_confusion_matrix(counts, names), caption))
     picture = folder / "most_wrong.png"
     if wrong.any() and picture.is_file():
-        content = picture.read_bytes()
-        blocks.append(_show(figures, "most_wrong", content, "Most confidently wrong"))
+        blocks.append(_show(figures, "most_wrong", picture.read_bytes(), "Most confidently wrong"))
         header, *rows = read_csv(picture.with_suffix(".csv"))
         blocks.append(table(header, rows, words=range(3)))
     return "\n\n".join(blocks)
@@ -300,8 +299,7 @@ def _speed(record: Record, figures: Figures) -> str:
         bars = draw_bars([""], PHASES, [times])
         charts.append(_show(figures, "step", bars, "Where the time of a step goes, on rank zero"))
     if 1 < len(ranks) <= CELLS:
-        labels = [f"rank {row.rank}" for row in ranks]
-        bars = draw_bars(labels, RANK_PHASES, ranks)
+        bars = draw_bars([f"rank {row.rank}" for row in ranks], RANK_PHASES, ranks)
         charts.append(_show(figures, "ranks", bars, "A step on each rank: wait is for the others"))
     return "\n\n".join([*blocks, "\n".join(charts)])
 

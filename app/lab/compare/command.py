@@ -28,7 +28,7 @@ from app.lab.compare.report import write_report
 from app.lab.compare.runner import Outcome, Runner
 from app.lab.runs import CommandLine
 from app.lab.variant import Variant, inherited
-from app.monitor.loggers import next_version
+from app.monitor.loggers import next_version, tracking_mode
 from app.record.words import duration
 from app.system.files import read_json, write_json
 from app.system.machine import driver, hardware, usable_cores, versions
@@ -110,7 +110,7 @@ def run(arguments: list[str]) -> int:
         if following:
             console.print(f"\n{following}")
         console.print(f"\nreport  {folder}/report.html, report.md, results.csv, results.json")
-    if options.wandb:
+    if options.wandb and tracking_mode(None) != "off":
         console.print(
             f"tracked  group {group} of Weights & Biases; upload offline runs with  "
             f"find {shlex.quote(str(folder))} -name 'offline-run-*' -exec wandb sync {{}} +"

@@ -54,8 +54,8 @@ def pictures(
         by: Column that decides.
     """
     rows = ranked(table, by)
-    rates = {outcome.variant.name: outcome.rate for outcome in outcomes}
-    rows = rows.assign(label=[short(name, LONGEST) for name in rows.index], rate=pd.Series(rates))
+    rates = pd.Series({outcome.variant.name: outcome.rate for outcome in outcomes})
+    rows = rows.assign(label=[short(name, LONGEST) for name in rows.index], rate=rates)
     drawn = {}
     if len(rows) and by == ACCURACY:
         title = "Validation accuracy against minutes: worst, median and best run"
