@@ -1,5 +1,6 @@
 """Checkpoint files: written atomically, and verified by their checksums."""
 
+import copy
 import io
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from app.system.torch_files import load, unreadable
 
 FLAG = "--ckpt_path"
 LAST = "last.ckpt"
+SNAPSHOT = "the newest step"  # stands for the path of a checkpoint in memory
 PREVIOUS = "last-1.ckpt"  # the `last.ckpt` that a newer one has replaced
 HYPERPARAMETERS = (  # sections of a checkpoint; the types are OmegaConf's
     LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
@@ -25,7 +27,13 @@ HYPERPARAMETERS = (  # sections of a checkpoint; the types are OmegaConf's
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Checkpoint plugin for local files; Lightning handles remote paths."""
+    """Checkpoint plugin for local files; Lightning handles remote paths.
+
+    Attributes:
+        snapshot: Checkpoint in memory, loaded from the path `SNAPSHOT`; None without one.
+    """
+
+    snapshot: dict[str, Any] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -59,6 +67,8 @@ class CheckpointFiles(TorchCheckpointIO):
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint on the host; load only tensors and plain values."""
+        if path == SNAPSHOT:
+            return copy.deepcopy(self.snapshot)
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)
         return load(Path(path), FLAG)

@@ -105,7 +105,7 @@ class Resolved:
     @cached_property
     def accelerator(self) -> str:
         """The accelerator's name, with `auto` and `gpu` resolved: `cpu`, `cuda`, `mps`, …."""
-        flag = self.trainer.accelerator
+        flag = self.config.trainer.accelerator
         if flag in ("auto", "gpu"):
             if MPSAccelerator.is_available():
                 return "mps"
@@ -165,6 +165,10 @@ class Resolved:
                 trainer.devices = self.launcher.per_node or self.launcher.world_size
             if trainer.num_nodes == 1:
                 trainer.num_nodes = self.launcher.nodes
+            if self.config.cluster.live:  # each rank is a node with one device
+                trainer.devices = 1
+                if self.accelerator == "cuda":
+                    trainer.devices = [int(self.config.cluster.node_rank)]
         return trainer
 
     @property
@@ -196,7 +200,8 @@ class Resolved:
         It is 0 if the run has one rank, or if a launcher, a cluster plugin or the strategy starts
         the ranks.
         """
-        is_agent = self.stands_alone and not self.spawns and self.world_size > 1
+        is_parallel = self.world_size > 1 or self.config.cluster.live
+        is_agent = self.stands_alone and not self.spawns and is_parallel
         return self.processes if is_agent else 0
 
     # -- launcher

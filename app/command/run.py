@@ -1,7 +1,9 @@
 """Commands `fit`, `validate`, `test` and `predict`, from the command line to the exit code."""
 
 import functools
+import gc
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,18 +22,20 @@ from app.command.assembly import drop_callbacks, patch, trainer_arguments
 from app.command.checkpoints import check_checkpoint
 from app.command.configuration import Flags, shared_settings
 from app.command.decision import decide, release_folders
+from app.command.live import Live
 from app.command.outcome import can, close, end_early, exit_code, record_of, stopped_by
 from app.command.rate_search import RATES, search
 from app.command.run_options import is_recorded
 from app.data import ImageData
 from app.data.exact_loader import Exactness
-from app.errors import ExitStatus, UserError
+from app.errors import CAUSES, ExitStatus, UserError
 from app.launch.agree import agree, connect, gather_objects
-from app.launch.elastic import ENDED, PROCESS, RUN_DIR, launch, note
+from app.launch.elastic import ENDED, PROCESS, RUN_DIR, STOPPED, launch, launch_apart, note
 from app.launch.failures import error_file, explaining_errors
+from app.launch.live import JOINED, LIVE, open_run
 from app.launch.process import end_in_order, end_undisturbed
 from app.launch.rendezvous import NodeRendezvous
-from app.launch.signals import ended_in_time
+from app.launch.signals import Signals, ended_in_time
 from app.launch.spawn import SpawnLauncher
 from app.launch.watchdog import watched
 from app.modules import ImageClassifier
@@ -66,18 +70,10 @@ def run(argv: Sequence[str]) -> int:
         with explaining_errors():
             if cli.resolved.agent_processes:
                 code = start_ranks(cli)
+            elif cli.config.cluster.live:
+                code = train_live(argv, cli)
             else:
-                build(cli, cli.config)
-                connect_ranks(cli)
-                decided = decide_together(cli)
-                found = None
-                if cli.config.run.find_lr and cli.command == "fit":
-                    found = find_rate(cli, decided)
-                recorder = None
-                if is_recorded(cli.config.trainer):
-                    recorder = add_record(cli, decided)
-                    recorder.record.found_lr = found or recorder.record.found_lr
-                code = execute(cli, decided["checkpoint"], recorder)
+                code = train(cli)
         note(ENDED)
         return code
     except SystemExit as end:
@@ -88,6 +84,65 @@ def run(argv: Sequence[str]) -> int:
         release_folders()
         end_process_group()
         end_undisturbed()
+
+
+def train(cli: Flags, live: Live | None = None) -> int:
+    """Train or evaluate as one rank, and return the exit code.
+
+    Args:
+        cli: The command's flags.
+        live: Membership and newest state of a rank of a live run.
+    """
+    build(cli, cli.config)
+    connect_ranks(cli)
+    if live is not None and live.state.decided is not None:
+        prepare_data(cli)
+        decided = live.decided(cli)
+    else:
+        decided = decide_together(cli)
+    found = None
+    if cli.config.run.find_lr and cli.command == "fit":
+        found = find_rate(cli, decided)
+    recorder = None
+    if is_recorded(cli.config.trainer):
+        recorder = add_record(cli, decided)
+        recorder.record.found_lr = found or recorder.record.found_lr
+    if live is not None:
+        live.attach(cli.trainer, decided)
+    return execute(cli, decided["checkpoint"], recorder, live)
+
+
+def train_live(argv: Sequence[str], cli: Flags) -> int:
+    """Train as a rank of a live run: again after each change of the ranks, from the newest state.
+
+    Args:
+        argv: The arguments of `python -m app`.
+        cli: The command's flags.
+
+    Returns:
+        Exit code.
+    """
+    build(cli, cli.config)  # so that the other ranks wait less for this one
+    prepare_data(cli)
+    live = Live(cli)
+    backend = cli.resolved.options.get("process_group_backend")
+    if backend is None:
+        backend = "nccl" if cli.resolved.accelerator == "cuda" else "gloo"
+    while True:
+        live.meet(backend)
+        cli = Flags(argv)
+        try:
+            return train(cli, live)
+        except Exception as error:
+            if not live.member.has_changed(error):
+                raise
+        stopped = Signals.of(cli.trainer).noted
+        if stopped and JOINED in os.environ:
+            code = ExitStatus.stopped_by(CAUSES[stopped]).code
+            note(STOPPED, str(code))
+            return code
+        del cli
+        gc.collect()  # frees the devices' memory
 
 
 def prepare_process(cli: Flags) -> None:
@@ -109,6 +164,13 @@ def prepare_process(cli: Flags) -> None:
 def start_ranks(cli: Flags) -> int:
     """Start this node's ranks as their agent, and return the exit code."""
     config = cli.config
+    if config.cluster.live:
+        opened = None
+        if LIVE not in os.environ:
+            opened = open_run(config.cluster, cli.resolved.agent_processes)
+        code = launch_apart(cli.argv, cli.resolved.agent_processes, config.cluster, end_early)
+        del opened
+        return code
     nodes = NodeRendezvous(config.cluster, config.trainer.num_nodes, cli.resolved.devices)
     return launch(cli.argv, cli.resolved.agent_processes, nodes, end_early)
 
@@ -164,6 +226,12 @@ def connect_ranks(cli: Flags) -> None:
     connect(trainer, timeout)
 
 
+def prepare_data(cli: Flags) -> None:
+    """Prepare our data, once on each node."""
+    if cli.trainer.local_rank == 0 and isinstance(cli.datamodule, ImageData):
+        cli.datamodule.prepare_data(cli.command)
+
+
 def decide_together(cli: Flags) -> dict[str, Any]:
     """Let rank zero decide the run's checkpoint and folder, and every rank check them.
 
@@ -175,8 +243,7 @@ def decide_together(cli: Flags) -> dict[str, Any]:
     def check_here(decided: dict[str, Any]) -> None:
         """Prepare the data on each node, and check the checkpoint."""
         end_in_order()  # from here on, a signal raises an exception, so that work ends cleanly
-        if trainer.local_rank == 0 and isinstance(cli.datamodule, ImageData):
-            cli.datamodule.prepare_data(cli.command)
+        prepare_data(cli)
         checkpoint = decided["checkpoint"]
         if checkpoint is not None:
             resumed_by = trainer if cli.command == "fit" else None
@@ -263,7 +330,9 @@ def add_record(cli: Flags, decided: dict[str, Any]) -> RunRecord:
     return recorder
 
 
-def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> int:
+def execute(
+    cli: Flags, checkpoint: str | None, recorder: RunRecord | None, live: Live | None = None
+) -> int:
     """Run the Trainer's method under the watchdog, close the run, and return the exit code."""
     trainer = cli.trainer
     launcher = trainer.strategy.launcher
@@ -297,9 +366,10 @@ def execute(cli: Flags, checkpoint: str | None, recorder: RunRecord | None) -> i
                 evaluate = getattr(trainer, cli.command)
                 evaluate(cli.model, verbose=verbose, **arguments)
         finally:
-            rank_zero_only(close)(
-                trainer, recorder, cli.command == "fit", cli.model, cli.datamodule
-            )
+            if live is None or not live.member.has_changed(sys.exc_info()[1]):
+                rank_zero_only(close)(
+                    trainer, recorder, cli.command == "fit", cli.model, cli.datamodule
+                )
     return exit_code(trainer, record_of(trainer, recorder), cli.resolved.launcher)
 
 

@@ -14,6 +14,7 @@ from torch import distributed
 from app.errors import UserError
 from app.launch.cluster_environment import launch_id
 from app.launch.rendezvous import Deadline, host_store, reach_store
+from app.system.connections import connecting
 from app.system.interconnect import use_interface_to, use_loopback
 
 STORE = "app/store"  # key of rank zero's port in the agents' store
@@ -39,7 +40,8 @@ def host_group(timeout: float) -> Any:
     Args:
         timeout: Seconds to wait for another rank.
     """
-    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    with connecting():
+        return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
 
 def agree(

@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -23,8 +24,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from app.errors import CAUSES, ExitStatus, RankError, UserError
 from app.launch.failures import explain, message_of, root_cause, stopped
-from app.launch.process import AGENT, handle, restored_signals, stop_only_once
-from app.launch.rendezvous import NodeRendezvous
+from app.launch.process import ADDRESSES, AGENT, RANKS, handle, restored_signals, stop_only_once
+from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.system.files import write_text
 from app.system.machine import usable_cores
 
@@ -48,12 +49,16 @@ class Ranks:
         count: Number of this node's ranks.
         folder: Folder of all attempts.
         on_end: Function called with the run's directory and status when ranks fail or are stopped.
+        is_live: Whether other ranks go on without these.
+        stop: Exception that ends the ranks, set by another thread; or None.
     """
 
     rendezvous: NodeRendezvous
     count: int
     folder: Path
     on_end: Callable[[str, ExitStatus], None]
+    is_live: bool = False
+    stop: SignalException | None = None
 
     def files(self, pattern: str) -> list[Path]:
         """Return matching files of the latest attempt."""
@@ -83,6 +88,8 @@ class Ranks:
 
     def check(self) -> None:
         """Raise if a rank has ended early, because the other ranks would wait for it."""
+        if self.stop is not None:
+            raise self.stop
         failures = self.early_ends()
         if failures:
             raise ChildFailedError("app", failures)
@@ -98,11 +105,14 @@ class Ranks:
             if isinstance(error, UserError):
                 raise error
             reason = str(error)
-        print(f"{reason}: restarting all ranks", file=sys.stderr, flush=True)
+        ranks = "it" if self.is_live else "all ranks"
+        print(f"{reason}: restarting {ranks}", file=sys.stderr, flush=True)
         self.mark(ExitStatus(1, "failed", f"{reason}, and all ranks were restarted"))
 
     def mark(self, end: ExitStatus) -> None:
         """Report the run's end."""
+        if self.is_live:
+            return
         for file in self.files(f"*/{RUN_DIR}"):
             self.on_end(file.read_text(), end)
 
@@ -154,7 +164,60 @@ def launch(
         UserError: When a rank raised a UserError.
         RankError: When a rank failed otherwise.
     """
-    log_dir = rendezvous.cluster.log_dir
+    with _prepared(rendezvous.cluster, processes) as folder:
+        return _run(argv, Ranks(rendezvous, processes, folder, on_end))
+
+
+def launch_apart(
+    argv: Sequence[str],
+    processes: int,
+    cluster: Cluster,
+    on_end: Callable[[str, ExitStatus], None],
+) -> int:
+    """Start this node's ranks of a live run, each with an agent that restarts it alone.
+
+    Args:
+        argv: Arguments of `python -m app`.
+        processes: Number of this node's ranks.
+        cluster: Settings of the launch.
+        on_end: As for `launch`; called when no rank is left.
+
+    Returns:
+        Exit code, as for `launch`.
+
+    Raises:
+        UserError: When no rank ended in order, and a rank raised a UserError.
+        RankError: When no rank ended in order.
+    """
+    with _prepared(cluster, processes) as folder, ThreadPoolExecutor(processes) as threads:
+        for name in (*RANKS, *ADDRESSES):
+            os.environ.pop(name, None)
+        agents = []
+        results = []
+        for place in range(processes):
+            ranks = Ranks(NodeRendezvous(cluster, 1, 1), 1, folder, on_end, is_live=True)
+            agents.append(ranks)
+            words = [*argv, "--cluster.node_rank", str(place)]
+            results.append(threads.submit(_run, words, ranks))
+        try:
+            wait(results)
+        except SignalException as stop:
+            for ranks in agents:
+                ranks.stop = stop
+            wait(results)
+    errors = [result.exception() for result in results]
+    codes = [result.result() for result in results if result.exception() is None]
+    if codes:
+        return max(codes)
+    error = next(filter(None, errors))
+    agents[0].is_live = False
+    agents[0].mark(ExitStatus.of(error))
+    raise error
+
+
+@contextmanager
+def _prepared(cluster: Cluster, processes: int) -> Iterator[Path]:
+    """Prepare environment and signals for agents in this process; yield the ranks' folder."""
     # our own temporary folder, because torch would not delete the one that it creates
     with (
         tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as temporary,
@@ -164,55 +227,62 @@ def launch(
         os.environ[AGENT] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
         # seconds for ranks to save their last checkpoint; torch reads this variable from 2.12 on
-        timeout = str(int(rendezvous.cluster.timeout))
+        timeout = str(int(cluster.timeout))
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", timeout)
         log = logging.getLogger("torch.distributed.elastic")
         log.addHandler(logging.NullHandler())
         log.propagate = "APP_DEBUG" in os.environ
-        folder = Path(log_dir or temporary)
+        folder = Path(cluster.log_dir or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        ranks = Ranks(rendezvous, processes, folder, on_end)
-        rendezvous.ranks = ranks
         handle((signal.SIGTERM, signal.SIGHUP), _stop)
-        is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background
-        config = LaunchConfig(
-            min_nodes=rendezvous.world_size,
-            max_nodes=rendezvous.world_size,
-            nproc_per_node=processes,
-            run_id=rendezvous.run_id,
-            role="rank",
-            rdzv_backend="nodes",
-            rdzv_configs={"handler": rendezvous},
-            max_restarts=rendezvous.cluster.max_restarts,
-            logs_specs=DefaultLogsSpecs(
-                str(folder),
-                redirects=dict.fromkeys(range(0 if log_dir else 1, processes), Std.ALL),
-                tee={0: Std.ALL} if log_dir else Std.NONE,
-            ),
-            log_line_prefix_template="[${role_name} ${rank}] ",
-            signals_to_handle="" if is_deaf else "SIGINT",
+        yield folder
+
+
+def _run(argv: Sequence[str], ranks: Ranks) -> int:
+    """Start ranks, wait for them, and return the exit code."""
+    rendezvous = ranks.rendezvous
+    rendezvous.ranks = ranks
+    log_dir = rendezvous.cluster.log_dir
+    is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background
+    first_hidden = 0 if log_dir else 1
+    config = LaunchConfig(
+        min_nodes=rendezvous.world_size,
+        max_nodes=rendezvous.world_size,
+        nproc_per_node=ranks.count,
+        run_id=rendezvous.run_id,
+        role="rank",
+        rdzv_backend="nodes",
+        rdzv_configs={"handler": rendezvous},
+        max_restarts=rendezvous.cluster.max_restarts,
+        logs_specs=DefaultLogsSpecs(
+            str(ranks.folder),
+            redirects=dict.fromkeys(range(first_hidden, ranks.count), Std.ALL),
+            tee={0: Std.ALL} if log_dir else Std.NONE,
+        ),
+        log_line_prefix_template="[${role_name} ${rank}] ",
+        signals_to_handle="" if is_deaf else "SIGINT",
+    )
+    try:
+        # escape `$`, because torch replaces `${local_rank}`
+        elastic_launch(config, sys.executable)(
+            "-m", "app", *(argument.replace("$", "$$") for argument in argv)
         )
-        try:
-            # escape `$`, because torch replaces `${local_rank}`
-            elastic_launch(config, sys.executable)(
-                "-m", "app", *(argument.replace("$", "$$") for argument in argv)
-            )
-            ranks.check()
-            return 0
-        except SignalException as ended:
-            return ranks.end_by(CAUSES[ended.sigval])
-        except ChildFailedError as failed:
-            failures = dict(failed.failures)
-            for rank, failure in ranks.early_ends().items():
-                failures.setdefault(rank, failure)
-            rank, failure = root_cause(failures, rendezvous.world_size)
-            signal_name = stopped(failure)
-            if signal_name:
-                return ranks.end_by(signal_name, rank)
-            error = explain(rank, failure)
-            if type(error) is RankError and failure.local_rank:
-                ranks.print_output(rank, failure)
-        ranks.mark(ExitStatus.of(error))
+        ranks.check()
+        return 0
+    except SignalException as ended:
+        return ranks.end_by(CAUSES[ended.sigval])
+    except ChildFailedError as failed:
+        failures = dict(failed.failures)
+        for rank, failure in ranks.early_ends().items():
+            failures.setdefault(rank, failure)
+        rank, failure = root_cause(failures, rendezvous.world_size)
+        signal_name = stopped(failure)
+        if signal_name:
+            return ranks.end_by(signal_name, rank)
+        error = explain(rank, failure)
+        if type(error) is RankError and failure.local_rank:
+            ranks.print_output(rank, failure)
+    ranks.mark(ExitStatus.of(error))
     raise error
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jsonargparse.typing import NonNegativeInt, PositiveFloat
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -47,6 +47,8 @@ class Cluster:
         max_restarts: Number of restarts after a failed process; a restart resumes from the run's
             last checkpoint.
         log_dir: Folder for each rank's output; rank zero also prints to the terminal.
+        live: Let ranks come and go without a restart, with the same results: `join` adds machines.
+        min_ranks: Number of ranks below which a live run waits.
     """
 
     init_method: str | None = None
@@ -54,6 +56,8 @@ class Cluster:
     timeout: PositiveFloat = 1800.0
     max_restarts: NonNegativeInt = 0
     log_dir: str | None = None
+    live: bool = False
+    min_ranks: PositiveInt = 1
 
 
 @dataclass

@@ -55,7 +55,12 @@ class Signals(_SignalConnector):
     Attributes:
         noted: Number of the signal that this process received, or 0.
         stopped_by: Number of the signal that stopped all ranks, or 0.
+        member: This rank's membership in a live run, or None.
+        regroups: Whether all ranks of a live run meet after this step.
     """
+
+    member: Any = None
+    regroups = False
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -179,7 +184,7 @@ class StopTogether(Callback):
         self.timeout = timeout
         self._group: Any = None
         self._work: Any = None  # the pending all-reduce
-        self._highest = np.zeros(1, int)  # its buffer
+        self._highest = np.zeros(2, int)  # its buffer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the all-reduce, and disable Lightning's broadcast of SIGTERM."""
@@ -216,28 +221,30 @@ class StopTogether(Callback):
         With `at_once`, wait for an all-reduce that covers signals up to now.
         """
         signals = Signals.of(trainer)
+        mine = [signals.noted, 0]
+        if signals.member is not None:
+            mine = signals.member.shared(signals.noted)
         if trainer.world_size == 1:
-            signals.stopped_by = signals.noted
+            signals.stopped_by, signals.regroups = mine
             return signals.stopped_by
         with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
-            signals.stopped_by = self._answer()
-            if not signals.stopped_by:
-                self._highest = np.array([signals.noted])
+            self._read(signals)
+            if not signals.stopped_by and not signals.regroups:
+                self._highest = np.array(mine)
                 shared = torch.from_numpy(self._highest)
                 self._work = distributed.all_reduce(
                     shared, distributed.ReduceOp.MAX, self._group, async_op=True
                 )
                 if at_once:
-                    signals.stopped_by = self._answer()
+                    self._read(signals)
         return signals.stopped_by
 
-    def _answer(self) -> int:
-        """Wait for the pending all-reduce, and return the highest signal or 0."""
-        if self._work is None:
-            return 0
-        self._work.wait()
-        self._work = None
-        return int(self._highest[0])
+    def _read(self, signals: Signals) -> None:
+        """Wait for the pending all-reduce, and store its result."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            signals.stopped_by, signals.regroups = self._highest.tolist()
 
 
 def stop_training(trainer: Trainer, batch_idx: int) -> None:

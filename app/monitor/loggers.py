@@ -236,7 +236,12 @@ class MetricsFile(CSVLogger):
 
     Args:
         folder: Folder of the run.
+
+    Attributes:
+        rows: All rows, on every rank of a live run; else None.
     """
+
+    rows: list[dict[str, Any]] | None = None
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder.parent.parent, folder.parent.name, folder.name)
@@ -249,12 +254,15 @@ class MetricsFile(CSVLogger):
         """A stand-in for Lightning's CSV writer, which would delete a resumed training's file."""
         return DummyExperiment()
 
-    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log a row; the Trainer then calls `save`."""
         if step is None:
             step = len(self._logged)
-        self._logged.append({"step": step, **convert_tensors_to_scalars(metrics)})
+        row = {"step": step, **convert_tensors_to_scalars(metrics)}
+        if self.rows is not None:
+            self.rows.append(row)
+        if rank_zero_only.rank == 0:
+            self._logged.append(row)
 
     @rank_zero_only
     def save(self) -> None:
@@ -280,6 +288,12 @@ class MetricsFile(CSVLogger):
     def finalize(self, status: str) -> None:
         """Write the remaining rows."""
         self.save()
+
+    def replace(self, rows: list[dict[str, Any]]) -> None:
+        """Begin with the rows of another rank."""
+        self.rows = rows
+        if rank_zero_only.rank == 0:
+            self._columns = write_rows(self._path, rows)
 
     def go_back(self, step: int) -> None:
         """Drop the rows from `step` on, because training resumes at this step.

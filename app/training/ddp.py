@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from app.system.connections import connecting
 from app.system.patches import expects
 
 
@@ -101,7 +102,8 @@ class DDP(DDPStrategy):
             # at level DETAIL, torch would wrap the new group, and its DDP logger would crash on the
             # wrapper
             distributed.set_debug_level(distributed.DebugLevel.OFF)
-            group = distributed.new_group(backend="gloo", timeout=self._timeout)
+            with connecting():
+                group = distributed.new_group(backend="gloo", timeout=self._timeout)
             distributed.set_debug_level(level)
         devices = self.determine_ddp_device_ids()
         model: Any = self.model

@@ -211,8 +211,10 @@ class ShardedLoop(StraightLoop):
         virtual_devices: Number of shards of each global batch.
         sums: Sums over shards; None before the first step.
         samples: Number of samples of the current global batch.
+        live: Object whose `between_steps` is called after each step of a live run, or None.
     """
 
+    live: Any = None
     virtual_devices: int
     sums: Any = None  # ShardSums
     samples = 0
@@ -400,6 +402,18 @@ class ShardedLoop(StraightLoop):
         log_step = in_hook(self.trainer, "training_step", logged.log_step)
         log_step(logged_means, self.samples)
         return loss[0].float()
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Keep the state of a live run before a validation, or else once the step is complete."""
+        if self.live is None:
+            super().on_advance_end(data_fetcher)
+            return
+        validates = self._should_check_val_fx(data_fetcher)
+        if validates and not self.restarting:
+            self.live.between_steps(self.trainer, validates)
+        super().on_advance_end(data_fetcher)
+        if not validates:
+            self.live.between_steps(self.trainer, validates)
 
     def teardown(self) -> None:
         """Drop the sums, because they belong to the strategy's model."""

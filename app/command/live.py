@@ -1,0 +1,214 @@
+"""State of a live run: kept in memory after each step, and sent to the ranks that lack it."""
+
+import copy
+import os
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from torch import distributed
+from torchmetrics import Metric
+
+from app.command.checkpoint_file import SNAPSHOT
+from app.command.checkpoints import read_earlier
+from app.command.configuration import Flags
+from app.launch.agree import gather_objects
+from app.launch.live import LIVE, Member, RanksChangeError
+from app.launch.signals import Signals
+from app.monitor.loggers import MetricsFile, read_rows
+from app.system.lightning_patches import in_window
+from app.system.patches import expects
+
+
+@dataclass
+class State:
+    """State of a training after a step; equal on all ranks.
+
+    Attributes:
+        count: Number of states until this one.
+        checkpoint: Lightning's checkpoint, on the device; None before the first step.
+        decided: Rank zero's decision; see `app.command.decision.decide`.
+        rows: All rows of metrics.csv, and possibly later ones.
+        written: Number of rows until this state.
+        metrics: Values of `trainer.callback_metrics`.
+        means: Epoch's means so far, of values that the module logs.
+        sums: States of the module's torchmetrics over all ranks, and their numbers of updates.
+    """
+
+    count: int = 0
+    checkpoint: dict[str, Any] | None = None
+    decided: dict[str, Any] | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    written: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    means: dict[str, Any] = field(default_factory=dict)
+    sums: dict[str, Any] = field(default_factory=dict)
+
+
+@expects(
+    "lightning.pytorch.trainer.trainer:Trainer._checkpoint_connector",
+    "torchmetrics:Metric._update_count",
+)
+class Live(Checkpoint):
+    """Callback of a live run's rank: keeps the newest state, and lets ranks come and go.
+
+    It takes a state between two steps, also before a validation that is due, and after an epoch. A
+    validation that a change of the ranks interrupts is repeated.
+
+    Args:
+        cli: The command's flags.
+    """
+
+    def __init__(self, cli: Flags) -> None:
+        self.member = Member(os.environ[LIVE], cli.config.cluster.timeout)
+        self.member.wait_for_first()
+        self.state = State()
+        self._ended: State | None = None  # the epoch's last, until its metrics have been logged
+
+    def meet(self, backend: str) -> None:
+        """Meet all living ranks, and take the newest state of all."""
+        began = time.monotonic()
+        before = self.member.members
+        while True:
+            self.member.meet(self.state.count, backend)
+            try:
+                self._share()
+                break
+            except Exception as error:
+                if not self.member.has_changed(error):
+                    raise
+        if before and self.member.members[0] == self.member.id:
+            steps = 0
+            if self.state.checkpoint:
+                steps = self.state.checkpoint["global_step"]
+            print(
+                f"{self.member.changes(before)} at step {steps:,}: {len(self.member.members)} go "
+                f"on, after {time.monotonic() - began:.1f} s",
+                flush=True,
+            )
+
+    def _share(self) -> None:
+        counts = gather_objects(self.state.count)
+        newest = max(counts)
+        if min(counts) < newest:
+            states = [self.state]
+            distributed.broadcast_object_list(states, counts.index(newest))
+            self.state = states[0]
+
+    def decided(self, cli: Flags) -> dict[str, Any]:
+        """Return rank zero's decision, for the next part of the training."""
+        decided = dict(self.state.decided or {})
+        if self.state.checkpoint is not None:
+            decided["checkpoint"] = SNAPSHOT
+            decided["may_be_finished"] = True
+        folder = decided["folder"]
+        if folder is not None:
+            decided["earlier"] = read_earlier(Path(cli.config.run.root, folder, "run.json"))
+            if self.state.checkpoint is not None:
+                decided["earlier"].steps = self.state.checkpoint["global_step"]
+        return decided
+
+    def attach(self, trainer: Any, decided: dict[str, Any]) -> None:
+        """Observe a new Trainer, which continues from the newest state."""
+        if self.state.decided is None:
+            self.state.decided = decided
+        Signals.of(trainer).member = self.member
+        trainer.callbacks.append(self)
+        trainer.fit_loop.epoch_loop.live = self
+        trainer.strategy.checkpoint_io.snapshot = self.state.checkpoint
+        self._ended = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore what Lightning's checkpoint lacks."""
+        state = self.state
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile):
+                if state.checkpoint is None:
+                    state.rows = read_rows(Path(logger.log_dir, "metrics.csv"))
+                    state.written = len(state.rows)
+                logger.replace(state.rows[: state.written])
+                state.rows = logger.rows
+        trainer.callback_metrics.update(copy.deepcopy(state.metrics))
+        for name, (meta, values) in state.means.items():
+            sync = replace(meta.sync, fn=trainer.strategy.reduce)
+            result = _ResultMetric(replace(meta, _sync=sync), is_tensor=True)
+            result._update_count = 1
+            vars(result).update(values)
+            trainer.fit_loop.epoch_loop._results[name] = result
+        for name, (values, updates) in state.sums.items():
+            metric: Any = pl_module.get_submodule(name)
+            metric._update_count = updates
+            if trainer.is_global_zero:  # it continues the sums of all ranks
+                for key, value in copy.deepcopy(values).items():
+                    setattr(metric, key, value)
+
+    def between_steps(self, trainer: Any, validates: bool) -> None:
+        """Take a state after a step.
+
+        Args:
+            trainer: The Trainer.
+            validates: Whether the step's validation is due.
+
+        Raises:
+            RanksChangeError: When the ranks have agreed to meet.
+        """
+        if in_window(trainer):
+            return
+        state = self._take(trainer)
+        if validates:  # make Lightning validate first, from the first batch on
+            progress = state.checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+            progress["current"] = dict.fromkeys(progress["current"], 0)
+            batches = progress["total"]["ready"]
+            progress["total"] = {
+                "ready": batches + 1,
+                "started": batches + 1,
+                "processed": batches,
+                "completed": batches,
+            }
+        self._keep(state)
+        if Signals.of(trainer).regroups:
+            raise RanksChangeError("ranks join or leave")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take a state, which counts once the epoch's metrics are logged."""
+        if trainer.is_last_batch:
+            self._ended = self._take(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the state of the epoch before."""
+        if self._ended is not None:
+            self._keep(self._ended)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the last epoch's state."""
+        self.on_train_epoch_start(trainer, pl_module)
+
+    def _take(self, trainer: Any) -> State:
+        """Copy the Trainer's state. Collective."""
+        module = trainer.lightning_module
+        sums = {}
+        for name, metric in module.named_modules():
+            if isinstance(metric, Metric) and metric.update_called:
+                with metric.sync_context(should_sync=trainer.world_size > 1):
+                    sums[name] = copy.deepcopy(metric.metric_state), metric.update_count
+        means = {}
+        for name, result in trainer.fit_loop.epoch_loop._results.items():
+            if result.is_tensor:
+                sync = replace(result.meta.sync, fn=None)
+                means[name] = replace(result.meta, _sync=sync), dict(result.metric_state)
+        return replace(
+            self.state,
+            checkpoint=copy.deepcopy(trainer._checkpoint_connector.dump_checkpoint(False)),
+            metrics=copy.deepcopy(trainer.callback_metrics),
+            means=means,
+            sums=sums,
+        )
+
+    def _keep(self, state: State) -> None:
+        count = self.state.count + 1
+        self.state = replace(state, count=count, written=len(self.state.rows))
+        self._ended = None

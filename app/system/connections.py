@@ -1,0 +1,41 @@
+"""TCP connections of process groups, closed from another thread to end a blocked collective call.
+
+Gloo cannot abort a process group, and a rank that waits for one would block until its timeout.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+_groups: set[tuple] = set()  # connections of the process groups
+_before: set[tuple] | None = None  # connections before the block that opens more
+
+
+def _connections() -> set[tuple]:
+    process = psutil.Process()
+    return {(row.fd, row.laddr, row.raddr) for row in process.net_connections("tcp") if row.raddr}
+
+
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Note the connections that the block opens as those of a process group."""
+    global _before
+    _before = _connections()
+    yield
+    _groups.update(_connections() - _before)
+    _before = None
+
+
+def disconnect() -> None:
+    """Close the process groups' connections, so that collective calls fail on both sides."""
+    now = _connections()
+    ours = _groups & now
+    if _before is not None:
+        ours |= now - _before
+    _groups.clear()
+    for descriptor, *_ in ours:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
