@@ -7,6 +7,7 @@ commands:
   validate   measure a checkpoint on the validation split
   test       measure a checkpoint on the test split
   predict    classify the test split, or new images: --data.predict_dir FOLDER
+  join       add this machine to a live run: fit --cluster.live true
   export     write a trained model as one file, for ONNX Runtime or torch
   compare    measure which strategy and settings train fastest here, with report and advice
   verify     prove that all strategies give the same training, on your model and data
@@ -46,6 +47,7 @@ from app.system.trust import TRUST, chosen_modules
 
 SYNONYMS = {"train": "fit"}
 MODULES = {  # modules of the commands other than fit, validate, test and predict
+    "join": "app.command.join",
     "export": "app.use.export",
     "compare": "app.lab.compare.command",
     "verify": "app.lab.verify.command",

@@ -69,12 +69,18 @@ class Live(Checkpoint):
         self.state = State()
         self._ended: State | None = None  # the epoch's last, until its metrics have been logged
 
-    def meet(self, backend: str) -> None:
-        """Meet all living ranks, and take the newest state of all."""
+    def meet(self, backend: str) -> bool:
+        """Meet all living ranks, and take the newest state of all.
+
+        Returns:
+            Whether the run goes on.
+        """
         began = time.monotonic()
         before = self.member.members
         while True:
             self.member.meet(self.state.count, backend)
+            if self.member.has_ended:
+                return False
             try:
                 self._share()
                 break
@@ -90,6 +96,7 @@ class Live(Checkpoint):
                 f"on, after {time.monotonic() - began:.1f} s",
                 flush=True,
             )
+        return True
 
     def _share(self) -> None:
         counts = gather_objects(self.state.count)

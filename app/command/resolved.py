@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import (
 from app.data import ImageData
 from app.errors import UserError
 from app.launch.cluster_environment import Launched
+from app.launch.live import live_device
 from app.modules import ImageClassifier
 
 
@@ -165,10 +166,10 @@ class Resolved:
                 trainer.devices = self.launcher.per_node or self.launcher.world_size
             if trainer.num_nodes == 1:
                 trainer.num_nodes = self.launcher.nodes
-            if self.config.cluster.live:  # each rank is a node with one device
+            if self.live:  # each rank is a node with one device
                 trainer.devices = 1
                 if self.accelerator == "cuda":
-                    trainer.devices = [int(self.config.cluster.node_rank)]
+                    trainer.devices = [live_device(trainer.devices)]
         return trainer
 
     @property
@@ -200,11 +201,16 @@ class Resolved:
         It is 0 if the run has one rank, or if a launcher, a cluster plugin or the strategy starts
         the ranks.
         """
-        is_parallel = self.world_size > 1 or self.config.cluster.live
+        is_parallel = self.world_size > 1 or self.live
         is_agent = self.stands_alone and not self.spawns and is_parallel
         return self.processes if is_agent else 0
 
     # -- launcher
+
+    @property
+    def live(self) -> bool:
+        """Whether ranks may come and go."""
+        return self.command == "fit" and self.config.cluster.live
 
     @property
     def stands_alone(self) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from app.errors import CAUSES, ExitStatus, UserError
 from app.launch.agree import agree, connect, gather_objects
 from app.launch.elastic import ENDED, PROCESS, RUN_DIR, STOPPED, launch, launch_apart, note
 from app.launch.failures import error_file, explaining_errors
+from app.launch.live import ENDED as ENDED_RUN
 from app.launch.live import JOINED, LIVE, open_run
 from app.launch.process import end_in_order, end_undisturbed
 from app.launch.rendezvous import NodeRendezvous
@@ -43,9 +45,10 @@ from app.monitor.loggers import make_loggers, trackers, tracking_mode
 from app.monitor.run_record import RunRecord
 from app.record import RateSearch
 from app.system import lightning_patches
-from app.system.machine import busy, usable_cores
+from app.system.machine import busy, usable_cores, versions
 from app.system.torch_patches import end_process_group
 from app.system.tracebacks import MADE_BY
+from app.system.trust import chosen_modules, local_modules
 
 
 @error_file()
@@ -70,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
         with explaining_errors():
             if cli.resolved.agent_processes:
                 code = start_ranks(cli)
-            elif cli.config.cluster.live:
+            elif cli.resolved.live:
                 code = train_live(argv, cli)
             else:
                 code = train(cli)
@@ -125,14 +128,17 @@ def train_live(argv: Sequence[str], cli: Flags) -> int:
     build(cli, cli.config)  # so that the other ranks wait less for this one
     prepare_data(cli)
     live = Live(cli)
+    live.member.check(identity(cli))
     backend = cli.resolved.options.get("process_group_backend")
     if backend is None:
         backend = "nccl" if cli.resolved.accelerator == "cuda" else "gloo"
-    while True:
-        live.meet(backend)
+    while live.meet(backend):
         cli = Flags(argv)
         try:
-            return train(cli, live)
+            code = train(cli, live)
+            if cli.trainer.is_global_zero:
+                live.member.store.set(ENDED_RUN, "")
+            return code
         except Exception as error:
             if not live.member.has_changed(error):
                 raise
@@ -143,6 +149,22 @@ def train_live(argv: Sequence[str], cli: Flags) -> int:
             return code
         del cli
         gc.collect()  # frees the devices' memory
+    return 0
+
+
+def identity(cli: Flags) -> dict[str, str]:
+    """Return everything that must be equal on all machines of a live run, by name."""
+    code = hashlib.sha256()
+    names = {"app", *local_modules(), *chosen_modules()}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] in names and file:
+            code.update(Path(file).read_bytes())
+    known = {**versions(), **shared_settings(cli.config), "the code": code.hexdigest()[:12]}
+    known.pop("cluster", None)
+    if isinstance(cli.datamodule, ImageData):
+        known["the data"] = str(cli.datamodule.content)
+    return {name: str(value) for name, value in known.items()}
 
 
 def prepare_process(cli: Flags) -> None:
@@ -164,11 +186,13 @@ def prepare_process(cli: Flags) -> None:
 def start_ranks(cli: Flags) -> int:
     """Start this node's ranks as their agent, and return the exit code."""
     config = cli.config
-    if config.cluster.live:
+    if cli.resolved.live:
+        processes = cli.resolved.agent_processes
         opened = None
         if LIVE not in os.environ:
-            opened = open_run(config.cluster, cli.resolved.agent_processes)
-        code = launch_apart(cli.argv, cli.resolved.agent_processes, config.cluster, end_early)
+            text = cli.parser.dump(config, skip_none=False, skip_validation=True)
+            opened = open_run(config.cluster, processes, text)
+        code = launch_apart(cli.argv, processes, config.cluster, end_early)
         del opened
         return code
     nodes = NodeRendezvous(config.cluster, config.trainer.num_nodes, cli.resolved.devices)

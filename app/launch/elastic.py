@@ -195,10 +195,11 @@ def launch_apart(
         agents = []
         results = []
         for place in range(processes):
-            ranks = Ranks(NodeRendezvous(cluster, 1, 1), 1, folder, on_end, is_live=True)
+            rendezvous = NodeRendezvous(cluster, 1, 1)
+            rendezvous.run_id += f"_{place}"
+            ranks = Ranks(rendezvous, 1, folder, on_end, is_live=True)
             agents.append(ranks)
-            words = [*argv, "--cluster.node_rank", str(place)]
-            results.append(threads.submit(_run, words, ranks))
+            results.append(threads.submit(_run, argv, ranks))
         try:
             wait(results)
         except SignalException as stop:

@@ -6,6 +6,7 @@ new process group, and continue from the newest state. Node 0's agent hosts a st
 https://docs.pytorch.org/torchft.
 """
 
+import json
 import os
 import select
 import socket
@@ -27,6 +28,9 @@ from app.system.connections import connecting, disconnect
 from app.system.interconnect import use_interface_to
 from app.system.patches import expects
 
+CONFIG = "config"  # key of the run's configuration in the store
+IDENTITY = "identity"  # key of what must be equal on all machines
+ENDED = "ended"  # key that is set when the run has ended
 LIVE = "APP_LIVE"  # environment variable: address of the run's store, for its ranks
 JOINED = "APP_JOINED"  # environment variable of the ranks on a machine that has joined
 HEARTBEAT = 0.1  # seconds between a rank's signs of life
@@ -43,12 +47,26 @@ def has_torchft() -> bool:
     return find_spec("torchft") is not None
 
 
-def open_run(cluster: Cluster, processes: int) -> tuple[Any, ...]:
+def live_device(devices: Any) -> int:
+    """Return the GPU of this rank.
+
+    Args:
+        devices: Value of `--trainer.devices`: a count, or a list such as `0,2`.
+    """
+    place = int(os.environ["TORCHELASTIC_RUN_ID"].rpartition("_")[2])
+    listed = str(devices).strip("[] ").split(",")
+    if len(listed) > 1:
+        return int(listed[place])
+    return place
+
+
+def open_run(cluster: Cluster, processes: int, config: str) -> tuple[Any, ...]:
     """Host the store and the lighthouse of a live run, and print how to join it.
 
     Args:
         cluster: Settings of the launch.
         processes: Number of ranks with which the run begins.
+        config: The run's configuration as YAML, for machines that join.
 
     Returns:
         Objects to keep until the run's end.
@@ -67,6 +85,7 @@ def open_run(cluster: Cluster, processes: int) -> tuple[Any, ...]:
         heartbeat_timeout_ms=int(1000 * DEAD),
     )
     store.set("processes", str(processes))
+    store.set(CONFIG, config)
     store.set("lighthouse", f"http://{host}:{lighthouse.address().rpartition(':')[2]}")
     os.environ[LIVE] = f"{host}:{store.port}"
     print(f"live  join with  python -m app join {host}:{store.port}", flush=True)
@@ -125,6 +144,31 @@ class Member:
         while self.store.add("members", 0) < count:
             deadline.check(f"all {count} ranks")
             time.sleep(HEARTBEAT)
+
+    def check(self, identity: dict[str, str]) -> None:
+        """Compare this rank with the run's first one.
+
+        Args:
+            identity: Everything that must be equal, by name.
+
+        Raises:
+            UserError: When something differs.
+        """
+        text = json.dumps(identity)
+        first = self.store.compare_set(IDENTITY, "", text).decode()
+        expected = json.loads(first)
+        for name in expected | identity:
+            here = identity.get(name, "missing")
+            there = expected.get(name, "missing")
+            if here != there:
+                raise UserError(
+                    f"{name} is {here} here and {there} in the live run: give this machine the same"
+                )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended."""
+        return self.store.check([ENDED])
 
     def meet(self, step: int, backend: str) -> None:
         """Wait for all living ranks, and form a process group with them.
@@ -238,7 +282,14 @@ class Member:
             ("left", before, self.members),
             ("joined", self.members, before),
         ):
-            ranks = [str(int(member[:6])) for member in ids if member not in others]
+            ranks = [_name(member) for member in ids if member not in others]
             if ranks:
                 texts.append(f"rank {', '.join(ranks)} {word}")
         return ", ".join(texts) or "the ranks have met again"
+
+
+def _name(member: str) -> str:
+    number, _, address = member.partition("@")
+    host = address.rpartition(":")[0]
+    place = "" if host.startswith("127.") else f" ({host})"
+    return f"{int(number)}{place}"
