@@ -17,6 +17,7 @@ from app.command.resolved import Resolved, class_of
 from app.command.run_options import LimitedTrainer, Run
 from app.data.shares import shards_beyond
 from app.errors import nearest
+from app.launch.live import has_torchft
 from app.launch.rendezvous import Cluster
 from app.training import DDP, DataParallelStrategy
 
@@ -40,7 +41,7 @@ def flag_problems(s: Resolved) -> Iterator[str]:
     known = ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(name, str) and name not in known:
         yield f"--trainer.strategy {name}: unknown{nearest(name, known)}"
-    for rule in (_values, _strategy, _order):
+    for rule in (_values, _strategy, _order, _live):
         yield from rule(s)
 
 
@@ -111,6 +112,26 @@ def _strategy(s: Resolved) -> Iterator[str]:
             "--model.compile reduce-overhead: the next batch overwrites accumulated gradients: use "
             "default"
         )
+
+
+def _live(s: Resolved) -> Iterator[str]:
+    """Reject settings with which ranks cannot come and go."""
+    cluster = s.config.cluster
+    if not s.live:
+        if cluster.min_ranks > 1:
+            yield f"--cluster.min_ranks {cluster.min_ranks}: add --cluster.live true"
+        return
+    is_tcp = (cluster.init_method or "tcp://").startswith("tcp://")
+    for is_wrong, reason in (
+        (not has_torchft(), "needs torchft: pip install 'data-parallel-lab[live]'"),
+        (s.virtual_devices is None, "needs --run.virtual_devices, so that results stay the same"),
+        (s.strategy is not DDP, f"needs --trainer.strategy ddp, not {s.name}"),
+        (s.config.trainer.num_nodes > 1, "starts one machine, and others join: one node"),
+        (not is_tcp, f"needs tcp://HOST:PORT, not --cluster.init_method {cluster.init_method}"),
+        (s.config.run.find_lr, "does not work with --run.find_lr: search in a run before"),
+    ):
+        if is_wrong:
+            yield f"--cluster.live true {reason}"
 
 
 def _order(s: Resolved) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,13 @@ from torchmetrics import Metric
 from app.command.checkpoint_file import SNAPSHOT
 from app.command.checkpoints import read_earlier
 from app.command.configuration import Flags
+from app.errors import UserError
 from app.launch.agree import gather_objects
 from app.launch.live import LIVE, Member, RanksChangeError
 from app.launch.signals import Signals
+from app.monitor.header import Header
 from app.monitor.loggers import MetricsFile, read_rows
+from app.monitor.run_record import RunRecord
 from app.system.lightning_patches import in_window
 from app.system.patches import expects
 
@@ -67,36 +69,47 @@ class Live(Checkpoint):
         self.member = Member(os.environ[LIVE], cli.config.cluster.timeout)
         self.member.wait_for_first()
         self.state = State()
+        self.began: float | None = None  # when the ranks changed last
         self._ended: State | None = None  # the epoch's last, until its metrics have been logged
 
-    def meet(self, backend: str) -> bool:
+    def meet(self, backend: str, limit: int) -> bool:
         """Meet all living ranks, and take the newest state of all.
+
+        Args:
+            backend: Communication library.
+            limit: Largest number of ranks.
 
         Returns:
             Whether the run goes on.
         """
-        began = time.monotonic()
         before = self.member.members
         while True:
             self.member.meet(self.state.count, backend)
             if self.member.has_ended:
                 return False
+            ranks = len(self.member.members)
+            if ranks > limit:
+                if int(os.environ["RANK"]) < limit:
+                    continue
+                raise UserError(
+                    f"the live run has {limit} ranks, as many as --run.virtual_devices: wait until "
+                    "one leaves"
+                )
             try:
                 self._share()
                 break
             except Exception as error:
                 if not self.member.has_changed(error):
                     raise
+        self.changes = self.member.changes(before)
         if before and self.member.members[0] == self.member.id:
-            steps = 0
-            if self.state.checkpoint:
-                steps = self.state.checkpoint["global_step"]
-            print(
-                f"{self.member.changes(before)} at step {steps:,}: {len(self.member.members)} go "
-                f"on, after {time.monotonic() - began:.1f} s",
-                flush=True,
-            )
+            print(f"{self.changes} at step {self.steps:,}; {ranks} go on", flush=True)
         return True
+
+    @property
+    def steps(self) -> int:
+        """Number of steps until the newest state."""
+        return self.state.checkpoint["global_step"] if self.state.checkpoint else 0
 
     def _share(self) -> None:
         counts = gather_objects(self.state.count)
@@ -115,8 +128,10 @@ class Live(Checkpoint):
         folder = decided["folder"]
         if folder is not None:
             decided["earlier"] = read_earlier(Path(cli.config.run.root, folder, "run.json"))
-            if self.state.checkpoint is not None:
-                decided["earlier"].steps = self.state.checkpoint["global_step"]
+            earlier = decided["earlier"]
+            earlier.steps = self.steps
+            earlier.status = "continued"
+            earlier.error = self.changes
         return decided
 
     def attach(self, trainer: Any, decided: dict[str, Any]) -> None:
@@ -124,6 +139,14 @@ class Live(Checkpoint):
         if self.state.decided is None:
             self.state.decided = decided
         Signals.of(trainer).member = self.member
+        if self.state.checkpoint is not None:
+            for callback in trainer.callbacks:
+                if isinstance(callback, RunRecord) and self.began is not None:
+                    callback.started = self.began
+                    self.began = None
+            trainer.callbacks = [
+                callback for callback in trainer.callbacks if not isinstance(callback, Header)
+            ]
         trainer.callbacks.append(self)
         trainer.fit_loop.epoch_loop.live = self
         trainer.strategy.checkpoint_io.snapshot = self.state.checkpoint

@@ -19,6 +19,7 @@ from app.command.resolved import Resolved
 from app.data.shares import unequal_shares
 from app.errors import UserError, nearest, one_line
 from app.launch.cluster_environment import OWN_AGENT, launched
+from app.launch.live import LIVE
 from app.launch.process import ADDRESSES, RANKS, is_task_of_srun
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # variables of mpirun
@@ -123,6 +124,11 @@ def _starter(s: Resolved) -> Iterator[str]:
     by = s.launcher.by if s.launcher else None
     if by not in (None, OWN_AGENT) and cluster.init_method is not None:
         yield f"--cluster.init_method: {by} decides how the nodes meet: leave it out"
+    if s.live and by not in (None, OWN_AGENT) and LIVE not in os.environ:
+        yield (
+            f"--cluster.live true: {by} would restart all ranks: start one task without {by}, and "
+            "let others run python -m app join"
+        )
     if s.stands_alone:
         if any(os.environ.get(name, "1") != "1" for name in MPI_SIZES):
             yield "mpirun cannot start runs: use torchrun or srun"
@@ -144,7 +150,7 @@ def _starter(s: Resolved) -> Iterator[str]:
                         "srun before it"
                     )
     for flag in ("init_method", "node_rank"):
-        if cluster[flag] is not None and s.stands_alone and s.nodes == 1:
+        if cluster[flag] is not None and s.stands_alone and s.nodes == 1 and not s.live:
             yield (
                 f"--cluster.{flag} {cluster[flag]}: there is one node: give --trainer.num_nodes, "
                 "or leave it out"

@@ -5,6 +5,7 @@ import gc
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -132,7 +133,9 @@ def train_live(argv: Sequence[str], cli: Flags) -> int:
     backend = cli.resolved.options.get("process_group_backend")
     if backend is None:
         backend = "nccl" if cli.resolved.accelerator == "cuda" else "gloo"
-    while live.meet(backend):
+    shards = cli.resolved.virtual_devices
+    assert shards is not None
+    while live.meet(backend, shards):
         cli = Flags(argv)
         try:
             code = train(cli, live)
@@ -140,6 +143,7 @@ def train_live(argv: Sequence[str], cli: Flags) -> int:
                 live.member.store.set(ENDED_RUN, "")
             return code
         except Exception as error:
+            live.began = time.monotonic()
             if not live.member.has_changed(error):
                 raise
         stopped = Signals.of(cli.trainer).noted

@@ -169,10 +169,7 @@ def launch(
 
 
 def launch_apart(
-    argv: Sequence[str],
-    processes: int,
-    cluster: Cluster,
-    on_end: Callable[[str, ExitStatus], None],
+    argv: Sequence[str], processes: int, cluster: Cluster, on_end: Callable[[str, ExitStatus], None]
 ) -> int:
     """Start this node's ranks of a live run, each with an agent that restarts it alone.
 

@@ -278,10 +278,7 @@ class Member:
     def changes(self, before: Sequence[str]) -> str:
         """Return in words which ranks have come and left."""
         texts = []
-        for word, ids, others in (
-            ("left", before, self.members),
-            ("joined", self.members, before),
-        ):
+        for word, ids, others in (("left", before, self.members), ("joined", self.members, before)):
             ranks = [_name(member) for member in ids if member not in others]
             if ranks:
                 texts.append(f"rank {', '.join(ranks)} {word}")

@@ -58,6 +58,7 @@ class RunRecord(Callback):
 
     Attributes:
         record: The run record.
+        started: Monotonic time when the command, or a change of a live run's ranks, began.
         windows: The throughput so far.
     """
 
@@ -68,7 +69,7 @@ class RunRecord(Callback):
         self.windows = Windows(warmup_epochs)
         self.path: Path | None = None  # None on ranks that write no record
         self._checkpoints = checkpoints
-        self._started = float(os.environ.get(BEGAN, time.monotonic()))
+        self.started = float(os.environ.get(BEGAN, time.monotonic()))
         self._open_epoch: Epoch | None = None
         self._validated = False
         self._learning_rate: float | None = None
@@ -232,7 +233,7 @@ class RunRecord(Callback):
         """At the first step, record the set-up time, and start the clocks."""
         if self.windows.first_step is None:
             self._draw(batch, getattr(trainer, "datamodule", None))
-            self.record.setup_s = round(time.monotonic() - self._started, 3)
+            self.record.setup_s = round(time.monotonic() - self.started, 3)
             if self.path is not None:
                 self._write()
             self.windows.begin_training(trainer)
