@@ -116,8 +116,8 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
 def drop_callbacks(parser: LightningArgumentParser, trainer: Namespace) -> None:
     """Drop default callbacks that Lightning would reject."""
     if trainer.enable_checkpointing is False or trainer.fast_dev_run:
-        parser.callback_keys.remove("best_checkpoint")
-        parser.callback_keys.remove("last_checkpoint")
+        kept = {*parser.callback_keys} - {"best_checkpoint", "last_checkpoint"}
+        parser.callback_keys = sorted(kept)
     if trainer.barebones:
         parser.callback_keys = []
 

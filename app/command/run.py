@@ -27,6 +27,7 @@ from app.command.decision import decide, release_folders
 from app.command.live import Live
 from app.command.outcome import can, close, end_early, exit_code, record_of, stopped_by
 from app.command.rate_search import RATES, search
+from app.command.rules import check
 from app.command.run_options import is_recorded
 from app.data import ImageData
 from app.data.exact_loader import Exactness
@@ -75,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
             if cli.resolved.agent_processes:
                 code = start_ranks(cli)
             elif cli.resolved.live:
-                code = train_live(argv, cli)
+                code = train_live(cli)
             else:
                 code = train(cli)
         note(ENDED)
@@ -116,12 +117,8 @@ def train(cli: Flags, live: Live | None = None) -> int:
     return execute(cli, decided["checkpoint"], recorder, live)
 
 
-def train_live(argv: Sequence[str], cli: Flags) -> int:
+def train_live(cli: Flags) -> int:
     """Train as a rank of a live run: again after each change of the ranks, from the newest state.
-
-    Args:
-        argv: The arguments of `python -m app`.
-        cli: The command's flags.
 
     Returns:
         Exit code.
@@ -136,7 +133,8 @@ def train_live(argv: Sequence[str], cli: Flags) -> int:
     shards = cli.resolved.virtual_devices
     assert shards is not None
     while live.meet(backend, shards):
-        cli = Flags(argv)
+        cli.resolved = check(cli.command, cli.config)
+        reset_seed()
         try:
             code = train(cli, live)
             if cli.trainer.is_global_zero:
@@ -151,7 +149,7 @@ def train_live(argv: Sequence[str], cli: Flags) -> int:
             code = ExitStatus.stopped_by(CAUSES[stopped]).code
             note(STOPPED, str(code))
             return code
-        del cli
+        cli.model = cli.datamodule = cli.config_init = cli.trainer = None
         gc.collect()  # frees the devices' memory
     return 0
 
