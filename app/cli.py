@@ -13,7 +13,6 @@ commands:
   verify     prove that all strategies give the same training, on your model and data
   replay     repeat one step of a run, and print its samples by loss
   runs       list the runs with their accuracy, draw their curves, and compare their settings
-  plan       predict the speed-up from more devices or nodes
   doctor     print this machine's hardware, and test which features work on it
 
   python -m app fit --config configs/quickstart.yaml     try it: no download, no account, no GPU
@@ -53,7 +52,6 @@ MODULES = {  # modules of the commands other than fit, validate, test and predic
     "verify": "app.lab.verify.command",
     "replay": "app.lab.replay",
     "runs": "app.lab.overview",
-    "plan": "app.lab.plan.command",
     "doctor": "app.lab.doctor",
 }
 COMMANDS = ("fit", "validate", "test", "predict", *MODULES)

@@ -70,7 +70,7 @@ def prepare() -> None:
     from app.system.program import set_up
 
     set_up()
-    for name in ("lab.compare.command", "lab.plan.command", "lab.doctor", "monitor.report"):
+    for name in ("lab.compare.command", "lab.doctor", "monitor.report"):
         importlib.import_module(f"app.{name}")
     for name in ("agg", "svg"):
         importlib.import_module(f"matplotlib.backends.backend_{name}")

@@ -95,7 +95,7 @@ def app(
     def run(*args: str | Path) -> tuple[int, str]:
         capfd.readouterr()
         words = [str(word) for word in args]
-        root = "--root" if words[0] in ("compare", "plan", "verify") else "--run.root"
+        root = "--root" if words[0] in ("compare", "verify") else "--run.root"
         if len(words) > 1 and words[0] not in ("doctor", "replay", "runs") and root not in words:
             words[1:1] = [root, str(tmp_path / "runs")]
         try:

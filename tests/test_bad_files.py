@@ -107,7 +107,7 @@ def test_bad_checkpoints(app: App, fit: Fit) -> None:
 def test_records_with_odd_values(app: App, fit: Fit) -> None:
     """Reading a record with a value of the wrong form raises an error with the value's name.
 
-    `plan` then ends with one error line. A resumed run continues without the record.
+    `replay` then ends with one error line. A resumed run continues without the record.
     """
     flags = [*SMALL, "--run.test=false"]
     run = fit(*flags, *options(max_epochs=1, log_every_n_steps=1))
@@ -125,7 +125,8 @@ def test_records_with_odd_values(app: App, fit: Fit) -> None:
                 Record.load(path)
     path.write_text(json.dumps(good | {"throughput": {"median": 0}}))
     refused = "run.json cannot be read (throughput.median: Input should be greater than 0)"
-    assert f"{refused}: give a run's directory" in error_of(*app("plan", "--run", run))
+    replayed = app("replay", f"--config={run}/config.yaml")
+    assert f"{refused}: name the config.yaml of a run" in error_of(*replayed)
     out = output_of(*app("fit", *flags, "--trainer.max_epochs=2", "--ckpt_path", last_of(run)))
     assert f"{refused}: continuing without it" in out
 

@@ -135,8 +135,8 @@ PIPES = [
     (["test", "--ckpt_path", "pipe"], "--ckpt_path pipe: it cannot be read (not a file)"),
     (["fit", "--ckpt_path", "last"], "last.ckpt: it cannot be read (not a file)"),
     (
-        ["plan", "--run", "runs/x/version_0"],
-        "run.json cannot be read (not a file): give a run's directory",
+        ["replay", "--config", "runs/x/version_0/config.yaml"],
+        "run.json cannot be read (not a file): name the config.yaml of a run",
     ),
 ]
 
@@ -146,9 +146,10 @@ def test_pipes_are_not_read(argv: list[str], message: str, app: App) -> None:
     """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
     (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").touch()
     for name in ("pipe", run / "run.json", run / "checkpoints/last.ckpt"):
         os.mkfifo(name)
-    if argv[0] != "plan":
+    if argv[0] != "replay":
         argv = [*argv, *TINY[:4], "--run.root", "runs", "--run.name", "x"]
     assert message in error_of(*app(*argv))
 

@@ -103,7 +103,7 @@ def test_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
 )
 def test_unknown_command_suggests_nearest(typed: str, suggestion: str | None, app: App) -> None:
     hint = f": did you mean {suggestion}?" if suggestion else ""
-    commands = "(fit, validate, test, predict, export, compare, verify, replay, runs, plan, doctor)"
+    commands = "(fit, validate, test, predict, join, export, compare, verify, replay, runs, doctor)"
     assert error_of(*app(typed)) == f"error: {typed}: there is no such command{hint} {commands}"
 
 

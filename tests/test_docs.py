@@ -35,7 +35,6 @@ from app.command.configuration import Flags, resolve, split_flags
 from app.command.parser import parameters
 from app.errors import UserError
 from app.lab.compare.command import _parse as read_compare
-from app.lab.plan.command import _parse as read_plan
 from app.lab.replay import _parse as read_replay
 from app.lab.verify.command import _parse as read_verify
 from app.use.export import read as read_export
@@ -188,16 +187,13 @@ def check_app(arguments: list[str]) -> None:
         assert arguments in ([], ["--help"])
         return
     command, *rest = arguments
-    remaining, pairs = split_flags(rest)
+    _, pairs = split_flags(rest)
     flags = [word for pair in pairs for word in pair]
     readers = {"export": read_export, "verify": read_verify, "replay": read_replay}
     if command == "compare":
         _, experiment, typed = read_compare(rest)
         resolve(["fit", *(word for name, value in typed.items() for word in (f"--{name}", value))])
         assert all((ROOT / config).is_file() for config in experiment.configs)
-    elif command == "plan":
-        read_plan(remaining)
-        resolve(["fit", *flags])
     elif command in readers:
         readers[command](rest)
         if command != "export":
@@ -272,7 +268,6 @@ WRONG = [
     "python -m app fit --trainer.devcies 2",
     "python -m app fit --config configs/no_such.yaml",
     "python -m app compare --repaets 5",
-    "python -m app plan --bandwith 1GB/s",
     "python -m app verify --stpes 3",
     "python -m app export --fromat onnx",
     "torchrun --nproc-per-node 4 -m app fit --trainer.startegy ddp",
@@ -299,7 +294,7 @@ def test_flags_in_the_prose() -> None:
     known |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
     known |= {
         flag
-        for command in ("compare", "plan", "verify", "replay", "doctor", "export", "runs")
+        for command in ("compare", "verify", "replay", "doctor", "export", "runs")
         for flag in own_flags(command)
     }
     known |= SLURM | OTHERS

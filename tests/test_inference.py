@@ -373,8 +373,8 @@ def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         "root": str(tmp_path),
         "name": "x",
     }
-    with pytest.raises(UserError, match=r"'run.balance': …"):
-        fit(**flags, balance=True)
+    with pytest.raises(UserError, match=r"'run.seed': …"):
+        fit(**flags, seed=True)
     with pytest.raises(UserError, match=r"^app.fit has no flag epoch: did you mean epochs\?$"):
         fit(**flags, epoch=1)
     (tmp_path / "x/version_0").mkdir(parents=True)

@@ -8,20 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import (
-    SLOW,
-    TINY,
-    family,
-    free_port,
-    listening,
-    options,
-    output_of,
-    running,
-    started,
-    tiny,
-)
+from harness import SLOW, TINY, family, free_port, listening, output_of, running, started, tiny
 
-from app.system.interconnect import own_addresses
+from app.system.addresses import own_addresses
 
 FLAGS = tiny(203, 20, accelerator="cpu", max_epochs=100000, devices=1, num_nodes=2, test=False)
 
@@ -43,7 +32,6 @@ def test_nodes_listen_on_given_address(scheme: str, tmp_path: Path) -> None:
 COMMANDS = {  # without fit, which `Running.trained` checks, and doctor, which test_doctor checks
     "compare": ["compare", "--experiment=tiny.yaml"],
     "verify": ["verify", "--data=Synthetic", "--steps=4", "--quick"],
-    "plan": ["plan", *FLAGS[:4], *options(accelerator="cpu", threads=1), "--per_node=2"],
 }
 
 

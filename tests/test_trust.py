@@ -142,8 +142,8 @@ def test_other_commands_reject_code_in_configs(app: App) -> None:
         yaml.safe_dump({"variants": {"a": {"model.optimizer": RUNS}}})
     )
     commands = [[name, f"--ckpt_path={checkpoint}"] for name in ("predict", "test", "validate")]
-    commands += [[name, f"--config={config}"] for name in ("verify", "plan")]
-    for command in [*commands, ["compare", "--experiment=experiment.yaml"]]:
+    commands += [["verify", f"--config={config}"], ["compare", "--experiment=experiment.yaml"]]
+    for command in commands:
         assert "torch.utils.collect_env.run: expected a subclass of Optimizer" in error_of(
             *app(*command)
         )

@@ -32,7 +32,6 @@ from pandas.testing import assert_frame_equal
 from plain_code import PlainModel
 from torch import Tensor
 
-from app.monitor.balance import balanced
 from app.record import Record
 from app.training.tree import Tree
 
@@ -115,26 +114,6 @@ def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
     assert (kept.record["shards"], len(kept.record["parts"])) == ([5], 1), out
     whole = train(tmp_path / "whole", flags, 1)
     assert digest(kept.directory) == digest(whole)
-
-
-def test_balance(alone: Path, tmp_path: Path) -> None:
-    """A slow rank has fewer shards after the first epoch, and the bits stay the same."""
-    run = train(tmp_path, SHARDED, 3, "--model=stuck_code.SlowRank", "--run.balance=true")
-    assert digest(run) == digest(alone)
-    assert Record.load(run / "run.json").shards[-1] == 1, "it began with 2 of 5"
-
-
-SHARES = [
-    ([1.0, 1.0], 8, [4, 4]),
-    ([1.0, 3.0], 8, [6, 2]),
-    ([1.0, 100.0], 8, [7, 1]),
-    ([2.0, 1.0, 1.0], 5, [1, 2, 2]),
-]
-
-
-@pytest.mark.parametrize(("seconds", "count", "shares"), SHARES)
-def test_balanced(seconds: list[float], count: int, shares: list[int]) -> None:
-    assert balanced(seconds, count) == shares
 
 
 @pytest.mark.parametrize(("flag", "before"), [("virtual_devices", 5), ("threads", 1)])
@@ -222,9 +201,6 @@ THEIRS = "--model plain_code.PlainModel --data plain_code.PlainData"
 REFUSED = {
     "--trainer.strategy dp --trainer.devices 2": "use --trainer.strategy ddp",
     "--trainer.strategy ddp --trainer.devices 6": "each process needs a shard: give 6 or more",
-    "--run.virtual_devices null --run.balance true": (
-        "--run.balance true distributes shards: add --run.virtual"
-    ),
     "--data.batch_size 4": "a global batch of 4 has fewer samples than shards: give 4 or less",
     "--data.batch_size 0.03": "a global batch of 3 has fewer samples than shards: give 3 or less",
     "--model user_code.Unrepeatable --trainer.deterministic true": (

@@ -244,7 +244,7 @@ def subclasses(cls: type) -> list[type]:
 
 
 def load_yaml(text: str) -> Any:
-    """Load YAML as jsonargparse does, and update settings of earlier versions.
+    """Load YAML as jsonargparse does.
 
     Raises:
         UserError: For a repeated key, or aliases that would fill memory.
@@ -252,11 +252,7 @@ def load_yaml(text: str) -> Any:
     """
     if _count_values(yaml.compose(text, yaml.BaseLoader), {}) > MOST_VALUES:
         raise UserError(f"its aliases (*) stand for more than {MOST_VALUES:,} values")
-    content = PLAIN_LOADER(text)
-    if isinstance(content, dict):
-        _update(content.get("model"))
-        _update(content.get("data"))
-    return content
+    return PLAIN_LOADER(text)
 
 
 def _count_values(node: yaml.Node | None, known: dict[int, int]) -> int:
@@ -278,22 +274,6 @@ def _count_values(node: yaml.Node | None, known: dict[int, int]) -> int:
                     raise UserError(f"{key} is given twice, the second time after line {line}")
         known[id(node)] = sum(_count_values(child, known) for child in children)
     return known[id(node)]
-
-
-# removed settings, and their former defaults
-REMOVED = {"cuda_graph": False, "micro_batch": None, "cache_size": None, "ratio": [3 / 4, 4 / 3]}
-
-
-def _update(section: Any) -> None:
-    """Rename Synthetic's `size` in a config, and drop removed settings of no effect."""
-    settings = section.get("init_args") if isinstance(section, dict) else None
-    if not isinstance(settings, dict):
-        return
-    for name, default in REMOVED.items():
-        if name in settings and settings[name] == default:
-            del settings[name]
-    if "size" in settings and str(section.get("class_path")).endswith("Synthetic"):
-        settings["images"] = settings.pop("size")
 
 
 def shipped(path: str) -> str:

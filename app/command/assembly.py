@@ -16,7 +16,6 @@ from app.command.resolved import Resolved, as_list
 from app.command.run_options import is_recorded
 from app.launch.cluster_environment import environment_of
 from app.launch.signals import Signals, StopTogether
-from app.monitor.balance import Balance
 from app.monitor.header import Header
 from app.monitor.logged_names import LoggedNames
 from app.monitor.nonfinite import NonFinite
@@ -91,7 +90,6 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
     chosen = as_list(trainer.callbacks)
     arguments: dict[str, Any] = {}
     added: list[Callback] = []
-    ranks = RankTimes(timeout)
     if isinstance(trainer.logger, bool | None):
         arguments["logger"] = False  # add our loggers later, when the directory is known
     if trainer.enable_model_summary is not False and not has(chosen, ModelSummary):
@@ -99,10 +97,10 @@ def callbacks(config: Namespace, command: str) -> dict[str, Any]:
         added.append(Header())
     if trainer.enable_progress_bar is not False and not has(chosen, LightningBar):
         added.append(ProgressBar())
-    added += [NonFinite(run.on_nonfinite, run.on_divergence), LoggedNames(), StepClock(ranks)]
-    if run.balance:
-        added.append(Balance(ranks))
     added += [
+        NonFinite(run.on_nonfinite, run.on_divergence),
+        LoggedNames(),
+        StepClock(RankTimes(timeout)),
         # aborts NCCL, before another callback's `on_exception` reads from the device
         StopTogether(timeout),
         Contents(),

@@ -67,7 +67,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint on the host; load only tensors and plain values."""
-        if path == SNAPSHOT:
+        if path == SNAPSHOT and self.snapshot is not None:
             return copy.deepcopy(self.snapshot)
         if "://" in str(path):
             return super().load_checkpoint(path, weights_only=True)

@@ -162,8 +162,6 @@ def _order(s: Resolved) -> Iterator[str]:
                 f"--run.virtual_devices {count}: each process needs a shard: give {s.world_size} "
                 "or more"
             )
-    elif run.balance:
-        yield "--run.balance true distributes shards: add --run.virtual_devices 8"
     if s.given("data.batch_size") is not None:
         data = s.config.data.class_path
         if run.loader == "lightning":

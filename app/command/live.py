@@ -12,10 +12,10 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import distributed
 from torchmetrics import Metric
 
-from app.command.checkpoint_file import SNAPSHOT
+from app.command.checkpoint_file import LAST, SNAPSHOT, CheckpointFiles
 from app.command.checkpoints import read_earlier
 from app.command.configuration import Flags
-from app.errors import UserError
+from app.errors import UserError, one_line
 from app.launch.agree import gather_objects
 from app.launch.live import LIVE, Member, RanksChangeError
 from app.launch.signals import Signals
@@ -67,6 +67,7 @@ class Live(Checkpoint):
 
     def __init__(self, cli: Flags) -> None:
         self.member = Member(os.environ[LIVE], cli.config.cluster.timeout)
+        self._root = cli.config.run.root
         self.member.wait_for_first()
         self.state = State()
         self.began: float | None = None  # when the ranks changed last
@@ -84,7 +85,13 @@ class Live(Checkpoint):
         """
         before = self.member.members
         while True:
-            self.member.meet(self.state.count, backend)
+            try:
+                self.member.meet(self.state.count, backend)
+            except (RuntimeError, TimeoutError) as error:
+                raise UserError(
+                    f"node 0 of the live run does not answer ({one_line(str(error))[:100]}): "
+                    f"{self._save()}"
+                ) from error
             if self.member.has_ended:
                 return False
             ranks = len(self.member.members)
@@ -106,6 +113,15 @@ class Live(Checkpoint):
             print(f"{self.changes} at step {self.steps:,}; {ranks} go on", flush=True)
         return True
 
+    def _save(self) -> str:
+        """Write the newest state to `last.ckpt`, and return how to go on."""
+        folder = (self.state.decided or {}).get("folder")
+        if folder is None or self.state.checkpoint is None:
+            return "start again"
+        path = Path(self._root, folder, "checkpoints", LAST)
+        CheckpointFiles().save_checkpoint(self.state.checkpoint, path)
+        return f"start again with --ckpt_path {path}"
+
     @property
     def steps(self) -> int:
         """Number of steps until the newest state."""
@@ -119,7 +135,7 @@ class Live(Checkpoint):
             distributed.broadcast_object_list(states, counts.index(newest))
             self.state = states[0]
 
-    def decided(self, cli: Flags) -> dict[str, Any]:
+    def decided(self) -> dict[str, Any]:
         """Return rank zero's decision, for the next part of the training."""
         decided = dict(self.state.decided or {})
         if self.state.checkpoint is not None:
@@ -127,7 +143,7 @@ class Live(Checkpoint):
             decided["may_be_finished"] = True
         folder = decided["folder"]
         if folder is not None:
-            decided["earlier"] = read_earlier(Path(cli.config.run.root, folder, "run.json"))
+            decided["earlier"] = read_earlier(Path(self._root, folder, "run.json"))
             earlier = decided["earlier"]
             earlier.steps = self.steps
             earlier.status = "continued"
@@ -139,14 +155,12 @@ class Live(Checkpoint):
         if self.state.decided is None:
             self.state.decided = decided
         Signals.of(trainer).member = self.member
-        if self.state.checkpoint is not None:
-            for callback in trainer.callbacks:
-                if isinstance(callback, RunRecord) and self.began is not None:
-                    callback.started = self.began
-                    self.began = None
-            trainer.callbacks = [
-                callback for callback in trainer.callbacks if not isinstance(callback, Header)
-            ]
+        for callback in [*trainer.callbacks]:
+            if isinstance(callback, RunRecord):
+                callback.record.live = True
+                callback.started = self.began or callback.started
+            elif isinstance(callback, Header) and self.began is not None:
+                trainer.callbacks.remove(callback)
         trainer.callbacks.append(self)
         trainer.fit_loop.epoch_loop.live = self
         trainer.strategy.checkpoint_io.snapshot = self.state.checkpoint
@@ -160,8 +174,9 @@ class Live(Checkpoint):
                 if state.checkpoint is None:
                     state.rows = read_rows(Path(logger.log_dir, "metrics.csv"))
                     state.written = len(state.rows)
-                logger.replace(state.rows[: state.written])
-                state.rows = logger.rows
+                state.rows = state.rows[: state.written]
+                logger.rows = state.rows
+                logger.rewrite(state.rows)
         trainer.callback_metrics.update(copy.deepcopy(state.metrics))
         for name, (meta, values) in state.means.items():
             sync = replace(meta.sync, fn=trainer.strategy.reduce)
@@ -189,6 +204,7 @@ class Live(Checkpoint):
         if in_window(trainer):
             return
         state = self._take(trainer)
+        assert state.checkpoint is not None
         if validates:  # make Lightning validate first, from the first batch on
             progress = state.checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress["current"] = dict.fromkeys(progress["current"], 0)

@@ -102,7 +102,7 @@ def train(cli: Flags, live: Live | None = None) -> int:
     connect_ranks(cli)
     if live is not None and live.state.decided is not None:
         prepare_data(cli)
-        decided = live.decided(cli)
+        decided = live.decided()
     else:
         decided = decide_together(cli)
     found = None
@@ -132,6 +132,8 @@ def train_live(cli: Flags) -> int:
         backend = "nccl" if cli.resolved.accelerator == "cuda" else "gloo"
     shards = cli.resolved.virtual_devices
     assert shards is not None
+    if backend == "nccl":
+        torch.cuda.set_device(cli.resolved.trainer.devices[0])
     while live.meet(backend, shards):
         cli.resolved = check(cli.command, cli.config)
         reset_seed()
@@ -149,7 +151,7 @@ def train_live(cli: Flags) -> int:
             code = ExitStatus.stopped_by(CAUSES[stopped]).code
             note(STOPPED, str(code))
             return code
-        cli.model = cli.datamodule = cli.config_init = cli.trainer = None
+        del cli.model, cli.datamodule, cli.config_init, cli.trainer
         gc.collect()  # frees the devices' memory
     return 0
 
@@ -392,7 +394,10 @@ def execute(
                 evaluate = getattr(trainer, cli.command)
                 evaluate(cli.model, verbose=verbose, **arguments)
         finally:
-            if live is None or not live.member.has_changed(sys.exc_info()[1]):
+            if live is not None and live.member.has_changed(sys.exc_info()[1]):
+                for tracker in trackers(trainer.loggers):
+                    tracker.finish()
+            else:
                 rank_zero_only(close)(
                     trainer, recorder, cli.command == "fit", cli.model, cli.datamodule
                 )

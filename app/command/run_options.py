@@ -43,7 +43,6 @@ class Run:
         virtual_devices: Train as if on this many devices, with bitwise equal results on 1 to this
             many processes. Each global batch is cut into this many shards, whose gradients are
             added in a fixed order.
-        balance: Give slow processes fewer shards, adjusted after each epoch.
         loader: Loading of your own DataLoader's samples: `exact` takes one seeded order on any
             number of processes, and evaluates each sample once; `lightning` leaves both to
             Lightning.
@@ -68,7 +67,6 @@ class Run:
     threads: PositiveInt | Literal["auto"] = "auto"
     find_lr: bool = False
     virtual_devices: PositiveInt | None = None
-    balance: bool = False
     loader: Literal["exact", "lightning"] = "exact"
     global_batch: PositiveInt | None = None
     loop: Literal["straight", "lightning"] = "straight"

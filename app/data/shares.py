@@ -117,16 +117,12 @@ class GlobalOrder:
         self.epoch = 0
         self.sampler = self
         self.parts = self.virtual_devices or self.world_size
-        self.deal(equal_shares(self.world_size, self.parts))
+        indices = run_of(self.rank, equal_shares(self.world_size, self.parts))
+        self._ends = range(indices.start, indices.stop + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which seeds the order; Lightning calls this before each epoch."""
         self.epoch = epoch
-
-    def deal(self, shares: Sequence[int]) -> None:
-        """Set the number of parts of each rank; call this before iterating."""
-        indices = run_of(self.rank, shares)
-        self._ends = range(indices.start, indices.stop + 1)
 
     def __len__(self) -> int:
         full, rest = divmod(self.count, self.batch_size)

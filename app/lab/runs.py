@@ -1,6 +1,6 @@
 """Functions that run `python -m app fit` in separate processes, and return the run's record.
 
-`compare`, `verify`, `plan`, `replay` and `doctor` run `fit` this way, because a new process has a
+`compare`, `verify`, `replay` and `doctor` run `fit` this way, because a new process has a
 fresh accelerator, its own threads, and default settings.
 """
 

@@ -14,8 +14,8 @@ from torch import distributed
 from app.errors import UserError
 from app.launch.cluster_environment import launch_id
 from app.launch.rendezvous import Deadline, host_store, reach_store
+from app.system.addresses import use_interface_to, use_loopback
 from app.system.connections import connecting
-from app.system.interconnect import use_interface_to, use_loopback
 
 STORE = "app/store"  # key of rank zero's port in the agents' store
 Decision = dict[str, Any]  # rank zero's decision, picklable

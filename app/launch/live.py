@@ -22,10 +22,10 @@ from torch import distributed
 
 from app.errors import RankError, RankLostError, RankSilentError, UserError
 from app.launch.agree import gather_objects
-from app.launch.failures import explained
+from app.launch.failures import explained, leave_nccl
 from app.launch.rendezvous import Cluster, Deadline, host_store, reach_store
+from app.system.addresses import use_interface_to
 from app.system.connections import connecting, disconnect
-from app.system.interconnect import use_interface_to
 from app.system.patches import expects
 
 CONFIG = "config"  # key of the run's configuration in the store
@@ -233,6 +233,7 @@ class Member:
         self.is_awaited = threading.Event()
         for connection in peers:
             connection.close()
+        leave_nccl()
         disconnect()
         if distributed.is_initialized():
             distributed.destroy_process_group()
@@ -245,6 +246,8 @@ class Member:
                 ended, _, _ = select.select(peers, [], [], HEARTBEAT)
         if peers is self._peers:
             lost.set()
+            time.sleep(HEARTBEAT)  # a rank may have ended after the last collective call
+            leave_nccl()
             disconnect()
 
     def _watch_door(self, ticket: int, is_awaited: threading.Event) -> None:

@@ -27,8 +27,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from app.errors import CAUSES, UserError
+from app.system.addresses import outward_address, use_interface_to
 from app.system.files import read_json, write_json
-from app.system.interconnect import outward_address, use_interface_to
 
 PAUSE = 0.25  # seconds between two attempts
 

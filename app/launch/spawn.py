@@ -28,7 +28,7 @@ from app.launch.process import SPAWNED, end_with_parent, handle, restored_signal
 from app.launch.rendezvous import host_store
 from app.launch.signals import Signals, ended_in_time
 from app.launch.watchdog import watched
-from app.system.interconnect import use_loopback
+from app.system.addresses import use_loopback
 from app.system.lightning_patches import hide_lines
 from app.system.patches import expects
 from app.system.torch_patches import end_process_group

@@ -261,8 +261,11 @@ class MetricsFile(CSVLogger):
         row = {"step": step, **convert_tensors_to_scalars(metrics)}
         if self.rows is not None:
             self.rows.append(row)
-        if rank_zero_only.rank == 0:
-            self._logged.append(row)
+        self._log(row)
+
+    @rank_zero_only
+    def _log(self, row: dict[str, Any]) -> None:
+        self._logged.append(row)
 
     @rank_zero_only
     def save(self) -> None:
@@ -289,11 +292,14 @@ class MetricsFile(CSVLogger):
         """Write the remaining rows."""
         self.save()
 
-    def replace(self, rows: list[dict[str, Any]]) -> None:
-        """Begin with the rows of another rank."""
-        self.rows = rows
-        if rank_zero_only.rank == 0:
-            self._columns = write_rows(self._path, rows)
+    @rank_zero_only
+    def rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replace all rows.
+
+        Raises:
+            OSError: When the file cannot be written.
+        """
+        self._columns = write_rows(self._path, rows)
 
     def go_back(self, step: int) -> None:
         """Drop the rows from `step` on, because training resumes at this step.
@@ -301,8 +307,7 @@ class MetricsFile(CSVLogger):
         Raises:
             OSError: When the file cannot be read or written.
         """
-        rows = [row for row in read_rows(self._path) if int(row["step"]) < step]
-        self._columns = write_rows(self._path, rows)
+        self.rewrite([row for row in read_rows(self._path) if int(row["step"]) < step])
 
 
 class SaveConfig(SaveConfigCallback):

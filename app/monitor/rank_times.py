@@ -123,10 +123,6 @@ class RankTimes:
             distributed.all_gather(list(rows), mine, self._group)
         self.hear(time.perf_counter() - self._started, rows.tolist())
 
-    def forget(self) -> None:
-        """Drop the stored step times, because each rank now has another number of shards."""
-        self._windows.clear()
-
     def hear(self, seconds: float, rows: list[list[float]]) -> None:
         """Process a window's figures of all ranks.
 

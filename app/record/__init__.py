@@ -229,6 +229,7 @@ class Record(Part):
 
     # configuration
     num_nodes: Count = 1
+    live: bool = False
     replicas: Count = 1
     threads: Count | None = None
     precision: str | None = None

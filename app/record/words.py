@@ -138,7 +138,9 @@ def way_of_running(record: Record, device: str = "") -> str:
     if record.replicas == 1:
         return f"one {device}"
     text = f"{record.strategy}, {record.replicas} × {device}"
-    if record.num_nodes > 1:
+    if record.live:
+        text += ", live"
+    elif record.num_nodes > 1:
         text += f" on {record.num_nodes} nodes"
     return text
 

@@ -5,7 +5,7 @@ is not associative: the order of additions changes a sum's last bits. The tree f
 Addition is commutative, so either of two siblings may arrive first.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,7 @@ class Tree:
 
     def __post_init__(self) -> None:
         self.root = ((self.count - 1).bit_length(), 0)
-        self.deal(equal_shares(self.world_size, self.count))
-
-    def deal(self, shares: Sequence[int]) -> None:
-        """Set the number of shards of each rank. All ranks must pass the same shares."""
+        shares = equal_shares(self.world_size, self.count)
         self.shares = list(shares)
         self.shards = run_of(self.rank, shares)
         self._held = [self.partial_sums(run_of(rank, shares)) for rank in range(self.world_size)]

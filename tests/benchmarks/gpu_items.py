@@ -316,7 +316,7 @@ def same_bits() -> None:
 def commands() -> None:
     """Record a run's memory, by its record and by nvidia-smi.
 
-    Record also the results of doctor, plan, compare and verify.
+    Record also the results of doctor, compare and verify.
     """
     memory = record_of(fit("memory", *DATA, *options(max_epochs=1, test=False)))["peak_memory"]
     note("recorded", {key: value for key, value in memory[0].items() if key.endswith("gib")})
@@ -329,11 +329,7 @@ def commands() -> None:
         print(out)
         note(words[0], f"exit code {code}: {out.strip().splitlines()[-1][:200]}")
 
-    run = ["--run", newest("memory")]
-    if not CPU:
-        run = [*ON, *options(images=640), "--data=Synthetic"]
-    plan = ["plan", "--per_node=8", "--bandwidth=25GB/s", "--latency=20us", *run, "--root", PLACE]
-    jobs: list[list[Any]] = [["doctor"], plan]
+    jobs: list[list[Any]] = [["doctor"]]
     if not CPU:
         small = options(images=64, batch_size=16, accelerator="cuda", max_epochs=1)
         jobs.append(["verify", "--data=Synthetic", *small])
