@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from exact_code import Linear
 from forked import fork_app
 from harness import QUIET, App, Fit, draw_images, error_of, on_cpu, options, output_of, tiny
 from matplotlib.cbook import get_sample_data
@@ -22,6 +23,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 import app as package
 from app.errors import UserError
+from app.lab.runs import _whole_name
 from app.modules import CIFARCNN
 from app.use.inference import Classifier, load
 
@@ -373,8 +375,8 @@ def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         "root": str(tmp_path),
         "name": "x",
     }
-    with pytest.raises(UserError, match=r"'run.seed': …"):
-        fit(**flags, seed=True)
+    with pytest.raises(UserError, match=r"'model.lr': …"):
+        _whole_name("lr", {"model": Linear, "data": Linear})
     with pytest.raises(UserError, match=r"^app.fit has no flag epoch: did you mean epochs\?$"):
         fit(**flags, epoch=1)
     (tmp_path / "x/version_0").mkdir(parents=True)

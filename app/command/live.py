@@ -128,11 +128,11 @@ class Live(Checkpoint):
         return self.state.checkpoint["global_step"] if self.state.checkpoint else 0
 
     def _share(self) -> None:
-        counts = gather_objects(self.state.count)
-        newest = max(counts)
-        if min(counts) < newest:
+        ages = gather_objects((self.state.count, self.state.decided is not None))
+        newest = max(ages)
+        if min(ages) < newest:
             states = [self.state]
-            distributed.broadcast_object_list(states, counts.index(newest))
+            distributed.broadcast_object_list(states, ages.index(newest))
             self.state = states[0]
 
     def decided(self) -> dict[str, Any]:
@@ -157,7 +157,6 @@ class Live(Checkpoint):
         Signals.of(trainer).member = self.member
         for callback in [*trainer.callbacks]:
             if isinstance(callback, RunRecord):
-                callback.record.live = True
                 callback.started = self.began or callback.started
             elif isinstance(callback, Header) and self.began is not None:
                 trainer.callbacks.remove(callback)
@@ -180,10 +179,13 @@ class Live(Checkpoint):
         trainer.callback_metrics.update(copy.deepcopy(state.metrics))
         for name, (meta, values) in state.means.items():
             sync = replace(meta.sync, fn=trainer.strategy.reduce)
-            result = _ResultMetric(replace(meta, _sync=sync), is_tensor=True)
+            result = _ResultMetric(replace(meta, _sync=sync), is_tensor=bool(values))
             result._update_count = 1
+            if not values:
+                values = {"value": pl_module.get_submodule(meta.metric_attribute)}
             vars(result).update(values)
             trainer.fit_loop.epoch_loop._results[name] = result
+            trainer._logger_connector._first_loop_iter = False  # the next step adds to the means
         for name, (values, updates) in state.sums.items():
             metric: Any = pl_module.get_submodule(name)
             metric._update_count = updates
@@ -243,9 +245,8 @@ class Live(Checkpoint):
                     sums[name] = copy.deepcopy(metric.metric_state), metric.update_count
         means = {}
         for name, result in trainer.fit_loop.epoch_loop._results.items():
-            if result.is_tensor:
-                sync = replace(result.meta.sync, fn=None)
-                means[name] = replace(result.meta, _sync=sync), dict(result.metric_state)
+            meta = replace(result.meta, _sync=replace(result.meta.sync, fn=None))
+            means[name] = meta, dict(result.metric_state)
         return replace(
             self.state,
             checkpoint=copy.deepcopy(trainer._checkpoint_connector.dump_checkpoint(False)),
