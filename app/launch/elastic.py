@@ -203,11 +203,13 @@ def launch_apart(
             for ranks in agents:
                 ranks.stop = stop
             wait(results)
-    errors = [result.exception() for result in results]
+    errors = list(filter(None, (result.exception() for result in results)))
     codes = [result.result() for result in results if result.exception() is None]
     if codes:
+        for error in errors:
+            print(f"error: {error}", file=sys.stderr)
         return max(codes)
-    error = next(filter(None, errors))
+    error = errors[0]
     agents[0].is_live = False
     agents[0].mark(ExitStatus.of(error))
     raise error

@@ -116,6 +116,7 @@ class Member:
         self.store = reach_store(host, int(port))
         with socket.create_connection((host, int(port)), timeout=5) as connection:
             own = connection.getsockname()[0]
+        self._host = own
         self._own_store = host_store(own, 0, timeout)
         number = self.store.add("members", 1) - 1
         self.id = f"{number:06}@{own}:{self._own_store.port}"
@@ -136,6 +137,8 @@ class Member:
         self.lost = threading.Event()
         self.is_awaited = threading.Event()
         self._peers: list[socket.socket] = []
+        self._door: socket.socket | None = None  # closed to tell the others that this rank leaves
+        self._quorum = 0
 
     def wait_for_first(self) -> None:
         """Wait until as many ranks have started as the run begins with."""
@@ -182,6 +185,8 @@ class Member:
         """
         while True:
             self._leave()
+            self._door = socket.create_server((self._host, 0))
+            self.store.set(self.id, f"{self._quorum} {self._door.getsockname()[1]}")
             ticket = self.store.add("tickets", 1)
             quorum = self._client._quorum(
                 group_rank=0,
@@ -192,6 +197,7 @@ class Member:
                 commit_failures=1,  # so that each quorum has a new number
                 init_sync=False,
             )
+            self._quorum = quorum.quorum_id
             with suppress(RuntimeError, OSError):
                 self._connect(quorum, backend)
                 tickets = gather_objects(ticket)
@@ -209,8 +215,11 @@ class Member:
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
         for member in self.members:
             if member != self.id:
-                place, _, peer = member.partition("@")[2].rpartition(":")
-                connection = socket.create_connection((place, int(peer)), timeout=5)
+                left, door = self.store.get(member).decode().split()
+                if int(left) == quorum.quorum_id:
+                    raise RuntimeError("a rank has left")
+                place = member.partition("@")[2].rpartition(":")[0]
+                connection = socket.create_connection((place, int(door)), timeout=5)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 self._peers.append(connection)
         arguments = (self._peers, self.lost)
@@ -231,8 +240,9 @@ class Member:
         self._peers = []
         self.lost = threading.Event()
         self.is_awaited = threading.Event()
-        for connection in peers:
-            connection.close()
+        for connection in (*peers, self._door):
+            if connection is not None:
+                connection.close()
         leave_nccl()
         disconnect()
         if distributed.is_initialized():
