@@ -77,3 +77,45 @@ class Ends(Callback):
             folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]
             awaited((folder / "0" / ENDED).exists, 60)
             end(self.way)
+
+
+class Kills(Callback):
+    """Kills ranks of a live run, each once.
+
+    Args:
+        at: Moments `STAGE:STEP:RANK`; the rank is killed at the stage after this step or later.
+        folder: Folder for a file of each kill.
+    """
+
+    def __init__(self, at: list[str], folder: str) -> None:
+        self.at, self.folder = at, Path(folder)
+
+    def _reach(self, stage: str, trainer: Trainer) -> None:
+        for moment in self.at:
+            name, step, rank = moment.split(":")
+            is_now = name == stage and trainer.global_step >= int(step)
+            mark = self.folder / moment
+            if is_now and trainer.global_rank == int(rank) and not mark.exists():
+                mark.touch()
+                end("SIGKILL")
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._reach("step", trainer)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach("backward", trainer)
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._reach("validation", trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach("validated", trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
+        self._reach("save", trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach("epoch", trainer)
+
+    def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._reach("test", trainer)

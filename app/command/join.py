@@ -11,6 +11,7 @@ from pathlib import Path
 from app.command.run import run as fit
 from app.errors import UserError
 from app.launch.live import CONFIG, JOINED, LIVE
+from app.launch.process import RANKS, TASK
 from app.launch.rendezvous import reach_store
 from app.system.files import write_text
 
@@ -35,6 +36,8 @@ def run(arguments: list[str]) -> int:
         raise UserError(
             f"{address}: no live run answers there ({error}): give the address that the run prints"
         ) from error
+    for name in (*RANKS, *TASK):  # of torchrun or srun, which may have started this command once
+        os.environ.pop(name, None)
     os.environ[LIVE] = address
     os.environ[JOINED] = "true"
     with tempfile.TemporaryDirectory(prefix="data-parallel-lab-") as folder:

@@ -1,0 +1,43 @@
+"""A user's module for live runs: everything that a rank's death could lose."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class Everything(LightningModule):
+    """Network with BatchNorm and dropout, metrics, means, and a schedule by validation loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
+        self.net = nn.Sequential(*layers)
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        vectors, labels = batch
+        logits = self.net(vectors)
+        loss = nn.functional.cross_entropy(logits, labels)
+        self.accuracy(logits, labels)
+        self.mean(labels.double().mean())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        for name, metric in {"accuracy": self.accuracy, "mean": self.mean}.items():
+            self.log(name, metric, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        vectors, labels = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.net(vectors), labels), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.5, momentum=0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
+        }

@@ -1,0 +1,207 @@
+"""`--cluster.live`: ranks come and go, and the results keep their bits."""
+
+import hashlib
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster.hosts import awaited
+from fork_server import PATHS
+from forked import fork_fit
+from harness import (
+    QUIET,
+    RECIPE,
+    SLOW,
+    App,
+    Running,
+    error_of,
+    last_of,
+    options,
+    output_of,
+    running,
+    start_app,
+    started,
+    tiny,
+    weights,
+)
+from pandas import read_csv
+from pandas.testing import assert_frame_equal
+
+from app.command.checkpoint_file import read
+from app.record import Record
+
+BASE = options(accelerator="cpu", virtual_devices=4, threads=1, log_every_n_steps=2, name="x")
+IMAGES = [*tiny(100, 20, "ImageClassifier", flip=True, max_epochs=3), *RECIPE, *BASE]
+IMAGES += ["--model.network=timm/test_efficientnet", "--trainer.gradient_clip_val=1"]
+IMAGES += options(accumulate_grad_batches=2, val_check_interval=2)
+THEIRS = ["--model=live_code.Everything", "--data=exact_code.Ordinary", *QUIET, *BASE]
+THEIRS += ["--data.count=90", "--data.train=workers", *options(global_batch=20, max_epochs=3)]
+LIVE = [*options(strategy="ddp", devices=2), "--cluster.live=true", "--cluster.timeout=120"]
+
+
+def digest(run: Path) -> str:
+    """Return the SHA-256 of the weights and buffers in a run's last checkpoint."""
+    values = sorted(weights(run).items())
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in values)).hexdigest()
+
+
+def train(folder: Path, flags: Sequence[str], kills: Sequence[str] | None = None) -> Path:
+    """Train undisturbed on one process, or live, while ranks are killed; return the directory."""
+    if kills is None:
+        return fork_fit(folder, *flags, *options(strategy="auto", devices=1))
+    (folder / "kills").mkdir(parents=True)
+    words = [*LIVE, *options(root=folder), "--cluster.max_restarts=9"]
+    words += ["--trainer.callbacks+=dying_code.Kills", f"--trainer.callbacks.at={[*kills]}"]
+    words += [f"--trainer.callbacks.folder={folder / 'kills'}"]
+    out = output_of(*start_app("fit", *flags, *words, env={"PYTHONPATH": PATHS}))
+    assert {path.name for path in (folder / "kills").iterdir()} == {*kills}
+    assert re.search(r"rank \d left at step \d+; 1 go on", out), out
+    return folder / "x/version_0"
+
+
+def assert_undisturbed(run: Path, alone: Path) -> None:
+    """Check that a run's weights have another run's bits, and its metrics the same rows."""
+    assert digest(run) == digest(alone)
+    # the sums of an evaluation depend on the number of processes that it ends with
+    rows, expected = (read_csv(folder / "metrics.csv") for folder in (run, alone))
+    assert_frame_equal(rows, expected, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of an undisturbed run on images, with all features of a recipe."""
+    return train(tmp_path_factory.mktemp("images"), IMAGES)
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of an undisturbed run of a user's module on a DataLoader with workers."""
+    return train(tmp_path_factory.mktemp("theirs"), THEIRS)
+
+
+def test_rank_zero_is_killed(images: Path, tmp_path: Path) -> None:
+    run = train(tmp_path, IMAGES, ["backward:2:0"])
+    assert_undisturbed(run, images)
+    first = Record.load(run / "run.json").parts[0]
+    assert (first.status, first.error, first.world_size) == ("continued", "rank 0 left", 2)
+    assert first.steps == 2
+
+
+def test_validation_is_repeated(theirs: Path, tmp_path: Path) -> None:
+    assert_undisturbed(train(tmp_path, THEIRS, ["validation:5:1"]), theirs)
+
+
+KILLS = [
+    ("images", ["save:4:0"]),
+    ("images", ["epoch:3:0"]),
+    ("images", ["validated:3:1", "test:9:0"]),
+    ("images", ["step:4:0", "step:4:1"]),
+    ("theirs", ["step:3:1"]),
+    ("theirs", ["validation:5:0", "step:10:1"]),
+    ("theirs", ["epoch:5:1"]),
+]
+
+
+@SLOW
+@pytest.mark.parametrize(("what", "kills"), KILLS)
+def test_kills(what: str, kills: list[str], images: Path, theirs: Path, tmp_path: Path) -> None:
+    flags, alone = {"images": (IMAGES, images), "theirs": (THEIRS, theirs)}[what]
+    assert_undisturbed(train(tmp_path, flags, kills), alone)
+
+
+def address_of(run: Running) -> str:
+    """Return the address that a live run prints."""
+    line = run.process.stdout.readline()  # type: ignore[union-attr]
+    return line.split()[-1]
+
+
+def has_joined(run: Running, ranks: int) -> bool:
+    """Return whether a part of the run on this many ranks has begun."""
+    record = run.record
+    return record.get("world_size") == ranks or run.process.poll() is not None
+
+
+LONG = [*IMAGES, "--trainer.max_epochs=60", "--model.schedule=null", "--model.warmup=0"]
+ONE = [*LIVE, "--trainer.devices=1"]
+
+
+@SLOW
+def test_a_machine_joins_and_leaves(tmp_path: Path) -> None:
+    """The machine's Ctrl-C ends its ranks only; the first node's ends all."""
+    with started(tmp_path, *LONG, *ONE) as run:
+        address = address_of(run)
+        run.trained(1)
+        wrong = start_app("join", address, "--model.optimizer.lr=3")
+        assert "model.init_args.optimizer.init_args.lr is 3.0 here and 0.02 in the live" in wrong[1]
+        with running("join", address, "--trainer.devices=2") as other:
+            awaited(lambda: has_joined(run, 3), 120)
+            other.get("SIGINT", "main")
+            other.end(code=130)
+        awaited(lambda: has_joined(run, 1), 120)
+        run.get("SIGTERM", "main")
+        out = run.end(code=143)
+    assert re.search(r"rank 1, 2 left at step \d+; 1 go on|rank [12] left", out), out
+    steps = read(last_of(run.directory))["global_step"]
+    alone = train(tmp_path / "alone", [*LONG, f"--trainer.max_steps={steps}"])
+    assert digest(run.directory) == digest(alone)
+
+
+@SLOW
+def test_the_first_node_is_lost(tmp_path: Path) -> None:
+    """The others save the newest step, and end with one line."""
+    with started(tmp_path, *LONG, *ONE) as run:
+        address = address_of(run)
+        run.trained(1)
+        with running("join", address, "--trainer.devices=1") as other:
+            awaited(lambda: has_joined(run, 2), 120)
+            run.get("SIGKILL", "main")
+            out = other.end(code=2)
+    checkpoint = last_of(run.directory)
+    assert f"start again with --ckpt_path {checkpoint}" in out
+    steps = read(checkpoint)["global_step"]
+    alone = train(tmp_path / "alone", [*LONG, f"--trainer.max_steps={steps}"])
+    assert digest(run.directory) == digest(alone)
+
+
+@SLOW
+def test_any_moment(tmp_path: Path) -> None:
+    """Ranks are killed at random moments: in training, while they start, while they join."""
+    flags = [*LIVE, "--trainer.devices=3", "--cluster.max_restarts=999", "--trainer.max_epochs=-1"]
+    with started(tmp_path, *LONG, *flags) as run:
+        run.trained(1)
+        for _ in range(int(os.environ.get("LIVE_KILLS", "50"))):
+            time.sleep(random.uniform(0, 3))  # to reach any moment
+            ranks = psutil.Process(run.process.pid).children()
+            random.choice(ranks).send_signal(signal.SIGKILL)
+        run.get("SIGTERM", "main")
+        run.end(code=143)
+    steps = read(last_of(run.directory))["global_step"]
+    alone = train(
+        tmp_path / "alone", [*LONG, "--trainer.max_epochs=-1", f"--trainer.max_steps={steps}"]
+    )
+    assert digest(run.directory) == digest(alone)
+
+
+REFUSED = {
+    "--run.virtual_devices=null": "needs --run.virtual_devices, so that results stay the same",
+    "--trainer.strategy=auto --trainer.devices=1": "needs --trainer.strategy ddp, not auto",
+    "--trainer.num_nodes=2": "starts one machine, and others join",
+    "--cluster.init_method=file:///x": "needs tcp://HOST:PORT, not --cluster.init_method file",
+    "--run.find_lr=true": "does not work with --run.find_lr",
+    "--cluster.live=false --cluster.min_ranks=2": "--cluster.min_ranks 2: add --cluster.live true",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_cannot_be_live(flags: str, app: App) -> None:
+    assert REFUSED[flags] in error_of(*app("fit", *IMAGES, *LIVE, *flags.split()))
+
+
+def test_nobody_answers(app: App) -> None:
+    assert "no live run answers there" in error_of(*app("join", "127.0.0.1:9"))
