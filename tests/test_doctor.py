@@ -30,7 +30,7 @@ def test_self_test_ignores_misleading_variables() -> None:
         out = run.on_loopback()
     assert run.process.returncode == 0
     levels = levels_of(out)
-    assert levels.keys() >= {"accelerators", "processor", "room", "tracker"}
+    assert levels.keys() >= {"accelerators", "processor", "room"}
     assert levels.keys() >= {"auto x1", "dp x2", "ddp x2", "ddp_spawn x2"}
     assert re.search(r"versions +python 3\S+, torch \S+, .*glibc", out)
     assert "red" not in levels.values()

@@ -61,7 +61,7 @@ def train(folder: Path, flags: Sequence[str], kills: Sequence[str] | None = None
     words += [f"--trainer.callbacks.folder={folder / 'kills'}"]
     out = output_of(*start_app("fit", *flags, *words, env={"PYTHONPATH": PATHS}))
     assert {path.name for path in (folder / "kills").iterdir()} == {*kills}
-    assert re.search(r"rank \d left at step \d+; 1 go on", out), out
+    assert len(kills) > 1 or re.search(r"rank \d left at step \d+; 1 go on", out), out
     return folder / "x/version_0"
 
 
@@ -103,7 +103,7 @@ KILLS = [
     ("images", ["validated:3:1", "test:9:0"]),
     ("images", ["step:4:0", "step:4:1"]),
     ("theirs", ["step:3:1"]),
-    ("theirs", ["validation:5:0", "step:10:1"]),
+    ("theirs", ["validation:5:0", "step:8:0"]),
     ("theirs", ["epoch:5:1"]),
 ]
 
@@ -138,7 +138,7 @@ def test_a_machine_joins_and_leaves(tmp_path: Path) -> None:
         address = address_of(run)
         run.trained(1)
         wrong = start_app("join", address, "--model.optimizer.lr=3")
-        assert "model.init_args.optimizer.init_args.lr is 3.0 here and 0.02 in the live" in wrong[1]
+        assert "model.optimizer.lr is 3.0 here and 0.02 in the live" in wrong[1]
         with running("join", address, "--trainer.devices=2") as other:
             awaited(lambda: has_joined(run, 3), 120)
             other.get("SIGINT", "main")

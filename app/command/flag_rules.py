@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import PurePath
 from types import NoneType
 from typing import Any, get_args
@@ -17,7 +18,6 @@ from app.command.resolved import Resolved, class_of
 from app.command.run_options import LimitedTrainer, Run
 from app.data.shares import shards_beyond
 from app.errors import nearest
-from app.launch.live import has_torchft
 from app.launch.rendezvous import Cluster
 from app.training import DDP, DataParallelStrategy
 
@@ -123,7 +123,7 @@ def _live(s: Resolved) -> Iterator[str]:
         return
     is_tcp = (cluster.init_method or "tcp://").startswith("tcp://")
     for is_wrong, reason in (
-        (not has_torchft(), "needs torchft: pip install 'data-parallel-lab[live]'"),
+        (find_spec("torchft") is None, "needs torchft: pip install 'data-parallel-lab[live]'"),
         (s.virtual_devices is None, "needs --run.virtual_devices, so that results stay the same"),
         (s.strategy is not DDP, f"needs --trainer.strategy ddp, not {s.name}"),
         (s.config.trainer.num_nodes > 1, "starts one machine, and others join: one node"),

@@ -15,9 +15,9 @@ from torchmetrics import Metric
 from app.command.checkpoint_file import LAST, SNAPSHOT, CheckpointFiles
 from app.command.checkpoints import read_earlier
 from app.command.configuration import Flags
-from app.errors import UserError, one_line
+from app.errors import RankLostError, UserError, one_line
 from app.launch.agree import gather_objects
-from app.launch.live import LIVE, Member, RanksChangeError
+from app.launch.live import LIVE, Member
 from app.launch.signals import Signals
 from app.monitor.header import Header
 from app.monitor.loggers import MetricsFile, read_rows
@@ -68,17 +68,17 @@ class Live(Checkpoint):
     def __init__(self, cli: Flags) -> None:
         self.member = Member(os.environ[LIVE], cli.config.cluster.timeout)
         self._root = cli.config.run.root
+        self._limit = int(cli.config.run.virtual_devices)
         self.member.wait_for_first()
         self.state = State()
         self.began: float | None = None  # when the ranks changed last
         self._ended: State | None = None  # the epoch's last, until its metrics have been logged
 
-    def meet(self, backend: str, limit: int) -> bool:
+    def meet(self, backend: str) -> bool:
         """Meet all living ranks, and take the newest state of all.
 
         Args:
             backend: Communication library.
-            limit: Largest number of ranks.
 
         Returns:
             Whether the run goes on.
@@ -95,12 +95,12 @@ class Live(Checkpoint):
             if self.member.has_ended:
                 return False
             ranks = len(self.member.members)
-            if ranks > limit:
-                if int(os.environ["RANK"]) < limit:
+            if ranks > self._limit:
+                if int(os.environ["RANK"]) < self._limit:
                     continue
                 raise UserError(
-                    f"the live run has {limit} ranks, as many as --run.virtual_devices: wait until "
-                    "one leaves"
+                    f"the live run has {self._limit} ranks, as many as --run.virtual_devices: "
+                    "wait until one leaves"
                 )
             try:
                 self._share()
@@ -140,7 +140,6 @@ class Live(Checkpoint):
         decided = dict(self.state.decided or {})
         if self.state.checkpoint is not None:
             decided["checkpoint"] = SNAPSHOT
-            decided["may_be_finished"] = True
         folder = decided["folder"]
         if folder is not None:
             decided["earlier"] = read_earlier(Path(self._root, folder, "run.json"))
@@ -201,7 +200,7 @@ class Live(Checkpoint):
             validates: Whether the step's validation is due.
 
         Raises:
-            RanksChangeError: When the ranks have agreed to meet.
+            RankLostError: When the ranks have agreed to meet.
         """
         if in_window(trainer):
             return
@@ -210,16 +209,10 @@ class Live(Checkpoint):
         if validates:  # make Lightning validate first, from the first batch on
             progress = state.checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress["current"] = dict.fromkeys(progress["current"], 0)
-            batches = progress["total"]["ready"]
-            progress["total"] = {
-                "ready": batches + 1,
-                "started": batches + 1,
-                "processed": batches,
-                "completed": batches,
-            }
+            progress["total"] = {**progress["current"], "ready": 1, "started": 1}
         self._keep(state)
         if Signals.of(trainer).regroups:
-            raise RanksChangeError("ranks join or leave")
+            raise RankLostError("ranks join or leave")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take a state, which counts once the epoch's metrics are logged."""
@@ -231,9 +224,7 @@ class Live(Checkpoint):
         if self._ended is not None:
             self._keep(self._ended)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the last epoch's state."""
-        self.on_train_epoch_start(trainer, pl_module)
+    on_train_end = on_train_epoch_start
 
     def _take(self, trainer: Any) -> State:
         """Copy the Trainer's state. Collective."""

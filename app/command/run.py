@@ -130,11 +130,9 @@ def train_live(cli: Flags) -> int:
     backend = cli.resolved.options.get("process_group_backend")
     if backend is None:
         backend = "nccl" if cli.resolved.accelerator == "cuda" else "gloo"
-    shards = cli.resolved.virtual_devices
-    assert shards is not None
     if backend == "nccl":
         torch.cuda.set_device(cli.resolved.trainer.devices[0])
-    while live.meet(backend, shards):
+    while live.meet(backend):
         cli.resolved = check(cli.command, cli.config)
         reset_seed()
         try:
@@ -156,7 +154,7 @@ def train_live(cli: Flags) -> int:
     return 0
 
 
-def identity(cli: Flags) -> dict[str, str]:
+def identity(cli: Flags) -> dict[str, str | None]:
     """Return everything that must be equal on all machines of a live run, by name."""
     code = hashlib.sha256()
     names = {"app", *local_modules(), *chosen_modules()}
@@ -165,10 +163,9 @@ def identity(cli: Flags) -> dict[str, str]:
         if name.partition(".")[0] in names and file:
             code.update(Path(file).read_bytes())
     known = {**versions(), **shared_settings(cli.config), "the code": code.hexdigest()[:12]}
-    known.pop("cluster", None)
     if isinstance(cli.datamodule, ImageData):
         known["the data"] = str(cli.datamodule.content)
-    return {name: str(value) for name, value in known.items()}
+    return known
 
 
 def prepare_process(cli: Flags) -> None:

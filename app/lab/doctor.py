@@ -6,7 +6,6 @@ timeout is red only on a quiet machine; on a busy one, it proves nothing. Exit c
 red.
 """
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -20,7 +19,6 @@ from rich.markup import escape
 
 from app.command.parser import PlainParser
 from app.lab.runs import run_fit
-from app.monitor.loggers import tracking_mode
 from app.record import Record
 from app.system.machine import GIB, busy, driver, hardware, usable_cores, versions
 from app.system.terminal import make_console
@@ -105,13 +103,10 @@ def examine(show: Callable[[str], None]) -> Iterator[Check]:
     found += f"{os.cpu_count()} cores, {memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB"
     yield Check("processor", level, f"{found} free", load or "")
     installed = versions()
-    for name in ("torchvision", "wandb"):
-        installed[name] = importlib.metadata.version(name)
     names = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
     yield Check("versions", "green", f"{names}; {platform.platform()}")
     yield _accelerators()
     yield from _room()
-    yield Check("tracker", "green", f"Weights & Biases {tracking_mode(None)}")
     yield from _self_test(show)
 
 

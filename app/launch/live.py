@@ -15,12 +15,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
 from torch import distributed
 
-from app.errors import RankError, RankLostError, RankSilentError, UserError
+from app.errors import RankLostError, RankSilentError, UserError
 from app.launch.agree import gather_objects
 from app.launch.failures import explained, leave_nccl
 from app.launch.rendezvous import Cluster, Deadline, host_store, reach_store
@@ -36,15 +35,6 @@ JOINED = "APP_JOINED"  # environment variable of the ranks on a machine that has
 HEARTBEAT = 0.1  # seconds between a rank's signs of life
 DEAD = 0.5  # seconds without one, after which a rank is dead
 SOON = timedelta(seconds=10)  # timeout of a connection
-
-
-class RanksChangeError(RankError):
-    """Change of the ranks at the end of a step, on every rank."""
-
-
-def has_torchft() -> bool:
-    """Return whether torchft is installed."""
-    return find_spec("torchft") is not None
 
 
 def live_device(devices: Any) -> int:
@@ -81,7 +71,7 @@ def open_run(cluster: Cluster, processes: int, config: str) -> tuple[Any, ...]:
         bind=f"{host}:0",
         min_replicas=cluster.min_ranks,
         join_timeout_ms=int(1000 * cluster.timeout),
-        quorum_tick_ms=int(1000 * HEARTBEAT / 5),
+        quorum_tick_ms=20,
         heartbeat_timeout_ms=int(1000 * DEAD),
     )
     store.set("processes", str(processes))
@@ -115,17 +105,16 @@ class Member:
         use_interface_to(host)
         self.store = reach_store(host, int(port))
         with socket.create_connection((host, int(port)), timeout=5) as connection:
-            own = connection.getsockname()[0]
-        self._host = own
-        self._own_store = host_store(own, 0, timeout)
+            self._host = connection.getsockname()[0]
+        self._own_store = host_store(self._host, 0, timeout)
         number = self.store.add("members", 1) - 1
-        self.id = f"{number:06}@{own}:{self._own_store.port}"
+        self.id = f"{number:06}@{self._host}:{self._own_store.port}"
         self._server = ManagerServer(
             replica_id=self.id,
             lighthouse_addr=self.store.get("lighthouse").decode(),
-            hostname=own,
-            bind=f"{own}:0",
-            store_addr=f"{own}:{self._own_store.port}",
+            hostname=self._host,
+            bind=f"{self._host}:0",
+            store_addr=self.id.partition("@")[2],
             world_size=1,
             heartbeat_interval=timedelta(seconds=HEARTBEAT),
             connect_timeout=SOON,
@@ -137,7 +126,7 @@ class Member:
         self.lost = threading.Event()
         self.is_awaited = threading.Event()
         self._peers: list[socket.socket] = []
-        self._door: socket.socket | None = None  # closed to tell the others that this rank leaves
+        self._door = socket.socket()  # closed to tell the others that this rank leaves
         self._quorum = 0
 
     def wait_for_first(self) -> None:
@@ -148,7 +137,7 @@ class Member:
             deadline.check(f"all {count} ranks")
             time.sleep(HEARTBEAT)
 
-    def check(self, identity: dict[str, str]) -> None:
+    def check(self, identity: dict[str, Any]) -> None:
         """Compare this rank with the run's first one.
 
         Args:
@@ -161,8 +150,8 @@ class Member:
         first = self.store.compare_set(IDENTITY, "", text).decode()
         expected = json.loads(first)
         for name in expected | identity:
-            here = identity.get(name, "missing")
-            there = expected.get(name, "missing")
+            here = identity.get(name)
+            there = expected.get(name)
             if here != there:
                 raise UserError(
                     f"{name} is {here} here and {there} in the live run: give this machine the same"
@@ -203,8 +192,10 @@ class Member:
                 tickets = gather_objects(ticket)
                 break
         if quorum.replica_rank == 0:
-            arguments = (max(tickets), self.is_awaited)
-            threading.Thread(target=self._watch_door, args=arguments, daemon=True).start()
+            door = threading.Thread(
+                target=self._watch_door, args=(max(tickets), self.is_awaited), daemon=True
+            )
+            door.start()
 
     def _connect(self, quorum: Any, backend: str) -> None:
         self.members = list(quorum.replica_ids)
@@ -241,8 +232,7 @@ class Member:
         self.lost = threading.Event()
         self.is_awaited = threading.Event()
         for connection in (*peers, self._door):
-            if connection is not None:
-                connection.close()
+            connection.close()
         leave_nccl()
         disconnect()
         if distributed.is_initialized():
@@ -283,9 +273,9 @@ class Member:
 
     def has_changed(self, error: BaseException | None) -> bool:
         """Return whether an exception is due to a change of the ranks."""
-        if error is None or isinstance(error, UserError) or not isinstance(error, Exception):
+        if isinstance(error, UserError) or not isinstance(error, Exception):
             return False
-        known = RanksChangeError | RankLostError | RankSilentError
+        known = RankLostError | RankSilentError
         return isinstance(explained(error), known) or self.lost.wait(DEAD)
 
     def changes(self, before: Sequence[str]) -> str:

@@ -301,13 +301,18 @@ class MetricsFile(CSVLogger):
         """
         self._columns = write_rows(self._path, rows)
 
-    def go_back(self, step: int) -> None:
+    def go_back(self, step: int) -> int:
         """Drop the rows from `step` on, because training resumes at this step.
+
+        Returns:
+            Number of steps to repeat, as far as their rows tell.
 
         Raises:
             OSError: When the file cannot be read or written.
         """
-        self.rewrite([row for row in read_rows(self._path) if int(row["step"]) < step])
+        rows = read_rows(self._path)
+        self.rewrite([row for row in rows if int(row["step"]) < step])
+        return max([step, *(int(row["step"]) + 1 for row in rows)]) - step
 
 
 class SaveConfig(SaveConfigCallback):

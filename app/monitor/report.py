@@ -131,6 +131,9 @@ def _facts(record: Record) -> list[tuple[str, str]]:
     facts = list(settings(record))
     if record.setup_s and record.train_s is not None:
         facts.append(("time", time_taken(record)))
+    for part in record.parts:
+        text = f"{part.world_size} until step {part.steps:,}: {part.error}; {part.setup_s} s set-up"
+        facts.append(("ranks", text))
     if record.resumed_from:
         facts.append(("resumed from", record.resumed_from))
     machine = record.hardware

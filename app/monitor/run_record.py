@@ -340,7 +340,7 @@ class RunRecord(Callback):
         if trainer.is_global_zero and self.record.parts:
             for logger in trainer.loggers:
                 if isinstance(logger, MetricsFile):
-                    logger.go_back(checkpoint["global_step"])
+                    self.record.repeated += logger.go_back(checkpoint["global_step"])
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the test metrics, and the tested checkpoint if one was loaded."""

@@ -213,6 +213,7 @@ class Part:
 
     # results
     steps: Int = 0
+    repeated: Int = 0  # of them, because a part ended after its last checkpoint
     setup_s: Float | None = None
     train_s: Float | None = None
 

@@ -15,8 +15,8 @@ _before: set[tuple] | None = None  # connections before the block that opens mor
 
 
 def _connections() -> set[tuple]:
-    process = psutil.Process()
-    return {(row.fd, row.laddr, row.raddr) for row in process.net_connections("tcp") if row.raddr}
+    rows = psutil.Process().net_connections("tcp")
+    return {(row.fd, row.laddr, row.raddr) for row in rows if row.raddr}
 
 
 @contextmanager
