@@ -17,10 +17,10 @@ from app.command.checkpoints import read_earlier
 from app.command.configuration import Flags
 from app.errors import RankLostError, UserError, one_line
 from app.launch.agree import gather_objects
-from app.launch.live import LIVE, Member
+from app.launch.live import ENDED, LIVE, Member
 from app.launch.signals import Signals
 from app.monitor.header import Header
-from app.monitor.loggers import MetricsFile, read_rows
+from app.monitor.loggers import MetricsFile, Tracker, read_rows, trackers
 from app.monitor.run_record import RunRecord
 from app.system.lightning_patches import in_window
 from app.system.patches import expects
@@ -33,7 +33,7 @@ class State:
     Attributes:
         count: Number of states until this one.
         checkpoint: Lightning's checkpoint, on the device; None before the first step.
-        decided: Rank zero's decision; see `app.command.decision.decide`.
+        decided: Rank zero's decision; see `app.command.decision.decide`. Empty before.
         rows: All rows of metrics.csv, and possibly later ones.
         written: Number of rows until this state.
         metrics: Values of `trainer.callback_metrics`.
@@ -43,7 +43,7 @@ class State:
 
     count: int = 0
     checkpoint: dict[str, Any] | None = None
-    decided: dict[str, Any] | None = None
+    decided: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     written: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -69,9 +69,9 @@ class Live(Checkpoint):
         self.member = Member(os.environ[LIVE], cli.config.cluster.timeout)
         self._root = cli.config.run.root
         self._limit = int(cli.config.run.virtual_devices)
-        self.member.wait_for_first()
         self.state = State()
         self.began: float | None = None  # when the ranks changed last
+        self._trackers: list[Tracker] = []
         self._ended: State | None = None  # the epoch's last, until its metrics have been logged
 
     def meet(self, backend: str) -> bool:
@@ -92,7 +92,7 @@ class Live(Checkpoint):
                     f"node 0 of the live run does not answer ({one_line(str(error))[:100]}): "
                     f"{self._save()}"
                 ) from error
-            if self.member.has_ended:
+            if self.member.store.check([ENDED]):
                 return False
             ranks = len(self.member.members)
             if ranks > self._limit:
@@ -109,13 +109,13 @@ class Live(Checkpoint):
                 if not self.member.has_changed(error):
                     raise
         self.changes = self.member.changes(before)
-        if before and self.member.members[0] == self.member.id:
+        if before and os.environ["RANK"] == "0":
             print(f"{self.changes} at step {self.steps:,}; {ranks} go on", flush=True)
         return True
 
     def _save(self) -> str:
         """Write the newest state to `last.ckpt`, and return how to go on."""
-        folder = (self.state.decided or {}).get("folder")
+        folder = self.state.decided.get("folder")
         if folder is None or self.state.checkpoint is None:
             return "start again"
         path = Path(self._root, folder, "checkpoints", LAST)
@@ -128,7 +128,7 @@ class Live(Checkpoint):
         return self.state.checkpoint["global_step"] if self.state.checkpoint else 0
 
     def _share(self) -> None:
-        ages = gather_objects((self.state.count, self.state.decided is not None))
+        ages = gather_objects((self.state.count, bool(self.state.decided)))
         newest = max(ages)
         if min(ages) < newest:
             states = [self.state]
@@ -137,7 +137,7 @@ class Live(Checkpoint):
 
     def decided(self) -> dict[str, Any]:
         """Return rank zero's decision, for the next part of the training."""
-        decided = dict(self.state.decided or {})
+        decided = dict(self.state.decided)
         if self.state.checkpoint is not None:
             decided["checkpoint"] = SNAPSHOT
         folder = decided["folder"]
@@ -151,14 +151,18 @@ class Live(Checkpoint):
 
     def attach(self, trainer: Any, decided: dict[str, Any]) -> None:
         """Observe a new Trainer, which continues from the newest state."""
-        if self.state.decided is None:
-            self.state.decided = decided
+        self.state.decided = self.state.decided or decided
         Signals.of(trainer).member = self.member
         for callback in [*trainer.callbacks]:
             if isinstance(callback, RunRecord):
                 callback.started = self.began or callback.started
             elif isinstance(callback, Header) and self.began is not None:
                 trainer.callbacks.remove(callback)
+        if self._trackers:  # rank zero as before: their runs are open
+            others = [logger for logger in trainer.loggers if not isinstance(logger, Tracker)]
+            trainer.loggers = [*others, *self._trackers]
+        if trainer.is_global_zero:
+            self._trackers = trackers(trainer.loggers)
         trainer.callbacks.append(self)
         trainer.fit_loop.epoch_loop.live = self
         trainer.strategy.checkpoint_io.snapshot = self.state.checkpoint

@@ -100,7 +100,7 @@ def train(cli: Flags, live: Live | None = None) -> int:
     """
     build(cli, cli.config)
     connect_ranks(cli)
-    if live is not None and live.state.decided is not None:
+    if live is not None and live.state.decided:
         prepare_data(cli)
         decided = live.decided()
     else:
@@ -163,6 +163,7 @@ def identity(cli: Flags) -> dict[str, str | None]:
         if name.partition(".")[0] in names and file:
             code.update(Path(file).read_bytes())
     known = {**versions(), **shared_settings(cli.config), "the code": code.hexdigest()[:12]}
+    del known["commit"]  # it may change while the code does not
     if isinstance(cli.datamodule, ImageData):
         known["the data"] = str(cli.datamodule.content)
     return known
@@ -391,10 +392,7 @@ def execute(
                 evaluate = getattr(trainer, cli.command)
                 evaluate(cli.model, verbose=verbose, **arguments)
         finally:
-            if live is not None and live.member.has_changed(sys.exc_info()[1]):
-                for tracker in trackers(trainer.loggers):
-                    tracker.finish()
-            else:
+            if live is None or not live.member.has_changed(sys.exc_info()[1]):
                 rank_zero_only(close)(
                     trainer, recorder, cli.command == "fit", cli.model, cli.datamodule
                 )

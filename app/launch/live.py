@@ -84,7 +84,7 @@ def open_run(cluster: Cluster, processes: int, config: str) -> tuple[Any, ...]:
 
 @expects("torchft.coordination:ManagerClient._quorum")
 class Member:
-    """This rank's membership in a live run.
+    """This rank's membership in a live run, which begins once all of its first ranks have started.
 
     Args:
         address: Address of the run's store.
@@ -123,16 +123,11 @@ class Member:
         self._client = ManagerClient(self._server.address(), connect_timeout=SOON)
         self.timeout = timedelta(seconds=timeout)
         self.members: list[str] = []
-        self.lost = threading.Event()
-        self.is_awaited = threading.Event()
         self._peers: list[socket.socket] = []
         self._door = socket.socket()  # closed to tell the others that this rank leaves
         self._quorum = 0
-
-    def wait_for_first(self) -> None:
-        """Wait until as many ranks have started as the run begins with."""
         count = int(self.store.get("processes"))
-        deadline = Deadline(self.timeout.total_seconds())
+        deadline = Deadline(timeout)
         while self.store.add("members", 0) < count:
             deadline.check(f"all {count} ranks")
             time.sleep(HEARTBEAT)
@@ -156,11 +151,6 @@ class Member:
                 raise UserError(
                     f"{name} is {here} here and {there} in the live run: give this machine the same"
                 )
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the run has ended."""
-        return self.store.check([ENDED])
 
     def meet(self, step: int, backend: str) -> None:
         """Wait for all living ranks, and form a process group with them.

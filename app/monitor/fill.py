@@ -43,7 +43,7 @@ def fill_configuration(record: Record, trainer: Trainer) -> None:
     record.strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
     record.devices = len(getattr(trainer.strategy, "parallel_devices", None) or [0])
     record.num_nodes = trainer.num_nodes
-    record.live = getattr(trainer.fit_loop.epoch_loop, "live", None) is not None
+    record.live = bool(getattr(trainer.fit_loop.epoch_loop, "live", None))
     record.world_size = trainer.world_size
     record.replicas = trainer.world_size * len(devices_of(trainer))
     record.precision = trainer.precision

@@ -305,14 +305,14 @@ class MetricsFile(CSVLogger):
         """Drop the rows from `step` on, because training resumes at this step.
 
         Returns:
-            Number of steps to repeat, as far as their rows tell.
+            Number of steps to repeat, as far as rows tell: those of a step's rate precede it.
 
         Raises:
             OSError: When the file cannot be read or written.
         """
         rows = read_rows(self._path)
         self.rewrite([row for row in rows if int(row["step"]) < step])
-        return max([step, *(int(row["step"]) + 1 for row in rows)]) - step
+        return max([step, *(int(row["step"]) for row in rows)]) - step
 
 
 class SaveConfig(SaveConfigCallback):
