@@ -52,7 +52,10 @@ class State:
 
 
 @expects(
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._results",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric",
     "lightning.pytorch.trainer.trainer:Trainer._checkpoint_connector",
+    "lightning.pytorch.trainer.trainer:Trainer._logger_connector",
     "torchmetrics:Metric._update_count",
 )
 class Live(Checkpoint):

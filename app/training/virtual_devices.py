@@ -30,7 +30,7 @@ from app.system.random_streams import own_streams, seed_of
 from app.training.buffers import Buffers
 from app.training.hooks import Hooks
 from app.training.step import StraightLoop
-from app.training.step_patches import in_hook
+from app.training.step_patches import EPOCH_LOOP, in_hook
 from app.training.tree import Node, Tree
 
 Gradients = list[Tensor | None]
@@ -204,6 +204,7 @@ def seed_of_shard(trainer: Trainer, purpose: int, step: int, shard: int) -> int:
     )
 
 
+@expects(f"{EPOCH_LOOP}._should_check_val_fx")
 class ShardedLoop(StraightLoop):
     """Loop over batches that computes loss and gradients on each shard of a batch in turn.
 
