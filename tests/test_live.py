@@ -42,6 +42,7 @@ IMAGES += ["--model.network=timm/test_efficientnet", "--trainer.gradient_clip_va
 IMAGES += options(accumulate_grad_batches=2, val_check_interval=2)
 THEIRS = ["--model=live_code.Everything", "--data=exact_code.Ordinary", *QUIET, *BASE]
 THEIRS += ["--data.count=90", "--data.train=workers", *options(global_batch=20, max_epochs=3)]
+THEIRS += ["--trainer.precision=64-true"]
 LIVE = [*options(strategy="ddp", devices=2), "--cluster.live=true", "--cluster.timeout=120"]
 
 

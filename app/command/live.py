@@ -211,14 +211,14 @@ class Live(Checkpoint):
         """
         if in_window(trainer):
             return
-        state = self._take(trainer)
-        assert state.checkpoint is not None
+        state: Any = self._take(trainer)
         if validates:  # make Lightning validate first, from the first batch on
             progress = state.checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress["current"] = dict.fromkeys(progress["current"], 0)
             progress["total"] = {**progress["current"], "ready": 1, "started": 1}
         self._keep(state)
-        if Signals.of(trainer).regroups:
+        signals = Signals.of(trainer)
+        if signals.regroups and not signals.stopped_by:
             raise RankLostError("ranks join or leave")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -105,6 +105,9 @@ def train(cli: Flags, live: Live | None = None) -> int:
         decided = live.decided()
     else:
         decided = decide_together(cli)
+    precision = cli.trainer.precision_plugin
+    if decided["checkpoint"] is not None and isinstance(precision, DoublePrecision):
+        precision.convert_module(cli.model)  # before Lightning loads float64 weights
     found = None
     if cli.config.run.find_lr and cli.command == "fit":
         found = find_rate(cli, decided)
@@ -190,6 +193,7 @@ def start_ranks(cli: Flags) -> int:
     config = cli.config
     if cli.resolved.live:
         processes = cli.resolved.agent_processes
+        os.environ.setdefault("RUST_LOG", "error")  # of torchft, here and in the ranks
         opened = None
         if LIVE not in os.environ:
             text = cli.parser.dump(config, skip_none=False, skip_validation=True)
@@ -279,11 +283,7 @@ def decide_together(cli: Flags) -> dict[str, Any]:
             raise UserError(f"{cli.command} needs weights: give --ckpt_path last, best or a file")
 
     decide_here = functools.partial(decide, cli)
-    decided = agree(decide_here, check_here, trainer.node_rank, shared_settings(cli.config))
-    if decided["checkpoint"] is not None and isinstance(trainer.precision_plugin, DoublePrecision):
-        # to float64, before Lightning loads float64 weights
-        trainer.precision_plugin.convert_module(cli.model)
-    return decided
+    return agree(decide_here, check_here, trainer.node_rank, shared_settings(cli.config))
 
 
 def find_rate(cli: Flags, decided: dict[str, Any]) -> RateSearch | None:

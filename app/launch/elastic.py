@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from app.errors import CAUSES, ExitStatus, RankError, UserError
 from app.launch.failures import explain, message_of, root_cause, stopped
-from app.launch.process import ADDRESSES, AGENT, RANKS, handle, restored_signals, stop_only_once
+from app.launch.process import ADDRESSES, AGENT, handle, restored_signals, stop_only_once
 from app.launch.rendezvous import Cluster, NodeRendezvous
 from app.system.files import write_text
 from app.system.machine import usable_cores
@@ -187,7 +187,7 @@ def launch_apart(
         RankError: When no rank ended in order.
     """
     with _prepared(cluster, processes) as folder, ThreadPoolExecutor(processes) as threads:
-        for name in (*RANKS, *ADDRESSES):
+        for name in ADDRESSES:
             os.environ.pop(name, None)
         agents = []
         results = []

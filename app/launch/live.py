@@ -61,14 +61,14 @@ def open_run(cluster: Cluster, processes: int, config: str) -> tuple[Any, ...]:
     Returns:
         Objects to keep until the run's end.
     """
-    os.environ.setdefault("RUST_LOG", "error")
     from torchft.coordination import LighthouseServer
 
     url = (cluster.init_method or "tcp://127.0.0.1:0").removeprefix("tcp://")
     host, _, port = url.rpartition(":")
+    bind = "0.0.0.0:0" if cluster.init_method else "127.0.0.1:0"
     store = host_store(host, int(port), cluster.timeout)
     lighthouse = LighthouseServer(
-        bind=f"{host}:0",
+        bind=bind,
         min_replicas=cluster.min_ranks,
         join_timeout_ms=int(1000 * cluster.timeout),
         quorum_tick_ms=20,
@@ -98,7 +98,6 @@ class Member:
     """
 
     def __init__(self, address: str, timeout: float) -> None:
-        os.environ.setdefault("RUST_LOG", "error")
         from torchft.coordination import ManagerClient, ManagerServer
 
         host, _, port = address.rpartition(":")
