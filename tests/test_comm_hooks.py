@@ -76,14 +76,6 @@ def test_ring_all_reduce(is_staged: bool, tmp_path: Path) -> None:
     )
 
 
-@SLOW
-def test_ring_reports_its_bytes(tmp_path: Path) -> None:
-    flags = [*SMALL, *on_cpu("ddp_ring", 4, root=tmp_path, max_epochs=1)]
-    # LeNet has 62,006 parameters of 4 bytes
-    expected = "ddp_ring: each rank sent 0.372 MB a step, 2(N−1)/N of 0.248 MB of gradients, N = 4"
-    assert expected in output_of(*fork_app("fit", *flags))
-
-
 EXACT = [*SMALL, *options(precision="64-true", max_epochs=4, test=False)]  # 16 steps
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from app.command.arguments import leaves
 from app.command.parser import parameters
 from app.command.resolved import Resolved, class_of
-from app.command.run_options import LimitedTrainer, Run
+from app.command.run_options import LimitedTrainer, Run, is_recorded
 from app.data.shares import shards_beyond
 from app.errors import nearest
 from app.launch.rendezvous import Cluster
@@ -128,6 +128,8 @@ def _live(s: Resolved) -> Iterator[str]:
         (s.strategy is not DDP, f"needs --trainer.strategy ddp, not {s.name}"),
         (s.config.trainer.num_nodes > 1, "starts one machine, and others join: one node"),
         (not is_tcp, f"needs tcp://HOST:PORT, not --cluster.init_method {cluster.init_method}"),
+        (not is_recorded(s.config.trainer), "needs a whole run: no fast_dev_run or barebones"),
+        (not str(s.config.trainer.devices).isalnum(), "needs a count of --trainer.devices"),
         (s.config.run.find_lr, "does not work with --run.find_lr: search in a run before"),
     ):
         if is_wrong:

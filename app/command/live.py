@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import distributed
@@ -75,7 +75,7 @@ class Live(Checkpoint):
         self.state = State()
         self.began: float | None = None  # when the ranks changed last
         self._trackers: list[Tracker] = []
-        self._ended: State | None = None  # the epoch's last, until its metrics have been logged
+        self._loops: Any = None  # the loops' state at an epoch's end
 
     def meet(self, backend: str) -> bool:
         """Meet all living ranks, and take the newest state of all.
@@ -92,8 +92,7 @@ class Live(Checkpoint):
                 self.member.meet(self.state.count, backend)
             except (RuntimeError, TimeoutError) as error:
                 raise UserError(
-                    f"node 0 of the live run does not answer ({one_line(str(error))[:100]}): "
-                    f"{self._save()}"
+                    f"the live run cannot go on ({one_line(str(error))[:100]}): {self.save()}"
                 ) from error
             if self.member.store.check([ENDED]):
                 return False
@@ -116,7 +115,7 @@ class Live(Checkpoint):
             print(f"{self.changes} at step {self.steps:,}; {ranks} go on", flush=True)
         return True
 
-    def _save(self) -> str:
+    def save(self) -> str:
         """Write the newest state to `last.ckpt`, and return how to go on."""
         folder = self.state.decided.get("folder")
         if folder is None or self.state.checkpoint is None:
@@ -167,13 +166,17 @@ class Live(Checkpoint):
         if trainer.is_global_zero:
             self._trackers = trackers(trainer.loggers)
         trainer.callbacks.append(self)
+        first: Any = Callback()  # before a callback changes the state for the next epoch
+        first.on_train_epoch_start = first.on_train_end = self.after_epoch
+        trainer.callbacks.insert(0, first)
         trainer.fit_loop.epoch_loop.live = self
         trainer.strategy.checkpoint_io.snapshot = self.state.checkpoint
-        self._ended = None
+        self._loops = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore what Lightning's checkpoint lacks."""
         state = self.state
+        trainer.strategy.checkpoint_io.snapshot = None  # type: ignore[attr-defined]
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile):
                 if state.checkpoint is None:
@@ -197,6 +200,8 @@ class Live(Checkpoint):
             metric._update_count = updates
             if trainer.is_global_zero:  # it continues the sums of all ranks
                 for key, value in copy.deepcopy(values).items():
+                    if isinstance(getattr(metric, key), list) and not isinstance(value, list):
+                        value = [value]  # the ranks' lists, concatenated
                     setattr(metric, key, value)
 
     def between_steps(self, trainer: Any, validates: bool) -> None:
@@ -221,17 +226,17 @@ class Live(Checkpoint):
         if signals.regroups and not signals.stopped_by:
             raise RankLostError("ranks join or leave")
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take a state, which counts once the epoch's metrics are logged."""
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Note the loops' state, from which Lightning begins the next epoch."""
         if trainer.is_last_batch:
-            self._ended = self._take(trainer)
+            self._loops = trainer._checkpoint_connector.dump_checkpoint(False)["loops"]
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the state of the epoch before."""
-        if self._ended is not None:
-            self._keep(self._ended)
-
-    on_train_end = on_train_epoch_start
+    def after_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take a state once an epoch's metrics are logged, and schedulers have used them."""
+        if self._loops is not None:
+            state: Any = self._take(trainer)
+            state.checkpoint["loops"] = self._loops
+            self._keep(state)
 
     def _take(self, trainer: Any) -> State:
         """Copy the Trainer's state. Collective."""
@@ -256,4 +261,4 @@ class Live(Checkpoint):
     def _keep(self, state: State) -> None:
         count = self.state.count + 1
         self.state = replace(state, count=count, written=len(self.state.rows))
-        self._ended = None
+        self._loops = None

@@ -24,7 +24,6 @@ from lightning.pytorch.strategies import (
 from app.data import ImageData
 from app.errors import UserError
 from app.launch.cluster_environment import Launched
-from app.launch.live import live_device
 from app.modules import ImageClassifier
 
 
@@ -166,10 +165,8 @@ class Resolved:
                 trainer.devices = self.launcher.per_node or self.launcher.world_size
             if trainer.num_nodes == 1:
                 trainer.num_nodes = self.launcher.nodes
-            if self.live:  # each rank is a node with one device
+            if self.live:  # each rank is a node with one device, and sees no other
                 trainer.devices = 1
-                if self.accelerator == "cuda":
-                    trainer.devices = [live_device(trainer.devices)]
         return trainer
 
     @property

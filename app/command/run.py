@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -36,8 +37,8 @@ from app.launch.agree import agree, connect, gather_objects
 from app.launch.elastic import ENDED, PROCESS, RUN_DIR, STOPPED, launch, launch_apart, note
 from app.launch.failures import error_file, explaining_errors
 from app.launch.live import ENDED as ENDED_RUN
-from app.launch.live import JOINED, LIVE, open_run
-from app.launch.process import end_in_order, end_undisturbed
+from app.launch.live import JOINED, LIVE, choose_device, open_run
+from app.launch.process import end_in_order, end_undisturbed, is_worker
 from app.launch.rendezvous import NodeRendezvous
 from app.launch.signals import Signals, ended_in_time
 from app.launch.spawn import SpawnLauncher
@@ -50,7 +51,7 @@ from app.system import lightning_patches
 from app.system.machine import busy, usable_cores, versions
 from app.system.torch_patches import end_process_group
 from app.system.tracebacks import MADE_BY
-from app.system.trust import chosen_modules, local_modules
+from app.system.trust import local_modules
 
 
 @error_file()
@@ -70,6 +71,8 @@ def run(argv: Sequence[str]) -> int:
     lightning_patches.hide_lines()
     note(PROCESS, str(os.getpid()))
     try:
+        if LIVE in os.environ and is_worker():
+            choose_device()
         cli = Flags(argv)
         prepare_process(cli)
         with explaining_errors():
@@ -133,22 +136,23 @@ def train_live(cli: Flags) -> int:
     backend = cli.resolved.options.get("process_group_backend")
     if backend is None:
         backend = "nccl" if cli.resolved.accelerator == "cuda" else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(cli.resolved.trainer.devices[0])
     while live.meet(backend):
         cli.resolved = check(cli.command, cli.config)
         reset_seed()
         try:
             code = train(cli, live)
             if cli.trainer.is_global_zero:
-                live.member.store.set(ENDED_RUN, "")
+                with suppress(RuntimeError):  # node 0 has ended already
+                    live.member.store.set(ENDED_RUN, "")
             return code
         except Exception as error:
             live.began = time.monotonic()
             if not live.member.has_changed(error):
                 raise
         stopped = Signals.of(cli.trainer).noted
-        if stopped and JOINED in os.environ:
+        if stopped:
+            if JOINED not in os.environ:
+                live.save()
             code = ExitStatus.stopped_by(CAUSES[stopped]).code
             note(STOPPED, str(code))
             return code
@@ -160,7 +164,7 @@ def train_live(cli: Flags) -> int:
 def identity(cli: Flags) -> dict[str, str | None]:
     """Return everything that must be equal on all machines of a live run, by name."""
     code = hashlib.sha256()
-    names = {"app", *local_modules(), *chosen_modules()}
+    names = {"app", *local_modules()}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name.partition(".")[0] in names and file:

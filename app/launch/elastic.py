@@ -234,7 +234,7 @@ def _prepared(cluster: Cluster, processes: int) -> Iterator[Path]:
         log.propagate = "APP_DEBUG" in os.environ
         folder = Path(cluster.log_dir or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        handle((signal.SIGTERM, signal.SIGHUP), _stop)
+        handle(CAUSES, _stop)
         yield folder
 
 

@@ -37,17 +37,11 @@ DEAD = 0.5  # seconds without one, after which a rank is dead
 SOON = timedelta(seconds=10)  # timeout of a connection
 
 
-def live_device(devices: Any) -> int:
-    """Return the GPU of this rank.
-
-    Args:
-        devices: Value of `--trainer.devices`: a count, or a list such as `0,2`.
-    """
+def choose_device() -> None:
+    """Hide all GPUs from this rank except its own, before CUDA starts."""
     place = int(os.environ["TORCHELASTIC_RUN_ID"].rpartition("_")[2])
-    listed = str(devices).strip("[] ").split(",")
-    if len(listed) > 1:
-        return int(listed[place])
-    return place
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[place]
 
 
 def open_run(cluster: Cluster, processes: int, config: str) -> tuple[Any, ...]:
@@ -65,10 +59,9 @@ def open_run(cluster: Cluster, processes: int, config: str) -> tuple[Any, ...]:
 
     url = (cluster.init_method or "tcp://127.0.0.1:0").removeprefix("tcp://")
     host, _, port = url.rpartition(":")
-    bind = "0.0.0.0:0" if cluster.init_method else "127.0.0.1:0"
     store = host_store(host, int(port), cluster.timeout)
     lighthouse = LighthouseServer(
-        bind=bind,
+        bind=f"{host}:0",
         min_replicas=cluster.min_ranks,
         join_timeout_ms=int(1000 * cluster.timeout),
         quorum_tick_ms=20,
@@ -233,9 +226,9 @@ class Member:
         while peers is self._peers and not ended:
             with suppress(OSError, ValueError):  # `_leave` has closed them
                 ended, _, _ = select.select(peers, [], [], HEARTBEAT)
+        lost.set()
+        time.sleep(HEARTBEAT)  # a rank may have ended after the last collective call
         if peers is self._peers:
-            lost.set()
-            time.sleep(HEARTBEAT)  # a rank may have ended after the last collective call
             leave_nccl()
             disconnect()
 

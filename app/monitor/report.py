@@ -132,8 +132,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
     if record.setup_s and record.train_s is not None:
         facts.append(("time", time_taken(record)))
     for part in record.parts:
-        text = f"{part.world_size} until step {part.steps:,}: {part.error}; {part.setup_s} s set-up"
-        facts.append(("ranks", text))
+        facts.append(("ranks", f"{part.world_size} until step {part.steps:,}: {part.error}"))
     if record.resumed_from:
         facts.append(("resumed from", record.resumed_from))
     machine = record.hardware

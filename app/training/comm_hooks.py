@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -106,17 +105,3 @@ class Ring(FixedHook):
 
     strategy_name = "ddp_ring"
     fixed_hook = staticmethod(ring_hook)
-
-    def on_train_end(self) -> None:
-        """Print the traffic per step."""
-        super().on_train_end()
-        assert self.lightning_module is not None
-        gradients = 0.0
-        for parameter in self.lightning_module.parameters():
-            if parameter.requires_grad:
-                gradients += parameter.nbytes / 1e6
-        sent = gradients * 2 * (self.world_size - 1) / self.world_size
-        rank_zero_info(
-            f"ddp_ring: each rank sent {sent:.4g} MB a step, "
-            f"2(N−1)/N of {gradients:.4g} MB of gradients, N = {self.world_size}"
-        )
