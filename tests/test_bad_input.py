@@ -146,7 +146,7 @@ def test_pipes_are_not_read(argv: list[str], message: str, app: App) -> None:
     """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
     (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").touch()
+    (run / "config.yaml").write_text("seed_everything: 1")
     for name in ("pipe", run / "run.json", run / "checkpoints/last.ckpt"):
         os.mkfifo(name)
     if argv[0] != "replay":

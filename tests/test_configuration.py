@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from pathlib import Path
 
 import pytest
 from harness import QUIET, App, Fit, error_of
@@ -90,12 +89,6 @@ def test_switch_needs_no_value(flag: str, end: str, value: bool) -> None:
     settings = resolve(["fit", "--data", "Synthetic", *words, "--data.cutout", "3"])[section]
     assert settings.get("init_args", settings)[name] is value
     assert split_flags(words) == ([], [(f"--{flag}", str(value).lower())])
-
-
-def test_config_with_the_old_name_of_synthetic_images_is_read(tmp_path: Path) -> None:
-    old = tmp_path / "config.yaml"
-    old.write_text("data: {class_path: app.data.Synthetic, init_args: {size: 64, like: CIFAR10}}\n")
-    assert resolve(["fit", f"--config={old}"]).data.init_args.images == 64
 
 
 def test_quick_needs_no_value(app: App) -> None:

@@ -104,6 +104,7 @@ KILLS = [
     ("images", ["validated:3:1", "test:9:0"]),
     ("images", ["step:4:0", "step:4:1"]),
     ("theirs", ["step:3:1"]),
+    ("theirs", ["step:5:1"]),
     ("theirs", ["validation:5:0", "step:8:0"]),
     ("theirs", ["epoch:5:1"]),
 ]
