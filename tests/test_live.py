@@ -148,7 +148,7 @@ def test_a_machine_joins_and_leaves(tmp_path: Path) -> None:
         awaited(lambda: has_joined(run, 1), 120)
         run.get("SIGTERM", "main")
         out = run.end(code=143)
-    assert re.search(r"rank 1, 2 left at step \d+; 1 go on|rank [12] left", out), out
+    assert re.search(r"rank \d(, \d)? left at step \d+; [12] go on", out), out
     steps = read(last_of(run.directory))["global_step"]
     alone = train(tmp_path / "alone", [*LONG, f"--trainer.max_steps={steps}"])
     assert digest(run.directory) == digest(alone)

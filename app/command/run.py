@@ -352,7 +352,7 @@ def add_record(cli: Flags, decided: dict[str, Any]) -> RunRecord:
     recorder.record.launchers = decided["launchers"]
     if trainer.is_global_zero:
         warning = busy()
-        if warning and cli.command == "fit":
+        if warning and earlier is None and cli.command == "fit":
             rank_zero_info(f"warning: {warning}")
         note(RUN_DIR, str(loggers[0].log_dir))
         if earlier:
