@@ -19,12 +19,14 @@ AGREEMENT = 16  # bytes of the all-reduce by which ranks agree on stopping, in a
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Fit a line by least squares of y's relative errors; return offset and slope, nonnegative."""
-    slope, offset = np.polyfit(x, y, 1, w=1 / np.asarray(y))
+    line = np.polyfit(x, y, 1, w=1 / np.asarray(y))
+    slope = float(line[0])
+    offset = float(line[1])
     if slope < 0:
         return float(np.mean(y)), 0.0
     if offset < 0:
         return 0.0, float(np.mean(np.asarray(y) / np.asarray(x)))
-    return float(offset), float(slope)
+    return offset, slope
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds as a linear function of the number of images in a batch."""
+    """Seconds as a linear function of a size: a batch's images, or a buffer's bytes."""
 
-    launch: float
-    per_image: float
+    fixed: float
+    per_unit: float
 
-    def __call__(self, images: float) -> float:
-        """Return the seconds for a batch."""
-        return self.launch + self.per_image * images
+    def __call__(self, size: float) -> float:
+        """Return the seconds for a size."""
+        return self.fixed + self.per_unit * size
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ def measure_link() -> Link:
     context = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, context.Pool(2) as pool:
         results = pool.map_async(partial(_rank, f"file://{folder}/rendezvous"), range(2))
-        offset, slope = fit_line(SIZES, results.get(300)[0])
-    return Link(bandwidth=1 / max(slope, 1e-15), latency=offset / 2)
+        line = Line(*fit_line(SIZES, results.get(300)[0]))
+    return Link(bandwidth=1 / max(line.per_unit, 1e-15), latency=line.fixed / 2)
 
 
 def _rank(url: str, rank: int) -> list[float]:

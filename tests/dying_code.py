@@ -88,7 +88,8 @@ class Kills(Callback):
     """
 
     def __init__(self, at: list[str], folder: str) -> None:
-        self.at, self.folder = at, Path(folder)
+        self.at = at
+        self.folder = Path(folder)
 
     def _reach(self, stage: str, trainer: Trainer) -> None:
         for moment in self.at:

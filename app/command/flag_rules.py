@@ -126,10 +126,10 @@ def _live(s: Resolved) -> Iterator[str]:
         (find_spec("torchft") is None, "needs torchft: pip install 'data-parallel-lab[live]'"),
         (s.virtual_devices is None, "needs --run.virtual_devices, so that results stay the same"),
         (s.strategy is not DDP, f"needs --trainer.strategy ddp, not {s.name}"),
-        (s.config.trainer.num_nodes > 1, "starts one machine, and others join: one node"),
+        (s.config.trainer.num_nodes > 1, "starts one machine: leave --trainer.num_nodes out"),
         (not is_tcp, f"needs tcp://HOST:PORT, not --cluster.init_method {cluster.init_method}"),
-        (not is_recorded(s.config.trainer), "needs a whole run: no fast_dev_run or barebones"),
-        (not str(s.config.trainer.devices).isalnum(), "needs a count of --trainer.devices"),
+        (not is_recorded(s.config.trainer), "records: leave fast_dev_run and barebones out"),
+        (not str(s.config.trainer.devices).isalnum(), "needs --trainer.devices as a count"),
         (s.config.run.find_lr, "does not work with --run.find_lr: search in a run before"),
     ):
         if is_wrong:

@@ -28,7 +28,7 @@ from app.system.connections import connecting, disconnect
 from app.system.patches import expects
 
 CONFIG = "config"  # key of the run's configuration in the store
-IDENTITY = "identity"  # key of what must be equal on all machines
+IDENTITY = "identity"  # key of the flags, versions and checksums that all machines share
 ENDED = "ended"  # key that is set when the run has ended
 LIVE = "APP_LIVE"  # environment variable: address of the run's store, for its ranks
 JOINED = "APP_JOINED"  # environment variable of the ranks on a machine that has joined
@@ -225,7 +225,7 @@ class Member:
         ended: list[socket.socket] = []
         while peers is self._peers and not ended:
             with suppress(OSError, ValueError):  # `_leave` has closed them
-                ended, _, _ = select.select(peers, [], [], HEARTBEAT)
+                ended = select.select(peers, [], [], HEARTBEAT)[0]
         lost.set()
         time.sleep(HEARTBEAT)  # a rank may have ended after the last collective call
         if peers is self._peers:
