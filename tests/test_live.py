@@ -4,7 +4,11 @@ import hashlib
 import os
 import random
 import re
+import shlex
 import signal
+import socket
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster.hosts import awaited
+from cluster.slurm import Slurm
 from fork_server import PATHS
 from forked import fork_fit
 from harness import (
@@ -34,6 +39,7 @@ from pandas import read_csv
 from pandas.testing import assert_frame_equal
 
 from app.command.checkpoint_file import read
+from app.launch.live import Member, choose_device
 from app.record import Record
 
 BASE = options(accelerator="cpu", virtual_devices=4, threads=1, log_every_n_steps=2, name="x")
@@ -207,3 +213,92 @@ def test_what_cannot_be_live(flags: str, app: App) -> None:
 
 def test_nobody_answers(app: App) -> None:
     assert "no live run answers there" in error_of(*app("join", "127.0.0.1:9"))
+
+
+@SLOW
+def test_torchrun_joins(tmp_path: Path) -> None:
+    """Torchrun starts `join` once for a machine. 16-mixed scales the losses."""
+    flags = [*LONG, "--trainer.precision=16-mixed"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    with started(tmp_path, *flags, *ONE) as run:
+        address = address_of(run)
+        run.trained(1)
+        with running("join", address, launcher=torchrun) as other:
+            awaited(lambda: has_joined(run, 2), 120)
+            other.get("SIGTERM", "main")
+            other.end()
+        awaited(lambda: has_joined(run, 1), 120)
+        run.get("SIGTERM", "main")
+        run.end(code=143)
+    steps = read(last_of(run.directory))["global_step"]
+    alone = train(tmp_path / "alone", [*flags, f"--trainer.max_steps={steps}"])
+    assert digest(run.directory) == digest(alone)
+
+
+@pytest.mark.cluster
+def test_a_job_joins_and_is_requeued(slurm: Slurm, tmp_path: Path) -> None:
+    """Each node is a job of its own; the second one is requeued, and joins again."""
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": PATHS}
+    place = "10.77.0.1:29400"
+    flags = [*LONG, *ONE, f"--cluster.init_method=tcp://{place}", f"--run.root={tmp_path}"]
+    commands = {
+        "h1": f"exec {sys.executable} -m app {shlex.join(['fit', *flags])}",
+        "h2": f"exec srun --ntasks 1 {sys.executable} -m app join {place}",
+    }
+    first = slurm.submit("--nodelist=h1", "--wrap", commands["h1"], env=env)
+    run = tmp_path / "x/version_0"
+
+    def parts(count: int) -> bool:
+        return len(Record.load(run / "run.json").parts) >= count
+
+    awaited(lambda: (run / "checkpoints/best.ckpt").exists(), 240, lambda: slurm.output(first))
+    second = slurm.submit("--nodelist=h2", "--requeue", "--wrap", commands["h2"], env=env)
+    awaited(lambda: parts(1), 120, lambda: slurm.output(second))
+    slurm.run("scontrol", "requeue", second)
+    awaited(lambda: parts(2), 120, lambda: slurm.output(second))
+    slurm.start_again(second)
+    awaited(lambda: parts(3), 120, lambda: slurm.output(second))
+    slurm.run("scancel", first)
+    slurm.reaches(first, "CANCELLED")
+    assert [part.error for part in Record.load(run / "run.json").parts] == [
+        "rank 1 (10.77.0.2) joined",
+        "rank 1 (10.77.0.2) left",
+        "rank 2 (10.77.0.2) joined",
+    ]
+    steps = read(last_of(run))["global_step"]
+    alone = train(tmp_path / "alone", [*LONG, f"--trainer.max_steps={steps}"])
+    assert digest(run) == digest(alone)
+
+
+def test_nccl_is_aborted_when_a_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake stands in for NCCL, whose blocked calls end only if somebody aborts them."""
+    aborted = threading.Event()
+    monkeypatch.setattr("app.launch.failures.abort_process_group", aborted.set)
+    for name, value in {"is_initialized": True, "get_backend": "nccl"}.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    other, peer = socket.socketpair()
+    member = Member.__new__(Member)
+    member._peers = [peer]
+    lost = threading.Event()
+    watcher = threading.Thread(target=member._watch_peers, args=(member._peers, lost), daemon=True)
+    watcher.start()
+    assert not aborted.wait(0.3), "the other rank lives"
+    other.close()
+    assert aborted.wait(10)
+    assert lost.is_set()
+    peer.close()
+
+
+DEVICES = [(None, "0", "0"), (None, "3", "3"), ("2,5", "1", "5"), ("GPU-a,GPU-b", "0", "GPU-a")]
+
+
+@pytest.mark.parametrize(("visible", "place", "device"), DEVICES)
+def test_each_rank_sees_its_own_gpu(
+    visible: str | None, place: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"app_12345678_{place}")
+    choose_device()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == device
