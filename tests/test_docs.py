@@ -158,9 +158,11 @@ def check(command: str) -> None:
 
             cli.commands[name].make_context(name, arguments)
             assert all((ROOT / word).is_file() for word in arguments if word.endswith(".yaml"))
-        case ["pip", "install", "-e", place]:
+        case ["pip", "install", "-e", place] | ["pip", "install", place]:
             extras = PYPROJECT["project"]["optional-dependencies"]
-            assert set(filter(None, re.sub(r"^\.|[\[\]]", " ", place).split())) <= set(extras)
+            wanted = re.fullmatch(r"(?:\.|data-parallel-lab)(?:\[(\w+)\])?", place)
+            assert wanted
+            assert wanted[1] in (None, *extras)
         case ["pytest", *arguments]:
             known = PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]
             marks = arguments[arguments.index("-m") + 1] if "-m" in arguments else ""
@@ -198,6 +200,9 @@ def check_app(arguments: list[str]) -> None:
         readers[command](rest)
         if command != "export":
             resolve(["fit", *flags])
+    elif command == "join":
+        assert re.fullmatch(r"[\w.]+:(\d+|PORT)", rest[0])
+        resolve(["fit", *rest[1:]])
     elif command in ("doctor", "runs"):
         assert {word for word in rest if word.startswith("-")} <= set(own_flags(command))
     elif "--print_config" in rest or any("help" in word for word in rest):
@@ -366,7 +371,7 @@ def test_commands_run(reader: Path, tmp_path: Path) -> None:
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "app/command/README.md",
-        *ROOT.glob("notebooks/*"),
+        *ROOT.glob("notebooks/*.*"),
     ]
     typed = [command for document in begin_here for command in commands(document)]
     chosen = [words for words in map(small, dict.fromkeys(typed)) if words]

@@ -37,10 +37,13 @@ from harness import (
 )
 from pandas import read_csv
 from pandas.testing import assert_frame_equal
+from torch import distributed
 
 from app.command.checkpoint_file import read
 from app.launch.live import Member, choose_device
+from app.launch.rendezvous import host_store
 from app.record import Record
+from app.system.connections import connecting
 
 BASE = options(accelerator="cpu", virtual_devices=4, threads=1, log_every_n_steps=2, name="x")
 IMAGES = [*tiny(100, 20, "ImageClassifier", flip=True, max_epochs=3), *RECIPE, *BASE]
@@ -286,6 +289,12 @@ def test_nccl_is_aborted_when_a_rank_ends(monkeypatch: pytest.MonkeyPatch) -> No
     other.close()
     assert aborted.wait(10)
     assert lost.is_set()
+    with connecting():  # as a rank that is still forming the group
+        store = host_store("127.0.0.1", 0, 60)
+        with pytest.raises(distributed.DistNetworkError):
+            store.get("address of the other rank")
+    member._peers = []
+    watcher.join(10)
     peer.close()
 
 

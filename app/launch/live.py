@@ -228,9 +228,10 @@ class Member:
                 ended = select.select(peers, [], [], HEARTBEAT)[0]
         lost.set()
         time.sleep(HEARTBEAT)  # a rank may have ended after the last collective call
-        if peers is self._peers:
+        while peers is self._peers:  # this rank may still open connections
             leave_nccl()
             disconnect()
+            time.sleep(HEARTBEAT)
 
     def _watch_door(self, ticket: int, is_awaited: threading.Event) -> None:
         """Notice a rank that waits to join."""
