@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -163,6 +162,21 @@ class Streams:
         return [SimpleNamespace(wait=lambda: self.current.wait_stream(link))]
 
 
+class Event:
+    """Event for timing: its time can be read only after the host has waited for the device."""
+
+    def __init__(self, streams: Streams, **_: Any) -> None:
+        self.streams = streams
+
+    def record(self) -> None:
+        self.done = Counter(self.streams.current.done)
+
+    def elapsed_time(self, later: "Event") -> float:
+        for event in (self, later):
+            assert event.done <= self.streams.host.done, "an elapsed time is read too early"
+        return 1.0
+
+
 class Future:
     """Future whose result is on a device.
 
@@ -302,7 +316,8 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         if isinstance(source, Tensor) and source.numel():
             at_once = not (kwargs.get("non_blocking") or args[2:])
             if is_on_cuda(source) and target == "cpu":
-                fake.note("copy to the host")
+                if at_once or not getattr(args[0], "pinned", False):
+                    fake.note("copy to the host")
             elif (
                 not is_on_cuda(source)
                 and target == "cuda"
@@ -434,7 +449,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     for name, value in constants.items():
         patch(torch.cuda, name, lambda *_, value=value, **__: value)
     patch(torch.accelerator, "synchronize", lambda *_: fake.note("synchronize"))
-    patch(torch.cuda, "Event", lambda **_: Mock(elapsed_time=lambda _: 1.0))
+    patch(torch.cuda, "Event", partial(Event, fake.streams))
     patch(torch.cuda, "Stream", Stream)
     patch(torch.cuda, "current_stream", lambda *_: fake.streams.current)
     patch(torch.cuda, "stream", fake.streams.using)
@@ -474,6 +489,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
     def save_checkpoint(
         files: CheckpointFiles, checkpoint: Any, *args: Any, **options: Any
     ) -> None:
+        for tensor in tree_leaves(checkpoint):
+            is_here = not is_on_cuda(tensor)
+            fake.streams.use(fake.streams.host if is_here else fake.streams.current, tensor, ())
         save(files, tree_map_only(FakeTensor, answer, checkpoint), *args, **options)
 
     patch(CheckpointFiles, "save_checkpoint", save_checkpoint)

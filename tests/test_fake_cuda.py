@@ -1,5 +1,6 @@
 """CUDA code without a GPU: whole runs on fake tensors, and single ranks of large worlds."""
 
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,14 +15,15 @@ import torch
 from fake_cuda import CUDA, FakeCUDA, fake_cuda
 from harness import RECIPE, App, Fit, last_of, options, output_of, record_of, tiny
 from test_cost import Counting
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from app.command.checkpoint_file import CheckpointFiles
 from app.data.batches import GlobalBatches, HostReader, ImageOrder
 from app.data.sources import Split
-from app.training import virtual_devices
-from app.training.comm_hooks import ring_hook
+from app.training import tree, virtual_devices
+from app.training.comm_hooks import ring_all_reduce, ring_hook
 
 __all__ = ["fake_cuda"]
 
@@ -36,7 +38,6 @@ CLIPPED = options(gradient_clip_val=1)
 ADAMW = ["--model.optimizer=AdamW", "--model.optimizer.lr=0.1"]
 SGD = ["--model.optimizer=SGD", "--model.optimizer.lr=0.1"]
 UNFUSED = ["--model.optimizer.fused=false"]
-
 CASES = {
     "32-true SGD device": AUGMENTED,
     "32-true AdamW memory": [*ADAMW, *CLIPPED, *MIXED],
@@ -75,8 +76,12 @@ def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, fit: Fit
 
 
 def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
-    """The test's confusion matrix and predictions are written; Lightning prints no advice."""
-    out = output_of(*app("fit", *ON_FAKE, *options(test=True), "--run.name=x"))
+    """The test's confusion matrix and predictions are written; Lightning prints no advice.
+
+    Checkpoints are saved while the next batch is copied.
+    """
+    flags = [*options(test=True, placement="memory"), "--last_checkpoint.every_n_train_steps=1"]
+    out = output_of(*app("fit", *ON_FAKE, *flags, "--run.name=x"))
     assert "Tensor Cores" not in out
     assert "LOCAL_RANK" not in out
     run = tmp_path / "runs/x/version_0"
@@ -153,16 +158,106 @@ def freed_too_early(side: torch.cuda.Stream) -> None:
     torch.zeros(2, device=CUDA)
 
 
+def timed_too_early(_: torch.cuda.Stream) -> None:
+    began = torch.cuda.Event(enable_timing=True)
+    began.record()
+    torch.zeros(2, device=CUDA)
+    ended = torch.cuda.Event(enable_timing=True)
+    ended.record()
+    began.elapsed_time(ended)
+
+
+def saved_too_early(_: torch.cuda.Stream) -> None:
+    pinned = torch.zeros(2).pin_memory()
+    pinned.copy_(torch.zeros(2, device=CUDA), non_blocking=True)
+    CheckpointFiles().save_checkpoint({"state": pinned}, "never.ckpt")
+
+
 def overwritten_too_early(side: torch.cuda.Stream) -> None:
     pinned = torch.zeros(2).pin_memory()
     pinned.to(CUDA, non_blocking=True)
     pinned.zero_()
 
 
-@pytest.mark.parametrize("race", [read_too_early, freed_too_early, overwritten_too_early])
+RACES = [read_too_early, freed_too_early, overwritten_too_early, timed_too_early, saved_too_early]
+
+
+@pytest.mark.parametrize("race", RACES)
 def test_races_are_found(race: Callable[[torch.cuda.Stream], None], fake_cuda: FakeCUDA) -> None:
-    with FakeTensorMode(), pytest.raises(AssertionError, match="another stream"):
+    with FakeTensorMode(), pytest.raises(AssertionError, match=r"another stream|too early"):
         race(torch.cuda.Stream())
+
+
+Call = tuple[bool, int, int]  # whether a rank sends, the other rank, and the tensor's length
+
+
+def calls_of(size: int, run: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return each rank's groups of point-to-point calls."""
+    ranks: list[list[list[Call]]] = []
+
+    def batch(operations: list[Any]) -> list[Any]:
+        group = []
+        for each in operations:
+            group.append((each.op is distributed.isend, each.peer, each.tensor.numel()))
+        ranks[-1].append(group)
+        return []
+
+    monkeypatch.setattr(distributed, "batch_isend_irecv", batch)
+    for rank in range(size):
+        with rank_of(size, rank):
+            ranks.append([])
+            run(rank)
+    return ranks
+
+
+def ends(ranks: list[list[list[Call]]]) -> bool:
+    """Return whether all calls end under NCCL.
+
+    A rank's groups run one after the other. A group's calls run at once, and end together. A pair's
+    sends and receives match in order.
+    """
+    while any(ranks):
+        now = [groups[0] if groups else [] for groups in ranks]
+        matches = 0
+        for rank, group in enumerate(now):
+            for sends, peer, length in [*group]:
+                other = [call for call in now[peer] if call[:2] == (not sends, rank)]
+                if other:
+                    assert other[0][2] == length
+                    group.remove((sends, peer, length))
+                    now[peer].remove(other[0])
+                    matches += 1
+        if not matches:
+            return False
+        ranks = [[group for group in groups if group] for groups in ranks]
+    return True
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_point_to_point_calls_end(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree, for any share of the shards, and the ring neither block nor mix up their calls."""
+    draw = random.Random(size)
+    for length in (1, size, 3 * size + 1):
+        vector = torch.zeros(length)
+        assert ends(calls_of(size, lambda _, vector=vector: ring_all_reduce(vector), monkeypatch))
+        for _ in range(20):
+            shares = [draw.randint(1, 4) for _ in range(size)]
+            monkeypatch.setattr(tree, "equal_shares", lambda *_, shares=shares: shares)
+
+            def add(rank: int, shares: list[int] = shares, vector: Tensor = vector) -> None:
+                ours = tree.Tree(sum(shares), rank, size)
+                ours.sum(dict.fromkeys(ours.partial_sums(ours.shards), vector))
+
+            assert ends(calls_of(size, add, monkeypatch))
+
+
+def test_blocked_calls_are_found() -> None:
+    send, receive = (True, 1, 4), (False, 1, 4)
+    other_send, other_receive = (True, 0, 4), (False, 0, 4)
+    assert not ends([[[send], [receive]], [[other_send], [other_receive]]])
+    assert ends([[[send, receive]], [[other_send, other_receive]]])
+    with pytest.raises(AssertionError):
+        ends([[[(True, 1, 3)]], [[other_receive]]])
 
 
 def cost_of_a_rank(size: int) -> tuple[int, Counter[str]]:
