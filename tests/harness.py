@@ -5,6 +5,7 @@ import ipaddress
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -136,6 +137,19 @@ def error_of(code: int, out: str) -> str:
     assert len(lines) == 1, out
     assert out.strip().endswith(lines[0]), "it is the last thing said"
     return lines[0]
+
+
+def refusals(
+    cases: Mapping[str, str], *flags: str, command: str = "fit"
+) -> Callable[[str, str, App], None]:
+    """Return a test that a command rejects each of these flags, beside others, with its message."""
+
+    @pytest.mark.parametrize(("words", "message"), cases.items())
+    def test(words: str, message: str, app: App) -> None:
+        line = error_of(*app(command, *flags, *shlex.split(words)))
+        assert message in line, line
+
+    return test
 
 
 def free_port() -> int:

@@ -1,22 +1,13 @@
 """Model and data as users of plain Lightning write them."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from torchvision import transforms
 
 
@@ -68,17 +59,6 @@ class WithBuffers(PlainModel):
         return super().forward(x)
 
 
-class OwnSampler(SequentialSampler):
-    """Sampler class of a user."""
-
-
-class Streamed(IterableDataset[Any]):
-    """Iterable data set. The application cannot set the order of its samples."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([])
-
-
 class PlainPictures(Dataset[tuple[Tensor, int]]):
     """Pictures with random augmentation that uses the generators of torch, NumPy and Python."""
 
@@ -96,36 +76,23 @@ class PlainPictures(Dataset[tuple[Tensor, int]]):
 
 
 class PlainData(LightningDataModule):
-    """Usual data module; `kind` selects another training loader than the shuffled one."""
+    """Usual data module; `weighted` replaces its training loader's shuffled order."""
 
     def __init__(
-        self, size: int = 50, batch_size: int = 16, num_workers: int = 0, kind: str = "shuffled"
+        self, size: int = 50, batch_size: int = 16, num_workers: int = 0, weighted: bool = False
     ) -> None:
         super().__init__()
-        self.kind = kind
+        self.weighted = weighted
         self.train = PlainPictures(size)
         self.val = PlainPictures(11)
         self.options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers}
 
-    def train_dataloader(self) -> Any:
-        options = dict(self.options)
-        dataset: Any = self.train
-        match self.kind:
-            case "shuffled" | "several":
-                options["shuffle"] = True
-            case "weighted":
-                weights = range(1, len(dataset) + 1)
-                options["sampler"] = WeightedRandomSampler(weights, len(dataset))
-            case "own_sampler":
-                options["sampler"] = OwnSampler(dataset)
-            case "own_batches":
-                options = {"batch_sampler": [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]}
-            case "torchs_batches":
-                options = {"batch_sampler": BatchSampler(OwnSampler(dataset), 5, False)}
-            case "iterable":
-                dataset = Streamed()
-        loader = DataLoader(dataset, **options)
-        return CombinedLoader([loader]) if self.kind == "several" else loader
+    def train_dataloader(self) -> DataLoader:
+        if self.weighted:
+            count = len(self.train)
+            sampler = WeightedRandomSampler(range(1, count + 1), count)
+            return DataLoader(self.train, sampler=sampler, **self.options)
+        return DataLoader(self.train, shuffle=True, **self.options)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.val, **self.options)

@@ -5,11 +5,12 @@ Each must cause one error line and exit code 2, and run no code.
 
 import errno
 import os
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import App, error_of, output_of, start_app, tiny
+from harness import App, error_of, output_of, refusals, start_app, tiny
 
 from app.cli import main
 from app.errors import ExitStatus
@@ -18,92 +19,69 @@ from app.system.files import open_file
 TINY = tiny(64, 64, max_epochs=1, test=False)
 RUNS = '{"class_path": "os.system", "init_args": {"command": "touch ran"}}'
 REFUSED = "its code is not trusted"
-STEP = ["--model.scheduler", "StepLR"]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Create a project folder with broken modules, and make it the current folder."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Create a current folder with broken modules. Check that no foreign code has run in it."""
     place = tmp_path / "project"
     place.mkdir()
     (place / "broken_module.py").write_text("def (:\n")
     (place / "ending_module.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
-    monkeypatch.delenv("APP_TRUST", raising=False)
+    yield
+    assert not (place / "ran").exists()
 
 
-FLAGS = [
-    (["--model.optimizer", RUNS], f"--model.optimizer os.system: {REFUSED}: give --trust os"),
-    (["--trainer.callbacks+=subprocess.Popen"], f"--trainer.callbacks subprocess.Popen: {REFUSED}"),
-    (
-        ["--trust", "yaml", "--model", "yaml.Loader"],
-        "--model yaml.Loader: expected a subclass of LightningMod",
+FLAGS = {
+    f"--model.optimizer '{RUNS}'": f"--model.optimizer os.system: {REFUSED}: give --trust os",
+    "--trainer.callbacks+=subprocess.Popen": f"--trainer.callbacks subprocess.Popen: {REFUSED}",
+    "--trust yaml --model yaml.Loader": "--model yaml.Loader: expected a subclass of LightningMod",
+    "--trust 'x y'": "--trust x y: give the name of a module",
+    "--run.name a\x1b[31mb": r"--run.name a\x1b[31mb: contains a control character",
+    "--run.name 'a\nb'": "--run.name a b: contains a control character: leave it out",
+    "--model.optimizer torch.hub.load": (
+        "--model.optimizer torch.hub.load: expected a subclass of Optimizer"
     ),
-    (["--trust", "x y"], "--trust x y: give the name of a module"),
-    (["--run.name", "a\x1b[31mb"], r"--run.name a\x1b[31mb: contains a control character"),
-    (["--run.name", "a\nb"], "--run.name a b: contains a control character: leave it out"),
-    (
-        ["--model.optimizer", "torch.hub.load"],
-        "--model.optimizer torch.hub.load: expected a subclass of Optimizer",
+    "--model.scheduler torch.optim.Adam": (
+        "--model.scheduler torch.optim.Adam: expected a subclass of LRSch"
     ),
-    (
-        ["--model.scheduler", "torch.optim.Adam"],
-        "--model.scheduler torch.optim.Adam: expected a subclass of LRSch",
+    "--model broken_module.Model": (
+        "--model broken_module.Model: invalid syntax (broken_module.py, line 1)"
     ),
-    (
-        ["--model", "broken_module.Model"],
-        "--model broken_module.Model: invalid syntax (broken_module.py, line 1)",
+    "--model ending_module.Model": (
+        "that the arguments name ends the process when it is imported (3)"
     ),
-    (
-        ["--model", "ending_module.Model"],
-        "that the arguments name ends the process when it is imported (3)",
+    "--trainer.accumulate_grad_batches 0": "accumulate_grad_batches 0: give more than 0",
+    "--trainer.num_nodes 0": "--trainer.num_nodes 0: give more than 0",
+    "--trainer.max_epochs -3": "--trainer.max_epochs -3: `max_epochs` must be a non-negative",
+    "--seed_everything 4294967296": "--seed_everything 4294967296: give 0 to 4294967295",
+    "--data.seed -5": "--data.seed -5: give 0 or more",
+    "--cluster.node_rank -1": "--cluster.node_rank -1: give 0 or more",
+    "--data.images 1000000000000": "GiB of free memory: give less than --data.images",
+    "--last_checkpoint.dirpath /proc/x": "/proc/x/last.ckpt: the checkpoint cannot be written",
+    "--trainer.precision transformer-engine": "Requirement 'transformer_engine>=0.11.0' not met",
+    "--model.scheduler StepLR --model.scheduler.step_size 0": (
+        "--model.scheduler StepLR: integer modulo by zero"
     ),
-    (["--trainer.accumulate_grad_batches", "0"], "accumulate_grad_batches 0: give more than 0"),
-    (["--trainer.num_nodes", "0"], "--trainer.num_nodes 0: give more than 0"),
-    (
-        ["--trainer.max_epochs", "-3"],
-        "--trainer.max_epochs -3: `max_epochs` must be a non-negative",
+    "--model.optimizer SparseAdam": (
+        "SparseAdam: SparseAdam does not support dense gradients, please con"
     ),
-    (["--seed_everything", "4294967296"], "--seed_everything 4294967296: give 0 to 4294967295"),
-    (["--data.seed", "-5"], "--data.seed -5: give 0 or more"),
-    (["--cluster.node_rank", "-1"], "--cluster.node_rank -1: give 0 or more"),
-    (["--data.images", "1000000000000"], "GiB of free memory: give less than --data.images"),
-    (
-        ["--last_checkpoint.dirpath", "/proc/x"],
-        "/proc/x/last.ckpt: the checkpoint cannot be written",
+    "--trainer.limit_train_batches -1": (
+        "--trainer.limit_train_batches -1: You have passed invalid value -1"
     ),
-    (
-        ["--trainer.precision", "transformer-engine"],
-        "Requirement 'transformer_engine>=0.11.0' not met",
+    "--last_checkpoint.save_top_k -2": (
+        "--last_checkpoint.save_top_k -2: Invalid value for save_top_k=-2"
     ),
-    (
-        [*STEP, "--model.scheduler.step_size", "0"],
-        "--model.scheduler StepLR: integer modulo by zero",
-    ),
-    (
-        ["--model.optimizer", "SparseAdam"],
-        "SparseAdam: SparseAdam does not support dense gradients, please con",
-    ),
-    (
-        ["--trainer.limit_train_batches", "-1"],
-        "--trainer.limit_train_batches -1: You have passed invalid value -1",
-    ),
-    (
-        ["--last_checkpoint.save_top_k", "-2"],
-        "--last_checkpoint.save_top_k -2: Invalid value for save_top_k=-2",
-    ),
-    (["--trainer.max_time", "abc"], "is not a valid duration"),
-    (["--best_checkpoint.mode", "x"], "--best_checkpoint.mode x: `mode` can be min, max but got x"),
-    (["--cluster", "nope"], "--cluster nope: neither a file nor settings"),
-    (["--run.root", "x" * 5000], "cannot be used (File name too long)"),
-]
+    "--trainer.max_time abc": "is not a valid duration",
+    "--best_checkpoint.mode x": "--best_checkpoint.mode x: `mode` can be min, max but got x",
+    "--cluster nope": "--cluster nope: neither a file nor settings",
+    f"--run.root {'x' * 5000}": "cannot be used (File name too long)",
+}
 
 
-@pytest.mark.parametrize(("flags", "message"), FLAGS)
-def test_odd_flags_are_rejected(flags: list[str], message: str, app: App) -> None:
-    assert message in error_of(*app("fit", *TINY, *flags))
-    assert not Path("ran").exists()
+test_odd_flags_are_rejected = refusals(FLAGS, *TINY)
 
 
 LEVELS = [f"&{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghi")]
@@ -127,7 +105,6 @@ def test_odd_configs_are_rejected(content: str | bytes, message: str, app: App) 
     Path("twice.yaml").write_text("class_path: CIFARCNN\nclass_path: FashionMLP\n")
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
     assert message in error_of(*app("fit", *TINY, "--config", "x.yaml"))
-    assert not Path("ran").exists()
 
 
 PIPES = [

@@ -10,7 +10,18 @@ import torch
 import torch.distributed as dist
 import yaml
 from forked import fork_app, fork_fit
-from harness import SLOW, App, difference, error_of, on_cpu, options, output_of, record_of, tiny
+from harness import (
+    SLOW,
+    App,
+    difference,
+    error_of,
+    on_cpu,
+    options,
+    output_of,
+    record_of,
+    refusals,
+    tiny,
+)
 from jsonargparse import Namespace
 
 from app.command.configuration import resolve
@@ -164,9 +175,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("flags", "message"), REFUSED.items())
-def test_what_cannot_act_is_refused(flags: str, message: str, app: App) -> None:
-    assert message in error_of(*app("fit", *SMALL, *CPU, *flags.split()))
+test_what_cannot_act_is_refused = refusals(REFUSED, *SMALL, *CPU)
 
 
 def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,16 @@
 """The exact loader (`--run.loader exact`), beside plain loops over the same samples."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from exact_code import Linear, samples
 from forked import fork_app
-from harness import QUIET, App, error_of, on_cpu, options, output_of, record_of, weights
+from harness import QUIET, on_cpu, options, output_of, record_of, refusals, weights
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from app.data.exact_loader import why_not
 
@@ -155,18 +156,28 @@ class Endless(Sampler[int]):
     """Sampler of a user, without a length."""
 
 
-LEFT = {  # loaders that stay with Lightning: the stage, its loader, and the reason
-    "train": ({"sampler": Endless()}, "has a sampler of its own (Endless)"),
-    "val": ({"sampler": Endless()}, "has a sampler of its own (Endless)"),
-    "test": ({"sampler": [0, 1]}, "has a sampler of its own (list)"),
-    "predict": ({"batch_sampler": [[0, 1, 2], [3], [4, 5]]}, "has batches of several sizes"),
-}
+class OwnSampler(SequentialSampler):
+    """Sampler class of a user."""
 
 
-@pytest.mark.parametrize("stage", LEFT)
-def test_loader_that_stays_with_lightning(stage: str) -> None:
-    settings, reason = LEFT[stage]
-    loader = DataLoader(samples(6, 0), **settings)  # type: ignore[arg-type]
+SIX = samples(6, 0)
+STREAM = "reads an iterable data set, which each process reads whole, unless it shards it"
+LEFT: list[Any] = [  # loaders that stay with Lightning: the stage, its loader, and the reason
+    ("train", DataLoader(SIX, sampler=Endless()), "has a sampler of its own (Endless)"),
+    (
+        "train",
+        DataLoader(SIX, batch_sampler=BatchSampler(OwnSampler(SIX), 5, False)),
+        "has a sampler of its own (OwnSampler)",
+    ),
+    ("train", DataLoader(IterableDataset()), STREAM),
+    ("val", DataLoader(SIX, sampler=Endless()), "has a sampler of its own (Endless)"),
+    ("test", DataLoader(SIX, sampler=[0, 1]), "has a sampler of its own (list)"),
+    ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2]] * 2), "has batches of several sizes"),
+]
+
+
+@pytest.mark.parametrize(("stage", "loader", "reason"), LEFT)
+def test_loader_that_stays_with_lightning(stage: str, loader: Any, reason: str) -> None:
     assert why_not(loader, stage, 2) == reason
 
 
@@ -212,7 +223,4 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("flags", REFUSED)
-def test_is_refused(flags: str, app: App) -> None:
-    words = [*THEIRS, "--data=exact_code.Ordinary", *flags.split()]
-    assert REFUSED[flags] in error_of(*app("fit", *words))
+test_is_refused = refusals(REFUSED, *THEIRS, "--data=exact_code.Ordinary")

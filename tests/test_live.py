@@ -29,6 +29,7 @@ from harness import (
     last_of,
     options,
     output_of,
+    refusals,
     running,
     start_app,
     started,
@@ -209,9 +210,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_cannot_be_live(flags: str, app: App) -> None:
-    assert REFUSED[flags] in error_of(*app("fit", *IMAGES, *LIVE, *flags.split()))
+test_what_cannot_be_live = refusals(REFUSED, *IMAGES, *LIVE)
 
 
 def test_nobody_answers(app: App) -> None:

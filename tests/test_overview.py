@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import App, Fit, error_of, output_of, tiny
+from harness import App, Fit, output_of, refusals, tiny
 
 from app.record import DataSet, Epoch, Model, Record, Throughput
 
@@ -60,16 +60,12 @@ def test_other_records_are_named(text: str, problem: str, app: App, folder: Path
     assert "ResNet" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "runs nowhere: there is no run below this folder"),
-        ([".", "--sort", "nme"], "--sort: invalid choice: 'nme' (choose from 'name', 'data',"),
-        (["--diff", "a", "b"], "--diff a/config.yaml: there is no such file"),
-    ],
-)
-def test_mistakes(words: list[str], message: str, app: App) -> None:
-    assert message in error_of(*app("runs", *words))
+MISTAKES = {
+    "nowhere": "runs nowhere: there is no run below this folder",
+    ". --sort nme": "--sort: invalid choice: 'nme' (choose from 'name', 'data',",
+    "--diff a b": "--diff a/config.yaml: there is no such file",
+}
+test_mistakes = refusals(MISTAKES, command="runs")
 
 
 def test_settings_in_which_two_runs_differ(app: App, fit: Fit) -> None:

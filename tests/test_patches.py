@@ -5,12 +5,11 @@ import importlib
 import inspect
 import pkgutil
 import re
-import shlex
 import subprocess
 import sys
 
 import pytest
-from harness import SLOW, App, error_of, tiny
+from harness import SLOW
 
 import app
 from app.system.lightning_patches import complaint
@@ -25,7 +24,6 @@ for name in MODULES:
     importlib.import_module(name)  # runs its `expects` declarations
 # documented in spite of the `_`, or made by ABCMeta
 PUBLIC = {"_asdict", "_replace", "_exit", "_current_frames", "_abc_impl"}
-SMALL = tiny()
 
 
 def has(owner: object, path: str) -> bool:
@@ -86,37 +84,6 @@ def test_private_names_of_libraries_are_declared() -> None:
             f"{module}: {name}" for name in used - declared - PUBLIC if re.match("_[^_]", name)
         ]
     assert not undeclared
-
-
-SCHEDULED = (
-    "--trainer.callbacks+=GradientAccumulationScheduler --trainer.callbacks.scheduling='{4: 2}'"
-)
-ONE_CYCLE = (
-    "--model.scheduler OneCycleLR --model.scheduler.max_lr 0.1 --model.scheduler.total_steps 2"
-)
-LATE = [
-    (
-        "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val_los",
-        "EarlyStopping: Early stopping condi",
-    ),
-    (
-        "--trainer.val_check_interval 100",
-        "--trainer.val_check_interval: `val_check_interval` (100) must be",
-    ),
-    (
-        f"{SCHEDULED} --trainer.accumulate_grad_batches 2",
-        "--trainer.accumulate_grad_batches: You have set",
-    ),
-    (
-        f"{ONE_CYCLE} --model.scheduler_interval step",
-        "--model.scheduler OneCycleLR: Tried to step 3 times.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("flags", "message"), LATE)
-def test_late_error_of_lightning_is_one_line(flags: str, message: str, app: App) -> None:
-    assert message in error_of(*app("fit", *SMALL, *shlex.split(flags)))
 
 
 def test_complaint_ignores_other_errors() -> None:

@@ -27,6 +27,7 @@ from harness import (
     last_of,
     options,
     output_of,
+    refusals,
     tiny,
     weights,
 )
@@ -121,10 +122,7 @@ def make_text(num_classes: int) -> str:
     return "not a network"
 
 
-@pytest.mark.parametrize(("flags", "message"), WRONG.items())
-def test_wrong_recipes_are_rejected(flags: str, message: str, app: App) -> None:
-    model = [] if flags.startswith("--model ") else ["--model=ImageClassifier"]
-    assert message in error_of(*app("fit", *QUICK, *model, *flags.split()))
+test_wrong_recipes_are_rejected = refusals(WRONG, *QUICK, "--model=ImageClassifier")
 
 
 def test_whitened_patches_are_uncorrelated() -> None:

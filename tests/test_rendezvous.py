@@ -18,6 +18,7 @@ from harness import (
     options,
     output_of,
     record_of,
+    refusals,
     started,
     tiny,
 )
@@ -27,33 +28,21 @@ STEPS = options(accelerator="cpu", max_epochs=2, log_every_n_steps=1)
 WAY = options(strategy="ddp", devices=1, num_nodes=2)
 
 
-WRONG = [
-    ([], "where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or set MASTER_ADDR"),
-    (
-        ["--cluster.init_method=tcp://127.0.0.1:29500"],
-        "which of them is this? give --cluster.node_rank",
-    ),
-    (
-        ["--cluster.init_method=tcp://127.0.0.1"],
-        "tcp://127.0.0.1: give tcp://HOST:PORT, file:///PATH or env://",
-    ),
-    (["--cluster.init_method=file://x/y", "--cluster.node_rank=0"], "file://x/y: give tcp://"),
-    (
-        ["--cluster.init_method=tcp://a:99999", "--cluster.node_rank=0"],
-        "tcp://a:99999: give tcp://",
-    ),
-    (["--cluster.init_method=tcp://a:1", "--cluster.node_rank=2"], "the nodes are 0 to 1"),
-    (
-        ["--trainer.num_nodes=1", "--cluster.node_rank=0"],
-        "--cluster.node_rank 0: there is one node",
-    ),
-    (["--cluster.timeout=0"], "--cluster.timeout 0: give more than 0"),
-]
+PLACE = "--cluster.init_method"
+RANK = "--cluster.node_rank"
+WRONG = {
+    "": "where do the nodes meet? give --cluster.init_method tcp://HOST:PORT, or set MASTER_ADDR",
+    f"{PLACE} tcp://127.0.0.1:29500": "which of them is this? give --cluster.node_rank",
+    f"{PLACE} tcp://127.0.0.1": "tcp://127.0.0.1: give tcp://HOST:PORT, file:///PATH or env://",
+    f"{PLACE} file://x/y {RANK} 0": "file://x/y: give tcp://",
+    f"{PLACE} tcp://a:99999 {RANK} 0": "tcp://a:99999: give tcp://",
+    f"{PLACE} tcp://a:1 {RANK} 2": "the nodes are 0 to 1",
+    f"--trainer.num_nodes 1 {RANK} 0": "--cluster.node_rank 0: there is one node",
+    "--cluster.timeout 0": "--cluster.timeout 0: give more than 0",
+}
 
 
-@pytest.mark.parametrize(("flags", "message"), WRONG)
-def test_wrong_flags_are_rejected_at_once(flags: list[str], message: str, app: App) -> None:
-    assert message in error_of(*app("fit", *SMALL, "--trainer.num_nodes=2", *flags))
+test_wrong_flags_are_rejected_at_once = refusals(WRONG, *SMALL, "--trainer.num_nodes=2")
 
 
 LEFTOVERS = [

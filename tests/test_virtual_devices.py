@@ -23,6 +23,7 @@ from harness import (
     on_cpu,
     options,
     output_of,
+    refusals,
     started,
     tiny,
     weights,
@@ -143,12 +144,12 @@ PLAIN = ["--model=plain_code.PlainModel", "--data=plain_code.PlainData", "--run.
 PLAIN += options(global_batch=16, test=False, threads=1, max_epochs=2, log_every_n_steps=1)
 
 
-@pytest.fixture(scope="module", params=["shuffled", "weighted"])
+@pytest.fixture(scope="module", params=["false", "true"])
 def plain(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[str], Path]:
     """Flags for plain Lightning's module and loader, and the directory of a run on one process."""
-    flags = [*PLAIN, "--run.virtual_devices=4", f"--data.kind={request.param}"]
+    flags = [*PLAIN, "--run.virtual_devices=4", f"--data.weighted={request.param}"]
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
 
 
@@ -215,31 +216,24 @@ REFUSED = {
     ),
     "--run.loop lightning": "only the straight loop has shards",
     "--trainer.profiler simple": "does not work with a profiler",
+    "--run.loader lightning": "has no effect on app.data.Synthetic, which is exact",
+    "--run.global_batch 20": "the global batch of app.data.Synthetic is --data.batch_size",
+}
+# beside a user's module and loaders
+REFUSED_OF_USERS = {
     "--model user_code.TwoOptimizers --data user_code.TheirData": (
         "does not work with manual optimization"
     ),
-    "--run.loader lightning": "has no effect on app.data.Synthetic, which is exact",
-    "--run.global_batch 20": "the global batch of app.data.Synthetic is --data.batch_size",
     f"{THEIRS} --run.loader lightning": "needs --run.loader exact",
     f"{THEIRS} --run.global_batch 3": "give 3 or less",
-}
-OWN_LOADERS = {
-    "own_sampler": "has a sampler of its own (OwnSampler)",
-    "own_batches": "has a batch sampler of its own (list)",
-    "torchs_batches": "has a sampler of its own (OwnSampler)",
-    "iterable": "reads an iterable data set, which each process reads whole, unless it shards it",
-    "several": "returns CombinedLoader",
-}
-REFUSED |= {
-    f"{THEIRS} --data.kind {kind}": f"PlainData.train_dataloader {reason}, so its samples have no"
-    for kind, reason in OWN_LOADERS.items()
+    "--model exact_code.Linear --data exact_code.Ordinary --data.train own_batches": (
+        "--run.virtual_devices: Ordinary.train_dataloader has a batch sampler of its own (list), so"
+    ),
 }
 
 
-@pytest.mark.parametrize("flags", REFUSED)
-def test_what_cannot_be_sharded(flags: str, app: App) -> None:
-    base = [] if "Data" in flags else SHARDED
-    assert REFUSED[flags] in error_of(*app("fit", *base, "--run.virtual_devices=5", *flags.split()))
+test_what_cannot_be_sharded = refusals(REFUSED, *SHARDED)
+test_code_of_a_user_that_cannot_be_sharded = refusals(REFUSED_OF_USERS, "--run.virtual_devices=5")
 
 
 class LogsItsOwn(PlainModel):
