@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,36 @@ def end(way: str) -> None:
         raise RuntimeError(way)
 
 
-class Ends(Callback):
+def reaching(**stages: str) -> type[Callback]:
+    """Return a callback class whose hooks call `_reach` with the names of stages."""
+
+    def hook(stage: str) -> Callable[..., None]:
+        return lambda callback, trainer, *_: callback._reach(stage, trainer)
+
+    hooks = {name: hook(stage) for name, stage in stages.items()}
+    return type("Reaching", (Callback,), hooks)
+
+
+ENDS = reaching(
+    setup="setup",
+    on_fit_start="fit start",
+    on_validation_start="validation",
+    on_save_checkpoint="save",
+    on_test_start="test",
+    on_test_end="test end",
+)
+KILLS = reaching(
+    on_train_batch_start="step",
+    on_after_backward="backward",
+    on_validation_batch_start="validation",
+    on_validation_end="validated",
+    on_save_checkpoint="save",
+    on_train_epoch_end="epoch",
+    on_test_batch_start="test",
+)
+
+
+class Ends(ENDS):  # type: ignore[misc, valid-type]
     """Ends the process of a rank at a stage.
 
     Args:
@@ -48,27 +78,9 @@ class Ends(Callback):
         if stage == self.stage and trainer.global_rank == min(self.rank, trainer.world_size - 1):
             end(self.way)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._reach("setup", trainer)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reach("fit start", trainer)
-
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
             self._reach("step", trainer)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reach("validation", trainer)
-
-    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
-        self._reach("save", trainer)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reach("test", trainer)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reach("test end", trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert trainer.state.fn is not None
@@ -79,7 +91,7 @@ class Ends(Callback):
             end(self.way)
 
 
-class Kills(Callback):
+class Kills(KILLS):  # type: ignore[misc, valid-type]
     """Kills ranks of a live run, each once.
 
     Args:
@@ -99,24 +111,3 @@ class Kills(Callback):
             if is_now and trainer.global_rank == int(rank) and not mark.exists():
                 mark.touch()
                 end("SIGKILL")
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._reach("step", trainer)
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reach("backward", trainer)
-
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._reach("validation", trainer)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reach("validated", trainer)
-
-    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
-        self._reach("save", trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reach("epoch", trainer)
-
-    def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._reach("test", trainer)

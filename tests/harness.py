@@ -1,5 +1,6 @@
 """Helpers that start, watch and stop the real command, and read the files of its runs."""
 
+import hashlib
 import inspect
 import ipaddress
 import itertools
@@ -37,6 +38,11 @@ App = Callable[
 Fit = Callable[..., Path]  # type of the fixture `fit`, which returns the run's directory
 Environment = Mapping[str, str | None]  # None removes the variable
 SLOW = pytest.mark.slow
+
+
+def slow(*case: object) -> Any:
+    """Return a case of a parametrized test that is slow."""
+    return pytest.param(*case, marks=SLOW)
 
 
 NO_GPU = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
@@ -196,6 +202,12 @@ def bit_flipped(path: Path) -> None:
 def weights(place: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint, or of a run's last checkpoint."""
     return torch.load(last_of(place) if place.is_dir() else place, weights_only=True)["state_dict"]
+
+
+def digest(run: Path) -> str:
+    """Return the SHA-256 of the weights and buffers in a run's last checkpoint."""
+    values = sorted(weights(run).items())
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in values)).hexdigest()
 
 
 Trained = Path | dict[str, torch.Tensor]  # a run or a checkpoint, or its weights

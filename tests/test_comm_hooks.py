@@ -11,7 +11,6 @@ import torch.distributed as dist
 import yaml
 from forked import fork_app, fork_fit
 from harness import (
-    SLOW,
     App,
     difference,
     error_of,
@@ -20,6 +19,7 @@ from harness import (
     output_of,
     record_of,
     refusals,
+    slow,
     tiny,
 )
 from jsonargparse import Namespace
@@ -98,8 +98,8 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 ACTING = [
     ("ddp_fp16", []),
-    pytest.param("ddp_bf16", [], marks=SLOW),
-    pytest.param("ddp", [f"ddp_comm_hook={HOOKS}.fp16_compress_hook"], marks=SLOW),
+    slow("ddp_bf16", []),
+    slow("ddp", [f"ddp_comm_hook={HOOKS}.fp16_compress_hook"]),
 ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import fork_app, fork_fit
-from harness import SLOW, App, Fit, error_of, on_cpu, output_of, record_of, tiny
+from harness import App, Fit, error_of, on_cpu, output_of, record_of, slow, tiny
 from PIL import Image
 from test_data import folder
 
@@ -39,9 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fork_fit(tmp_path_factory.mktemp("trained"), *DATA, *learn, "--run.name=x")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices"), [("dp", 4), pytest.param("ddp_fork", 2, marks=SLOW)]
-)
+@pytest.mark.parametrize(("strategy", "devices"), [("dp", 4), slow("ddp_fork", 2)])
 def test_test(trained: Path, strategy: str, devices: int, tmp_path: Path) -> None:
     flags = [*on_cpu(strategy, devices, root=tmp_path, name="t"), *best_of(trained)]
     output_of(*fork_app("test", *DATA, *flags))
@@ -54,9 +52,7 @@ def test_test(trained: Path, strategy: str, devices: int, tmp_path: Path) -> Non
     assert sum(int(n) for row in confusion(trained)[1:] for n in row[1:]) == 1003
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices"), [("auto", 1), ("dp", 4), pytest.param("ddp_fork", 4, marks=SLOW)]
-)
+@pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), slow("ddp_fork", 4)])
 def test_predict(trained: Path, strategy: str, devices: int, tmp_path: Path) -> None:
     flags = [*on_cpu(strategy, devices, root=tmp_path, name="p"), *best_of(trained)]
     output_of(*fork_app("predict", *DATA, *flags))

@@ -10,7 +10,7 @@ from exact_code import Linear, samples
 from forked import fork_app
 from harness import QUIET, on_cpu, options, output_of, record_of, refusals, weights
 from torch.nn.functional import cross_entropy
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, ChainDataset, DataLoader, Sampler, SequentialSampler
 
 from app.data.exact_loader import why_not
 
@@ -169,7 +169,7 @@ LEFT: list[Any] = [  # loaders that stay with Lightning: the stage, its loader, 
         DataLoader(SIX, batch_sampler=BatchSampler(OwnSampler(SIX), 5, False)),
         "has a sampler of its own (OwnSampler)",
     ),
-    ("train", DataLoader(IterableDataset()), STREAM),
+    ("train", DataLoader(ChainDataset([])), STREAM),
     ("val", DataLoader(SIX, sampler=Endless()), "has a sampler of its own (Endless)"),
     ("test", DataLoader(SIX, sampler=[0, 1]), "has a sampler of its own (list)"),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2]] * 2), "has batches of several sizes"),

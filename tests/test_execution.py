@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from harness import (
-    SLOW,
     App,
     Fit,
     assert_same,
@@ -19,6 +18,7 @@ from harness import (
     options,
     record_of,
     refusals,
+    slow,
     tiny,
 )
 from torch import nn
@@ -46,8 +46,8 @@ CHANNELS_LAST = ("channels_last", True, False)
 FUSED = ["--model.optimizer=Adam", "--model.optimizer.fused=true"]
 ALIKE = [
     (CNN, ["--model.channels_last=false"], CHANNELS_LAST),
-    pytest.param(RESNET, ["--model.channels_last=false"], CHANNELS_LAST, marks=SLOW),
-    pytest.param(CNN, ["--model.compile=default"], ("compile", "off", "default"), marks=SLOW),
+    slow(RESNET, ["--model.channels_last=false"], CHANNELS_LAST),
+    slow(CNN, ["--model.compile=default"], ("compile", "off", "default")),
     (MLP_FLAGS, FUSED, ("fused", False, True)),
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import SHIPPED, SLOW, App, error_of, output_of
+from harness import SHIPPED, App, error_of, output_of, slow
 
 Write = Callable[..., Path]  # type of the fixture `experiment`
 BF16 = {"trainer.precision": "bf16-mixed"}
@@ -138,7 +138,7 @@ def test_small_form_keeps_flags_and_yields_to_the_command_line(app: App, experim
         assert flag in command
 
 
-@pytest.mark.parametrize("quick", ["false", pytest.param("true", marks=SLOW)])
+@pytest.mark.parametrize("quick", ["false", slow("true")])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_experiments_can_be_read(app: App, path: Path, quick: str) -> None:
     dry(app, path, "--quick", quick)

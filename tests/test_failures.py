@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import fork_app
-from harness import SLOW, on_cpu, record, tiny
+from harness import on_cpu, record, slow, tiny
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from app.launch.failures import callstack, error_file, message_of
@@ -55,8 +55,7 @@ ALL = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "stage", "end"),
-    [*TELLING, *(pytest.param(*case, marks=SLOW) for case in ALL if case not in TELLING)],
+    ("strategy", "stage", "end"), [*TELLING, *(slow(*case) for case in ALL if case not in TELLING)]
 )
 def test_end_of_a_rank_ends_the_run(strategy: str, stage: str, end: str, tmp_path: Path) -> None:
     """The last rank ends at a stage. Another one ends at once, too, despite a long timeout."""

@@ -1,6 +1,5 @@
 """`--cluster.live`: ranks come and go, and the results keep their bits."""
 
-import hashlib
 import os
 import random
 import re
@@ -25,6 +24,7 @@ from harness import (
     SLOW,
     App,
     Running,
+    digest,
     error_of,
     last_of,
     options,
@@ -34,7 +34,6 @@ from harness import (
     start_app,
     started,
     tiny,
-    weights,
 )
 from pandas import read_csv
 from pandas.testing import assert_frame_equal
@@ -54,12 +53,6 @@ THEIRS = ["--model=live_code.Everything", "--data=exact_code.Ordinary", *QUIET, 
 THEIRS += ["--data.count=90", "--data.train=workers", *options(global_batch=20, max_epochs=3)]
 THEIRS += ["--trainer.precision=64-true"]
 LIVE = [*options(strategy="ddp", devices=2), "--cluster.live=true", "--cluster.timeout=120"]
-
-
-def digest(run: Path) -> str:
-    """Return the SHA-256 of the weights and buffers in a run's last checkpoint."""
-    values = sorted(weights(run).items())
-    return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in values)).hexdigest()
 
 
 def train(folder: Path, flags: Sequence[str], kills: Sequence[str] | None = None) -> Path:
@@ -83,6 +76,13 @@ def assert_undisturbed(run: Path, alone: Path) -> None:
     rows = read_csv(run / "metrics.csv")
     expected = read_csv(alone / "metrics.csv")
     assert_frame_equal(rows, expected, rtol=1e-6)
+
+
+def assert_undisturbed_up_to_its_end(run: Path, flags: Sequence[str]) -> None:
+    """Check that a run's weights have the bits of an undisturbed run of as many steps."""
+    steps = read(last_of(run))["global_step"]
+    alone = train(run.parents[1] / "alone", [*flags, f"--trainer.max_steps={steps}"])
+    assert digest(run) == digest(alone)
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +161,7 @@ def test_a_machine_joins_and_leaves(tmp_path: Path) -> None:
         run.get("SIGTERM", "main")
         out = run.end(code=143)
     assert re.search(r"rank \d(, \d)? left at step \d+; [12] go on", out), out
-    steps = read(last_of(run.directory))["global_step"]
-    alone = train(tmp_path / "alone", [*LONG, f"--trainer.max_steps={steps}"])
-    assert digest(run.directory) == digest(alone)
+    assert_undisturbed_up_to_its_end(run.directory, LONG)
 
 
 @SLOW
@@ -176,11 +174,8 @@ def test_the_first_node_is_lost(tmp_path: Path) -> None:
             awaited(lambda: has_joined(run, 2), 120)
             run.get("SIGKILL", "main")
             out = other.end(code=2)
-    checkpoint = last_of(run.directory)
-    assert f"start again with --ckpt_path {checkpoint}" in out
-    steps = read(checkpoint)["global_step"]
-    alone = train(tmp_path / "alone", [*LONG, f"--trainer.max_steps={steps}"])
-    assert digest(run.directory) == digest(alone)
+    assert f"start again with --ckpt_path {last_of(run.directory)}" in out
+    assert_undisturbed_up_to_its_end(run.directory, LONG)
 
 
 @SLOW
@@ -195,9 +190,7 @@ def test_any_moment(tmp_path: Path) -> None:
             random.choice(ranks).send_signal(signal.SIGKILL)
         run.get("SIGTERM", "main")
         run.end(code=143)
-    steps = read(last_of(run.directory))["global_step"]
-    alone = train(tmp_path / "alone", [*LONG, f"--trainer.max_steps={steps}"])
-    assert digest(run.directory) == digest(alone)
+    assert_undisturbed_up_to_its_end(run.directory, LONG)
 
 
 REFUSED = {
@@ -232,9 +225,7 @@ def test_torchrun_joins(tmp_path: Path) -> None:
         awaited(lambda: has_joined(run, 1), 120)
         run.get("SIGTERM", "main")
         run.end(code=143)
-    steps = read(last_of(run.directory))["global_step"]
-    alone = train(tmp_path / "alone", [*flags, f"--trainer.max_steps={steps}"])
-    assert digest(run.directory) == digest(alone)
+    assert_undisturbed_up_to_its_end(run.directory, flags)
 
 
 @pytest.mark.cluster
@@ -267,9 +258,7 @@ def test_a_job_joins_and_is_requeued(slurm: Slurm, tmp_path: Path) -> None:
         "rank 1 (10.77.0.2) left",
         "rank 2 (10.77.0.2) joined",
     ]
-    steps = read(last_of(run))["global_step"]
-    alone = train(tmp_path / "alone", [*LONG, f"--trainer.max_steps={steps}"])
-    assert digest(run) == digest(alone)
+    assert_undisturbed_up_to_its_end(run, LONG)
 
 
 def test_nccl_is_aborted_when_a_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:

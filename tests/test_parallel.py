@@ -18,6 +18,7 @@ from harness import (
     on_gpu,
     options,
     output_of,
+    slow,
     start_app,
     tiny,
     weights,
@@ -38,7 +39,7 @@ THEIRS = [
 SMALL = tiny(72, 12, val_size=8)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "dp", "ddp_fork", pytest.param("ddp", marks=SLOW)])
+@pytest.mark.parametrize("strategy", ["auto", "dp", "ddp_fork", slow("ddp")])
 def test_somebodys_own_model_and_data(strategy: str, tmp_path: Path) -> None:
     flags = on_cpu(strategy, root=tmp_path, name="x")
     assert "does not log val_acc" in output_of(*fork_app("fit", *THEIRS, *flags))

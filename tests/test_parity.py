@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked import fork_fit
-from harness import RECIPE, SLOW, difference, losses, on_cpu, options, tiny
+from harness import RECIPE, difference, losses, on_cpu, options, slow, tiny
 
 from app.data.shares import stream
 from app.data.synthetic import SyntheticSource
@@ -63,7 +63,7 @@ WAYS: list[Any] = [
 # ddp_spawn runs "adamw", because it must pickle the optimizer and the scheduler that flags
 # configure
 MORE = [("adamw", "ddp_spawn", 2), ("recipe", "dp", 2), ("cnn", "ddp_ring", 4)]
-WAYS += [pytest.param(*way, marks=SLOW) for way in MORE]
+WAYS += [slow(*way) for way in MORE]
 
 
 @pytest.mark.parametrize(("single", "strategy", "devices"), WAYS, indirect=["single"])
@@ -74,7 +74,7 @@ def test_parity(single: tuple[str, Path], strategy: str, devices: int, tmp_path:
     check_same(run, expected, 1e-8 if model == "adamw" else TOLERANCE)
 
 
-ACCUMULATED: list[Any] = [(4, "auto"), (2, "dp"), pytest.param(2, "ddp_fork", marks=SLOW)]
+ACCUMULATED: list[Any] = [(4, "auto"), (2, "dp"), slow(2, "ddp_fork")]
 
 
 @pytest.mark.parametrize("single", ["cnn"], indirect=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import stuck_code
 from forked import fork_app, fork_fit
-from harness import QUIET, SLOW, options, output_of, record
+from harness import QUIET, SLOW, options, output_of, record, slow
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
@@ -92,7 +92,7 @@ def test_chance_names_no_slow_rank(
 
 
 @pytest.mark.usefixtures("drawn")
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("devices", [2, slow(4)])
 def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path) -> None:
     """The run reports the last rank as slow, during training and at the end."""
     flags = [*DATA, *CPU, *DDP, *options(devices=devices, max_epochs=3, root=tmp_path)]
@@ -137,25 +137,20 @@ HANGS = [
         ["--model=stuck_code.ReducesAlone", *DATASET],
         rf"rank 1 is in step 13, {line(stuck_code.ReducesAlone, 'all_reduce', 'training_step')}",
     ),
-    pytest.param(
+    slow(
         ["--data=stuck_code.LoopsInData", "--trainer.strategy=ddp"],
         "rank 1 is in step 13, "
         + line(stuck_code.LoopsInData, "while True", "on_after_batch_transfer"),
-        marks=SLOW,
     ),
-    pytest.param(
+    slow(
         ["--model=stuck_code.LeavesTheEpochEarly", *DATASET],
         r"it hangs, or the link to it is cut; rank 1 is at step 13, \w+.py:\d+ on_advance_end",
-        marks=SLOW,
     ),
     # the worker's code is named, because the rank only waits for the worker
-    pytest.param(
-        [*DATASET, *WORKER], r"rank 1 is in step \d+, stuck_code.py:\d+ forward", marks=SLOW
-    ),
-    pytest.param(
+    slow([*DATASET, *WORKER], r"rank 1 is in step \d+, stuck_code.py:\d+ forward"),
+    slow(
         ["--data=stuck_code.LoopsInSetup"],
         f"rank 1 is in {line(stuck_code.LoopsInSetup, 'while', 'setup')}",
-        marks=SLOW,
     ),
 ]
 

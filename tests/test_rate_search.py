@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from forked import fork_fit
-from harness import SLOW, App, difference, last_of, on_cpu, options, output_of, record_of, tiny
+from harness import App, difference, last_of, on_cpu, options, output_of, record_of, slow, tiny
 from user_code import Tiny
 
 from app.command.rate_search import valley
@@ -35,10 +35,10 @@ def test_suggestion(losses: list[float], rate: float | None) -> None:
     [
         on_cpu("dp"),
         on_cpu("ddp_fork"),
-        pytest.param(on_cpu("ddp"), marks=SLOW),
-        pytest.param(on_cpu("ddp_spawn"), marks=SLOW),
-        pytest.param(on_cpu("ddp", virtual_devices=3), marks=SLOW),
-        pytest.param(on_cpu("auto", loop="lightning"), marks=SLOW),
+        slow(on_cpu("ddp")),
+        slow(on_cpu("ddp_spawn")),
+        slow(on_cpu("ddp", virtual_devices=3)),
+        slow(on_cpu("auto", loop="lightning")),
     ],
     ids=" ".join,
 )

@@ -27,6 +27,7 @@ from harness import (
     output_of,
     record,
     record_of,
+    slow,
     start_app,
     tiny,
 )
@@ -160,7 +161,7 @@ def test_set_up_time_when_the_date_jumps(fit: Fit, monkeypatch: pytest.MonkeyPat
 CUDA = options(accelerator="cuda", max_steps=90)
 PHASED = [
     on_cpu("dp", max_steps=60, threads=2),
-    pytest.param(on_cpu("ddp", max_steps=60, threads=2), marks=SLOW),
+    slow(on_cpu("ddp", max_steps=60, threads=2)),
     *(
         pytest.param([*CUDA, *options(strategy=name)], marks=ON_GPU)
         for name in ("auto", "dp", "ddp")
@@ -189,8 +190,8 @@ THEIRS = ["--model=user_code.Fails", "--data=user_code.TheirData", *QUIET]
 RANK_1 = r"rank 1 \(process \d+\) failed with exit code 1: RuntimeError: only here"
 FAILING = [
     ("auto", 1, ".*only here.*"),
-    pytest.param("ddp_spawn", 1, ".*only here.*", marks=SLOW),
-    pytest.param("ddp", 2, RANK_1, marks=SLOW),
+    slow("ddp_spawn", 1, ".*only here.*"),
+    slow("ddp", 2, RANK_1),
 ]
 
 

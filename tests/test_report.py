@@ -16,7 +16,6 @@ import pytest
 from forked import fork_fit
 from harness import (
     QUIET,
-    SLOW,
     App,
     Fit,
     last_of,
@@ -25,6 +24,7 @@ from harness import (
     output_of,
     record_of,
     seen_colours,
+    slow,
     tiny,
 )
 from matplotlib.figure import Figure
@@ -165,7 +165,7 @@ def test_accuracy_has_its_interval() -> None:
 VALIDATED = [
     on_cpu("auto", virtual_devices=3),
     on_cpu("dp", 3),
-    pytest.param(on_cpu("ddp_fork", virtual_devices=3), marks=SLOW),
+    slow(on_cpu("ddp_fork", virtual_devices=3)),
 ]
 
 

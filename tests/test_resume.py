@@ -28,6 +28,7 @@ from harness import (
     options,
     output_of,
     record_of,
+    slow,
     tiny,
     weights,
 )
@@ -73,9 +74,7 @@ def epochs(run: Path) -> list[list[float]]:
     return [[row[name] for name in columns] for row in record_of(run)["epochs"]]
 
 
-@pytest.mark.parametrize(
-    "model", [*list(MODELS)[:-1], pytest.param("double-precision", marks=SLOW)]
-)
+@pytest.mark.parametrize("model", [*list(MODELS)[:-1], slow("double-precision")])
 def test_resume_within_an_epoch_is_exact(model: str, fit: Fit) -> None:
     flags = [*MODELS[model], *STEPS, *RECORDING, *options(log_every_n_steps=5)]
     whole = fit(*flags, "--run.name=whole")

@@ -29,6 +29,7 @@ from harness import (
     output_of,
     record,
     record_of,
+    slow,
     started,
     tiny,
 )
@@ -56,7 +57,7 @@ MORE = [
     ("ddp_spawn", "SIGTERM", "main"),
     ("ddp_fork", "SIGINT", "main"),
 ]
-SIGNALS += [pytest.param(*case, marks=SLOW) for case in MORE]
+SIGNALS += [slow(*case) for case in MORE]
 
 
 @pytest.mark.parametrize(("strategy", "name", "whom"), SIGNALS)
@@ -278,7 +279,7 @@ def test_one_signal_ends_ranks_that_wait_for_each_other(strategy: str, tmp_path:
 
 
 STAGES = itertools.product(("auto", "ddp"), ("setup", "step", "test end"))
-MANY = [("auto", "test"), *(pytest.param(*case, marks=SLOW) for case in STAGES)]
+MANY = [("auto", "test"), *(slow(*case) for case in STAGES)]
 
 
 @pytest.mark.parametrize(("strategy", "stage"), MANY)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from forked import fork_app
-from harness import ROOT, SLOW, App, error_of, on_cpu, output_of, refusals, tiny
+from harness import ROOT, App, error_of, on_cpu, output_of, refusals, slow, tiny
 
 SMALL = tiny(64, 16, test=False, max_epochs=1, accelerator="cpu")
 V2 = "--data.augment torchvision.transforms.v2."
@@ -68,7 +68,7 @@ OBJECTS = {
 test_error_names_the_flag_of_the_failing_object = refusals(OBJECTS, *SMALL)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=SLOW), "ddp_fork"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), "ddp_fork"])
 def test_error_of_all_ranks_is_printed_once(strategy: str, tmp_path: Path) -> None:
     flags = on_cpu(strategy, root=tmp_path)
     message = error_of(*fork_app("fit", *SMALL, *flags, *CROP.split()))
@@ -90,9 +90,7 @@ CODE = [
     "--trainer.callbacks+=raising_code.Calls",
     "--model raising_code.Model",
     "--model raising_code.Model --trainer.strategy ddp_fork --trainer.devices 2",
-    pytest.param(
-        "--model raising_code.Late --trainer.strategy ddp --trainer.devices 2", marks=SLOW
-    ),
+    slow("--model raising_code.Late --trainer.strategy ddp --trainer.devices 2"),
 ]
 
 

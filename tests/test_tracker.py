@@ -25,6 +25,7 @@ from harness import (
     options,
     output_of,
     record_of,
+    slow,
     start_app,
     tiny,
 )
@@ -83,7 +84,7 @@ def test_private_data_stays_local(image_root: Path, tmp_path: Path) -> None:
         assert not re.search(b"patient-|most_wrong|remote", content)
 
 
-@pytest.mark.parametrize("strategy", ["auto", pytest.param("ddp_fork", marks=SLOW)])
+@pytest.mark.parametrize("strategy", ["auto", slow("ddp_fork")])
 def test_one_offline_run_has_all_results(strategy: str, tmp_path: Path) -> None:
     """One run has the results of all processes, and a read-only home causes no message."""
     env = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": "/proc/home", "XDG_CACHE_HOME": None}
@@ -151,11 +152,7 @@ def server_that(fails: str) -> Iterator[str]:
         server.shutdown()
 
 
-FAILURES = [
-    "drips",
-    pytest.param("refuses", marks=SLOW),
-    pytest.param("is out of quota", marks=SLOW),
-]
+FAILURES = ["drips", slow("refuses"), slow("is out of quota")]
 
 
 @pytest.mark.parametrize("fails", FAILURES)

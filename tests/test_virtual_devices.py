@@ -1,6 +1,5 @@
 """`--run.virtual_devices`: the same bits on any number of processes."""
 
-import hashlib
 import random
 import re
 import sys
@@ -17,6 +16,7 @@ from harness import (
     App,
     Fit,
     difference,
+    digest,
     error_of,
     free_port,
     last_of,
@@ -24,6 +24,7 @@ from harness import (
     options,
     output_of,
     refusals,
+    slow,
     started,
     tiny,
     weights,
@@ -40,12 +41,6 @@ SHARDED = tiny(90, 20, "CIFARCNN", virtual_devices=5, threads=1, flip=True)
 SHARDED += options(max_epochs=3, test=False, log_every_n_steps=1)
 
 
-def digest(run: Path) -> str:
-    """Return the SHA-256 of the weights and buffers in a run's last checkpoint."""
-    values = sorted(weights(run).items())
-    return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in values)).hexdigest()
-
-
 def train(folder: Path, flags: Sequence[str], ranks: int, *more: str | Path) -> Path:
     """Run `fit` on `ranks` processes, and return the run's directory."""
     processes = options(strategy="ddp_fork" if ranks > 1 else "auto", devices=ranks)
@@ -58,7 +53,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("alone"), SHARDED, 1)
 
 
-WAYS = [("ddp", 1), ("ddp", 2), ("ddp_fork", 3), pytest.param("ddp_spawn", 2, marks=SLOW)]
+WAYS = [("ddp", 1), ("ddp", 2), ("ddp_fork", 3), slow("ddp_spawn", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS)
