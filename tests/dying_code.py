@@ -37,7 +37,7 @@ def reaching(**stages: str) -> type[Callback]:
     """Return a callback class whose hooks call `_reach` with the names of stages."""
 
     def hook(stage: str) -> Callable[..., None]:
-        return lambda callback, trainer, *_: callback._reach(stage, trainer)
+        return lambda callback, trainer, *_, **__: callback._reach(stage, trainer)
 
     hooks = {name: hook(stage) for name, stage in stages.items()}
     return type("Reaching", (Callback,), hooks)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fork_server import ADDRESS, PATHS, ROOT
-from harness import Environment, newest_run, output_of
+from harness import App, Environment, newest_run
 
 from app.launch.process import STARTER
 
@@ -124,6 +124,7 @@ def _server() -> ForkServer:
     return server
 
 
+@App
 def fork_app(
     *args: str | Path, timeout: int = 240, env: Environment | None = None
 ) -> tuple[int, str]:
@@ -141,7 +142,7 @@ def fork_app(
 
 def fork_fit(root: Path, *flags: str | Path) -> Path:
     """Run `fit` as `fork_app` does, with runs below a folder; return the run's directory."""
-    output_of(*fork_app("fit", "--run.root", root, *flags))
+    fork_app("fit", "--run.root", root, *flags)
     return newest_run(root)
 
 

@@ -32,9 +32,6 @@ from PIL import Image
 
 from app.command.run_options import Run
 
-App = Callable[
-    ..., tuple[int, str]
-]  # type of the fixture `app`, which returns exit code and output
 Fit = Callable[..., Path]  # type of the fixture `fit`, which returns the run's directory
 Environment = Mapping[str, str | None]  # None removes the variable
 SLOW = pytest.mark.slow
@@ -123,7 +120,7 @@ def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ThreadPoolExecutor(2) as pool:
         nodes = [
-            pool.submit(start_app, *args, env={**address, "NODE_RANK": str(node)})
+            pool.submit(start_app.run, *args, env={**address, "NODE_RANK": str(node)})
             for node in (0, 1)
         ]
         return [node.result() for node in nodes]
@@ -145,6 +142,25 @@ def error_of(code: int, out: str) -> str:
     return lines[0]
 
 
+class App:
+    """A way to run command lines, such as the fixture `app`.
+
+    Args:
+        run: Function that runs a command line, and returns exit code and output.
+    """
+
+    def __init__(self, run: Callable[..., tuple[int, str]]) -> None:
+        self.run = run
+
+    def __call__(self, *args: str | Path, code: int = 0, **settings: Any) -> str:
+        """Run a command, check its exit code, and return its output."""
+        return output_of(*self.run(*args, **settings), code)
+
+    def error(self, *args: str | Path, **settings: Any) -> str:
+        """Run a command that must fail, and return its error line."""
+        return error_of(*self.run(*args, **settings))
+
+
 def refusals(
     cases: Mapping[str, str], *flags: str, command: str = "fit"
 ) -> Callable[[str, str, App], None]:
@@ -152,7 +168,7 @@ def refusals(
 
     @pytest.mark.parametrize(("words", "message"), cases.items())
     def test(words: str, message: str, app: App) -> None:
-        line = error_of(*app(command, *flags, *shlex.split(words)))
+        line = app.error(command, *flags, *shlex.split(words))
         assert message in line, line
 
     return test
@@ -435,6 +451,7 @@ def started(
         yield run
 
 
+@App
 def start_app(
     *args: str | Path, timeout: int = 240, env: Environment | None = None
 ) -> tuple[int, str]:

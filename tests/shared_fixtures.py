@@ -21,7 +21,7 @@ from cluster.hosts import Network, network
 from cluster.slurm import Slurm, cluster
 from fork_server import PATHS
 from forked import fork_run
-from harness import TINY, App, Fit, draw_images, leave_undrawn, newest_run, output_of
+from harness import TINY, App, Fit, draw_images, leave_undrawn, newest_run
 from torch.utils import data
 
 from app.cli import main
@@ -87,10 +87,8 @@ def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def app(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None
-) -> Callable[..., tuple[int, str]]:
-    """Run `python -m app …` in this process, runs under tmp_path; return exit code and output."""
+def app(tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None) -> App:
+    """Run `python -m app …` in this process, runs under tmp_path."""
 
     def run(*args: str | Path) -> tuple[int, str]:
         capfd.readouterr()
@@ -105,7 +103,7 @@ def app(
         out, err = capfd.readouterr()
         return code, out + err
 
-    return run
+    return App(run)
 
 
 @pytest.fixture
@@ -113,7 +111,7 @@ def fit(app: App, tmp_path: Path) -> Fit:
     """Run `fit` in this process, and return the run's directory."""
 
     def run(*flags: str | Path) -> Path:
-        output_of(*app("fit", *flags))
+        app("fit", *flags)
         return newest_run(tmp_path / "runs")
 
     return run

@@ -33,7 +33,6 @@ from harness import (
     error_of,
     last_of,
     options,
-    output_of,
     record_of,
     tiny,
     weights,
@@ -60,47 +59,47 @@ def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.Mo
         ("FashionMNIST", "FashionMLP", "train-images-idx3-ubyte.gz"),
     ):
         flags = [f"--model={model}", f"--data={data}", "--data.root", tmp_path / "none"]
-        message = error_of(*app("fit", *flags))
+        message = app.error("fit", *flags)
         for text in (str(tmp_path / "none"), file, "--data Synthetic", "could not be downloaded"):
             assert text in message
     missing = tmp_path / "xyz/images"
-    message = error_of(*app("fit", *folder(missing)))
+    message = app.error("fit", *folder(missing))
     assert message.startswith(f"error: --data.root {missing}: {tmp_path} has no folder xyz: give")
     assert "--data Synthetic" in message
     (tmp_path / "mine/train/cat").mkdir(parents=True)
     for name, hint in (("mime", "did you mean mine?"), ("mine", f"so give {tmp_path / 'mine'}")):
-        assert hint in error_of(*app("fit", *folder(tmp_path / name / "train")))
+        assert hint in app.error("fit", *folder(tmp_path / name / "train"))
 
 
 @SLOW
 def test_corrupted_data(app: App, cifar_root: Path, fashion_root: Path, image_root: Path) -> None:
     batch = cifar_root / "cifar-10-batches-py/data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-100])
-    message = error_of(*app("fit", "--data=CIFAR10", f"--data.root={cifar_root}", *QUIET))
+    message = app.error("fit", "--data=CIFAR10", f"--data.root={cifar_root}", *QUIET)
     assert f"{batch.parent} cannot be read (truncated or corrupted files): move it away" in message
 
     idx = fashion_root / "FashionMNIST/raw/t10k-images-idx3-ubyte"
     whole = idx.read_bytes()
     for broken in (whole[:-1], whole[:7], b"\x00" * len(whole)):
         idx.write_bytes(broken)
-        assert f"{idx.parent} cannot be read" in error_of(
-            *app("fit", *FASHION, f"--data.root={fashion_root}")
+        assert f"{idx.parent} cannot be read" in app.error(
+            "fit", *FASHION, f"--data.root={fashion_root}"
         )
 
     image = image_root / "train/dog/02.jpg"
     image.write_bytes(image.read_bytes()[:200])
     for flags in (options(num_workers=2), options(cache="off", placement="disk")):
-        message = error_of(*app("fit", *folder(image_root), *flags))
+        message = app.error("fit", *folder(image_root), *flags)
         assert message == f"error: {image} cannot be read (Truncated File Read): {REPLACE}"
     shutil.rmtree(image_root / "train/dog")
-    assert "dog" in error_of(*app("fit", *folder(image_root)))
+    assert "dog" in app.error("fit", *folder(image_root))
 
 
 def test_bad_checkpoints(app: App, fit: Fit) -> None:
     good = last_of(fit(*SMALL, "--trainer.max_epochs=1"))
     other = ["--model.network=resnet18", f"--ckpt_path={good}"]
     for command in ("fit", "test"):
-        message = error_of(*app(command, *SMALL, *other))
+        message = app.error(command, *SMALL, *other)
         assert 'state_dict for CIFARCNN: Missing key(s) in state_dict: "network.conv1' in message
 
 
@@ -125,14 +124,14 @@ def test_records_with_odd_values(app: App, fit: Fit) -> None:
                 Record.load(path)
     path.write_text(json.dumps(good | {"throughput": {"median": 0}}))
     refused = "run.json cannot be read (throughput.median: Input should be greater than 0)"
-    replayed = app("replay", f"--config={run}/config.yaml")
+    replayed = app.run("replay", f"--config={run}/config.yaml")
     assert f"{refused}: name the config.yaml of a run" in error_of(*replayed)
-    out = output_of(*app("fit", *flags, "--trainer.max_epochs=2", "--ckpt_path", last_of(run)))
+    out = app("fit", *flags, "--trainer.max_epochs=2", "--ckpt_path", last_of(run))
     assert f"{refused}: continuing without it" in out
 
 
 def test_images_of_one_class(app: App, tmp_path: Path) -> None:
-    out = error_of(*app("fit", *folder(draw_images(tmp_path, ("cat",), train=12))))
+    out = app.error("fit", *folder(draw_images(tmp_path, ("cat",), train=12)))
     message = "a classifier needs two classes or more, not 1: add a class to --data"
     assert out.splitlines()[-1] == f"error: {message}"
 
@@ -198,7 +197,7 @@ def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path) -> N
     runs = []
     for version, placement in enumerate(("memory", "disk")):
         flags["placement"] = placement
-        out = output_of(*app("fit", *folder(image_root, max_epochs=1, **flags)))
+        out = app("fit", *folder(image_root, max_epochs=1, **flags))
         skipped = f"3 of 38 images are skipped: {first}"
         assert (skipped in out) == (version == 0), "reported when they are decoded"
         run = tmp_path / f"runs/LeNet-ImageFolder/version_{version}"
@@ -230,7 +229,7 @@ def test_odd_images_are_read(app: App, fit: Fit, image_root: Path) -> None:
     flags = folder(image_root, max_epochs=1)
     run = fit(*flags)
     assert "d\ufffdg" in (run / "confusion_matrix.csv").read_text(encoding="utf-8")
-    output_of(*app("predict", *flags, "--ckpt_path=last"))
+    app("predict", *flags, "--ckpt_path=last")
     assert b"/\xfe.jpg" in (run / "predict_1/predictions.csv").read_bytes()
 
 
@@ -256,7 +255,7 @@ def test_label_beyond_the_classes_is_refused(app: App, fashion_root: Path) -> No
     whole = bytearray(labels.read_bytes())
     whole[-1] = 255
     labels.write_bytes(whole)
-    message = error_of(*app("fit", *FASHION, f"--data.root={fashion_root}"))
+    message = app.error("fit", *FASHION, f"--data.root={fashion_root}")
     assert f"{labels.parent} cannot be read (truncated or corrupted files)" in message
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import App, error_of, output_of, refusals, start_app, tiny
+from harness import App, refusals, start_app, tiny
 
 from app.cli import main
 from app.errors import ExitStatus
@@ -104,7 +104,7 @@ def test_odd_configs_are_rejected(content: str | bytes, message: str, app: App) 
     os.mkfifo("pipe")
     Path("twice.yaml").write_text("class_path: CIFARCNN\nclass_path: FashionMLP\n")
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
-    assert message in error_of(*app("fit", *TINY, "--config", "x.yaml"))
+    assert message in app.error("fit", *TINY, "--config", "x.yaml")
 
 
 PIPES = [
@@ -128,7 +128,7 @@ def test_pipes_are_not_read(argv: list[str], message: str, app: App) -> None:
         os.mkfifo(name)
     if argv[0] != "replay":
         argv = [*argv, *TINY[:4], "--run.root", "runs", "--run.name", "x"]
-    assert message in error_of(*app(*argv))
+    assert message in app.error(*argv)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,8 @@ def test_only_regular_files_are_opened(name: str, reason: str) -> None:
 def test_output_on_an_ascii_terminal() -> None:
     """Lightning's Timer, whose default is an enum, can be added by a flag."""
     timer = ["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=00:00:10:00"]
-    out = output_of(
-        *start_app(
-            "fit", *TINY[:-4], *timer, "--run.root", Path.cwd(), env={"PYTHONIOENCODING": "ascii"}
-        )
+    out = start_app(
+        "fit", *TINY[:-4], *timer, "--run.root", Path.cwd(), env={"PYTHONIOENCODING": "ascii"}
     )
     assert r"3 \xd7 32 \xd7 32" in out
 
@@ -168,7 +166,7 @@ def test_odd_or_left_variables_are_rejected(
     name: str, problem: str, remedy: str, app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "5x")
-    line = error_of(*app("fit", *TINY))
+    line = app.error("fit", *TINY)
     assert problem in line
     assert remedy in line
 
@@ -181,7 +179,7 @@ def test_deleted_folder_is_reported(
     monkeypatch.chdir(folder)
     folder.rmdir()
     assert (
-        error_of(*app("fit", *TINY))
+        app.error("fit", *TINY)
         == "error: the current folder has been deleted: change to another one (cd)"
     )
 
@@ -210,14 +208,14 @@ def test_foreign_modules_need_trust(app: App, monkeypatch: pytest.MonkeyPatch) -
     Path("mine.py").write_text(
         "from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n"
     )
-    output_of(*app("fit", *TINY, "--model", "mine.Mine"))
+    app("fit", *TINY, "--model", "mine.Mine")
     elsewhere = Path("../elsewhere")
     elsewhere.mkdir()
     (elsewhere / "theirs.py").write_text(Path("mine.py").read_text().replace("Mine", "Theirs"))
     monkeypatch.syspath_prepend(elsewhere.resolve())
-    message = error_of(*app("fit", *TINY, "--model", "theirs.Theirs"))
+    message = app.error("fit", *TINY, "--model", "theirs.Theirs")
     assert f"--model theirs.Theirs: {REFUSED}: give --trust theirs" in message
-    out = output_of(*app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs"))
+    out = app("fit", *TINY, "--trust", "theirs", "--model", "theirs.Theirs")
     assert "python -m app test --trust theirs --config " in out, (
         "the commands that are printed can be followed"
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cluster.hosts import awaited
 from forked import fork_fit
-from harness import SLOW, App, error_of, on_cpu, options, tiny
+from harness import SLOW, App, on_cpu, options, tiny
 from torch import Tensor, nn
 
 from app.data.batches import (
@@ -184,12 +184,12 @@ def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None
 def test_augmentation_that_cannot_be(app: App) -> None:
     flags = [*tiny(80), *TWO_STEPS, "--data.augment"]
     elastic = "torchvision.transforms.v2.ElasticTransform"
-    assert "--data.placement disk, not memory" in error_of(
-        *app("fit", *flags, elastic, "--data.placement=memory")
+    assert "--data.placement disk, not memory" in app.error(
+        "fit", *flags, elastic, "--data.placement=memory"
     )
     flags += ["torchvision.transforms.v2.Resize", "--data.augment.size=7", "--data.num_workers"]
     for workers in ("0", "2"):
-        line = error_of(*app("fit", *flags, workers))
+        line = app.error("fit", *flags, workers)
         assert line.startswith(
             "error: --data.augment Resize turns torch.uint8 (3, 32, 32) into torch.uint8 (3, 7, 7)"
         )

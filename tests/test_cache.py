@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from forked import fork_app, fork_fit
-from harness import QUIET, SLOW, App, Fit, error_of, losses, on_cpu, options, output_of, record_of
+from harness import QUIET, SLOW, App, Fit, losses, on_cpu, options, record_of
 from PIL import Image
 from test_data import attach, folder
 
@@ -70,16 +70,16 @@ def test_the_second_start_decodes_nothing(
 ) -> None:
     flags = [*folder(image_root, cache=cache), *STEPS]
     gc.collect()  # ends the workers of other tests
-    out = output_of(*app("fit", *flags))
+    out = app("fit", *flags)
     assert decoded() == 36 + 12, "train and test"
     assert f"Decoding 36 images, once, into {cache}" in out
     assert multiprocessing.active_children() == []
     for more in ([], options(placement="disk", augment="RandomHorizontalFlip")):
-        out = output_of(*app("fit", *flags, "--data.num_workers=1", *more))
+        out = app("fit", *flags, "--data.num_workers=1", *more)
         assert decoded() == 0
         assert "Decoding" not in out
     new = ["--ckpt_path=last", "--data.predict_dir", image_root / "train/eel"]
-    output_of(*app("predict", *flags, *new))
+    app("predict", *flags, *new)
     assert decoded() == 12
 
 
@@ -256,7 +256,7 @@ def test_no_room_for_a_cache(
         monkeypatch.setattr(
             "app.data.cache.remove_parts", Mock(side_effect=OSError(errno.ENOSPC, reason))
         )
-    out = output_of(*app("fit", *folder(image_root, cache=cache), *STEPS))
+    out = app("fit", *folder(image_root, cache=cache), *STEPS)
     (message,) = [line for line in out.splitlines() if "Decoded images cannot be kept" in line]
     assert all(text in message for text in (str(cache), reason, "--data.cache"))
     assert cache.is_file() or not list(cache.iterdir())
@@ -307,7 +307,7 @@ def test_pickles_are_checked_once_and_opened_once(
     opened = load.call_count
     batch = cifar_root / "cifar-10-batches-py/data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-1] + b"!")
-    message = error_of(*app("fit", *flags))
+    message = app.error("fit", *flags)
     assert f"{batch.parent} cannot be read (truncated or corrupted files)" in message
     assert load.call_count == opened, "with one wrong checksum, nothing is unpickled"
 
@@ -338,12 +338,12 @@ def test_ranks_share_one_file(
     flags += options(batch_size=8, cache=cache, root=tmp_path)
     flags += ["--trainer.callbacks+=user_code.SaysWhereImagesLie"]
     flags += [f"--trainer.callbacks.directory={tmp_path}"]
-    out = output_of(*fork_app("fit", *flags, *on_cpu(strategy)))
+    out = fork_app("fit", *flags, *on_cpu(strategy))
     assert out.count(f"Decoding {count} images") == 1
     note = (tmp_path / "rank0").read_text()
     assert note == (tmp_path / "rank1").read_text()
     assert json.loads(note)["path"].startswith(str(cache))
-    output_of(*fork_app("fit", *flags))
+    fork_app("fit", *flags)
     assert note == (tmp_path / "rank0").read_text()
 
 
@@ -377,6 +377,6 @@ def test_training_images_in_other_splits_are_named(image_root: Path, app: App) -
     shutil.copy(image_root / "train/cat/05.png", image_root / "val/dog/z.jpg")
     with Image.open(image_root / "train/cat/05.png") as picture:
         picture.save(image_root / "test/eel/01.bmp")
-    out = output_of(*app("fit", *folder(image_root, crop="random"), *STEPS, *UNTESTED))
+    out = app("fit", *folder(image_root, crop="random"), *STEPS, *UNTESTED)
     pair = f"{image_root}/val/dog/z.jpg = {image_root}/train/cat/05.png"
     assert f"warning: validation or test has training images (2, such as {pair}), which" in out

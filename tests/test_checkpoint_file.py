@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from forked import fork_app, fork_fit
-from harness import bit_flipped, error_of, last_of, on_cpu, options, output_of
+from harness import bit_flipped, last_of, on_cpu, options
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from app.command.checkpoint_file import LAST, PREVIOUS, CheckpointFiles, read
@@ -148,13 +148,13 @@ def test_unreadable_checkpoint_ends_the_run_before_it_trains(devices: int, tmp_p
     """The line names the object. It is the last one on every number of processes."""
     flags = ["--run.root", tmp_path, *theirs("SavesMode", max_epochs=2)]
     flags += on_cpu("ddp_fork") if devices == 2 else []
-    assert error_of(*fork_app("fit", *flags)) == (
+    assert fork_app.error("fit", *flags) == (
         "error: checkpoint['settings']['modes'][0] is of type saving_code.Mode, so that no "
         "checkpoint could be loaded: save a plain value or a tensor, or call "
         "torch.serialization.add_safe_globals([saving_code.Mode]) in the module's file"
     )
     assert not list(tmp_path.rglob("*.ckpt"))
-    output_of(*fork_app("fit", *flags, "--trainer.enable_checkpointing=false"))
+    fork_app("fit", *flags, "--trainer.enable_checkpointing=false")
 
 
 def test_allowed_object_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_allowed_object_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_unreadable_hyperparameters_are_left_out(tmp_path: Path) -> None:
     """One line names them. The trial changes no random stream."""
     flags = ["fit", "--run.root", tmp_path / "saved", *theirs("KeepsObjects")]
-    out = output_of(*fork_app(*flags))
+    out = fork_app(*flags)
     line = "checkpoints are saved without the hyperparameters act, optimizer, because only plain"
     assert out.count(line) == 1
     saved = tmp_path / "saved/x/version_0"

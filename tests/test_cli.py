@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from forked import fork_fit
-from harness import QUIET, ROOT, App, error_of, options, output_of, start_app, tiny
+from harness import QUIET, ROOT, App, options, start_app, tiny
 from lightning.pytorch import callbacks
 
 from app import __version__
@@ -31,17 +31,21 @@ def test_help_lists_every_command_without_torch() -> None:
 
 
 def test_version(app: App) -> None:
-    assert app("--version") == app("fit", "--version") == (0, f"data-parallel-lab {__version__}\n")
+    assert (
+        app.run("--version")
+        == app.run("fit", "--version")
+        == (0, f"data-parallel-lab {__version__}\n")
+    )
 
 
 def test_idle_threads_spin_briefly() -> None:
     """OpenMP reads our spin count; its own 300,000 turns take longer than a time slice."""
-    out = output_of(*start_app("fit", "--print_config", env={"OMP_DISPLAY_ENV": "verbose"}))
+    out = start_app("fit", "--print_config", env={"OMP_DISPLAY_ENV": "verbose"})
     assert "GOMP_SPINCOUNT = '2000'" in out
 
 
 def test_help_of_fit_shows_settings_of_model_and_data(app: App) -> None:
-    out = output_of(*app("fit", "--help"))
+    out = app("fit", "--help")
     assert out.startswith("usage: python -m app fit [--config FILE]")
     assert re.search(r"--model.optimizer.lr LR +Learning rate \(default: 0.001\)", out)
     assert (
@@ -51,7 +55,7 @@ def test_help_of_fit_shows_settings_of_model_and_data(app: App) -> None:
     )
     assert len(out.splitlines()) < 80
     flags = ["--model", "FashionMLP", "--data", "Synthetic"]
-    out = output_of(*app("fit", *flags, "--help_all"))
+    out = app("fit", *flags, "--help_all")
     for flag in ("--model.repeats", "--data.like", "--run.tags", "--trainer.deterministic"):
         assert flag in out
 
@@ -65,21 +69,19 @@ PAGES = [
 @pytest.mark.parametrize(("page", "flag"), PAGES)
 def test_help_pages_of_settings(page: list[str], flag: str, app: App) -> None:
     """`fit --help` names each page, and each page lists its flags."""
-    assert " ".join(page) in app("fit", "--help")[1]
-    assert flag in output_of(*app("fit", *page))
+    assert " ".join(page) in app.run("fit", "--help")[1]
+    assert flag in app("fit", *page)
 
 
 def test_printed_config_can_be_read(app: App, tmp_path: Path) -> None:
-    out = output_of(
-        *app(
-            "fit", *SMALL, "--model", "FashionMLP", "--data.like", "FashionMNIST", "--print_config"
-        )
+    out = app(
+        "fit", *SMALL, "--model", "FashionMLP", "--data.like", "FashionMNIST", "--print_config"
     )
     config = yaml.safe_load(out)
     assert config["model"]["init_args"]["loss"] == "smooth_l1"
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.Adam"
     (tmp_path / "c.yaml").write_text(out)
-    output_of(*app("fit", "--config", tmp_path / "c.yaml", "--trainer.max_epochs", "1"))
+    app("fit", "--config", tmp_path / "c.yaml", "--trainer.max_epochs", "1")
 
 
 def test_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
     late = "--data.like FashionMNIST --data.images=64 --model.optimizer.lr 0.5 --model.repeats=1"
     late += " --trainer.strategy.bucket_cap_mb 5 --trainer.strategy ddp --model.optimizer SGD"
     late += f" --config {tmp_path}/c.yaml --data Synthetic"
-    config = yaml.safe_load(output_of(*app("fit", *late.split(), "--print_config")))
+    config = yaml.safe_load(app("fit", *late.split(), "--print_config"))
     model = config["model"]["init_args"]
     data = config["data"]["init_args"]
     assert (model["repeats"], data["images"], data["like"]) == (1, 64, "FashionMNIST")
@@ -104,7 +106,7 @@ def test_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
 def test_unknown_command_suggests_nearest(typed: str, suggestion: str | None, app: App) -> None:
     hint = f": did you mean {suggestion}?" if suggestion else ""
     commands = "(fit, validate, test, predict, join, export, compare, verify, replay, runs, doctor)"
-    assert error_of(*app(typed)) == f"error: {typed}: there is no such command{hint} {commands}"
+    assert app.error(typed) == f"error: {typed}: there is no such command{hint} {commands}"
 
 
 WRONG = [
@@ -180,7 +182,7 @@ def test_wrong_flags(
     (tmp_path / "images/train/cat").mkdir(parents=True)
     words = shlex.split(flags)
     root = ["--data.root", tmp_path / "images"] if "ImageFolder" in words else []
-    assert message in error_of(*app("fit", *(QUIET if "--data" in words else SMALL), *words, *root))
+    assert message in app.error("fit", *(QUIET if "--data" in words else SMALL), *words, *root)
     assert not list((tmp_path / "runs").glob("*/*/checkpoints")), "nothing was kept"
 
 
@@ -209,18 +211,18 @@ BAD_CONFIGS = [
 def test_bad_configs(content: bytes, message: str, app: App, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
-    assert message in error_of(*app("fit", "--config", path))
+    assert message in app.error("fit", "--config", path)
 
 
 def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "Traceback" in app("fit", *SMALL, "--ckpt_path", "no.ckpt", "--verbose")[1]
+    assert "Traceback" in app.run("fit", *SMALL, "--ckpt_path", "no.ckpt", "--verbose")[1]
     monkeypatch.setenv("APP_DEBUG", "1")
-    assert "Traceback" in app("fit", *SMALL, "--ckpt_path", "no.ckpt")[1]
+    assert "Traceback" in app.run("fit", *SMALL, "--ckpt_path", "no.ckpt")[1]
 
 
 def test_evaluation_needs_weights(app: App, tmp_path: Path) -> None:
     missing = "error: test needs weights: give --ckpt_path last, best or a file"
-    assert error_of(*app("test", *SMALL, "--run.name", "nope")).startswith(missing)
+    assert app.error("test", *SMALL, "--run.name", "nope").startswith(missing)
     assert not (tmp_path / "runs/nope").exists()
 
 
@@ -228,17 +230,17 @@ def test_evaluation_needs_weights(app: App, tmp_path: Path) -> None:
 def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere/deep")
-    message = error_of(*app("fit", *SMALL, "--run.root", tmp_path / root))
+    message = app.error("fit", *SMALL, "--run.root", tmp_path / root)
     assert message.startswith(
         f"error: {tmp_path / root}/LeNet-Synthetic/version_0 cannot be created ("
     )
     assert message.endswith("): give another --run.root")
-    message = error_of(*app("compare", *SMALL[2:], "--root", tmp_path / root))
+    message = app.error("compare", *SMALL[2:], "--root", tmp_path / root)
     assert message.startswith(f"error: {tmp_path / root}")
 
 
 def test_strategy_named_by_its_class(app: App) -> None:
-    out = output_of(*app("fit", *SMALL, "--trainer.strategy", "FP16", "--print_config"))
+    out = app("fit", *SMALL, "--trainer.strategy", "FP16", "--print_config")
     assert yaml.safe_load(out)["trainer"]["strategy"]["class_path"] == "app.training.FP16"
 
 
@@ -267,9 +269,9 @@ def test_every_callback_of_lightning_can_be_chosen(app: App, tmp_path: Path) -> 
     others = {"Callback", "Checkpoint", "ProgressBar", "ThroughputMonitor", "BaseFinetuning"}
     words = chosen(*sorted({*callbacks.__all__} - others))
     file = tmp_path / "c.yaml"
-    file.write_text(output_of(*app("fit", *SMALL, *words, "--print_config")))
+    file.write_text(app("fit", *SMALL, *words, "--print_config"))
     assert "Unable to serialize" not in file.read_text()
-    assert output_of(*app("fit", "--config", file, "--print_config")) == file.read_text()
+    assert app("fit", "--config", file, "--print_config") == file.read_text()
     build(["fit", f"--config={file}"])  # creates the callbacks, too
 
 
@@ -289,7 +291,7 @@ def test_config_that_replaces_callbacks_says_so(app: App, tmp_path: Path) -> Non
     flags = ["--config", first, "--config", second, *SMALL, *options(max_epochs=1, test=False)]
     for key, said, classes in (("callbacks", 1, ["DeviceStatsMonitor"]), ("callbacks+", 0, None)):
         second.write_text(f"trainer: {{{key}: [{{class_path: DeviceStatsMonitor}}]}}")
-        out = output_of(*app("fit", *flags, "--run.name", key))
+        out = app("fit", *flags, "--run.name", key)
         assert out.count(line) == said
         config = (tmp_path / "runs" / key / "version_0/config.yaml").read_text()
         saved = [each["class_path"] for each in yaml.safe_load(config)["trainer"]["callbacks"]]

@@ -96,7 +96,7 @@ def test_containers(app: App) -> None:
     assert sections["runscript"] == 'exec python -m app "$@"'
     (command,) = map(json.loads, docker["CMD"])
     assert command[:3] == ["python", "-m", "app"]
-    output_of(*app(*command[3:]))
+    app(*command[3:])
 
 
 @SLOW

@@ -10,18 +10,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from forked import fork_app, fork_fit
-from harness import (
-    App,
-    difference,
-    error_of,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    refusals,
-    slow,
-    tiny,
-)
+from harness import App, difference, on_cpu, options, record_of, refusals, slow, tiny
 from jsonargparse import Namespace
 
 from app.command.configuration import resolve
@@ -113,7 +102,7 @@ def test_hooks_act_on_cpu(strategy: str, settings: list[str], exact: Path, tmp_p
 def test_accumulated_gradients_are_averaged_once(tmp_path: Path) -> None:
     flags = [*SMALL, *forked("ddp_comm_hook=user_code.speaking_hook")]
     flags += options(accumulate_grad_batches=2, max_epochs=1, test=False, root=tmp_path)
-    out = output_of(*fork_app("fit", *flags))
+    out = fork_app("fit", *flags)
     # 64 images are 4 batches in 2 steps; each of 2 ranks prints once a step
     assert out.count("averaged a bucket") == 4
     assert "static graph" not in out
@@ -180,5 +169,5 @@ test_what_cannot_act_is_refused = refusals(REFUSED, *SMALL, *CPU)
 
 def test_bf16_is_refused_where_torch_would(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    message = error_of(*app("fit", *SMALL, *on_cpu("ddp_bf16")))
+    message = app.error("fit", *SMALL, *on_cpu("ddp_bf16"))
     assert "use --trainer.strategy ddp_fp16" in message

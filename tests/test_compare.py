@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import yaml
 from cluster.hosts import awaited
-from harness import ROOT, SLOW, App, Running, error_of, output_of, record_of, running, tiny
+from harness import ROOT, SLOW, App, Running, record_of, running, tiny
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -71,7 +71,7 @@ def test_variants_that_cannot_run_fail_hang_or_are_slow(
         "dp": ("measured", DP),
     }
     path = experiment(variants={name: flags for name, (_, flags) in variants.items()}, repeats=2)
-    output_of(*app("compare", "--experiment", path, "--time_limit=40"), 1)
+    app("compare", "--experiment", path, "--time_limit=40", code=1)
     rows = by_name(path)
     for name, (status, _) in variants.items():
         assert rows[name]["status"] == status, name
@@ -113,7 +113,7 @@ def test_a_users_loader_has_the_baselines_batch(app: App, experiment: Callable[.
         variants={"two": two, "one": {}, "own batch": two | {"data.batch_size": 16}},
         baseline="one",
     )
-    output_of(*app("compare", "--experiment", path))
+    app("compare", "--experiment", path)
     batches = {name: row["global_batch"] for name, row in by_name(path).items()}
     assert batches == {"two": 8, "one": 8, "own batch": 32}
 
@@ -131,7 +131,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
         variants={"=one": {}, "<img src=x> | mixed": BF16},
         published="On a V100: 576.94 s",
     )
-    out = output_of(*app("compare", "--experiment", path))
+    out = app("compare", "--experiment", path)
     folder = folder_of(path)
     pictures = {"throughput.png", "loss_epoch.png", "step.png"}
     written = {"experiment.json", "results.csv", "results.json", "report.md", "report.html", "runs"}
@@ -168,7 +168,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
         assert whole == pytest.approx(1000 * row["global_batch"] / row["samples_per_s"], rel=1e-4)
     for damaged in ("runs/repeat_1/=one/version_0/run.json", "experiment.json"):
         (folder / damaged).write_text("{")
-        message = error_of(*app("compare", "--experiment", path))
+        message = app.error("compare", "--experiment", path)
         assert f"{folder / damaged} cannot be read (" in message
         assert message.endswith("give --fresh true to begin a new report")
 
@@ -178,7 +178,7 @@ def test_settings_are_compared_by_their_accuracy(app: App, tmp_path: Path) -> No
     """The repeats of a variant have different seeds."""
     grid = ["--grid=model.optimizer.lr=[0.01,0.001]", "--grid=data.flip=[true]"]
     words = [*grid, "--repeats=2", *tiny(400, max_epochs=1, accelerator="cpu")]
-    output_of(*app("compare", "--by=accuracy", *words))
+    app("compare", "--by=accuracy", *words)
     folder = tmp_path / "runs/compare/settings/version_0"
     head = json.loads((folder / "results.json").read_text())
     for row in head["variants"]:
@@ -199,7 +199,7 @@ def test_no_verdict_on_a_busy_machine(
         "app.lab.runs.busy_seconds", lambda: own_seconds() + cores * time.monotonic()
     )
     path = experiment(variants={"one": {}, "dp": DP})
-    out = output_of(*app("compare", "--root", path.parent / "my runs", "--experiment", path))
+    out = app("compare", "--root", path.parent / "my runs", "--experiment", path)
     message = f"The machine was busy: other programs took up to {cores:.1f} of its {cores} cores"
     folder = path.parent / "my runs/compare/tiny/version_0"
     head = json.loads((folder / "results.json").read_text())
@@ -280,7 +280,7 @@ def test_title_counts_curves_that_coincide_with_the_baseline(
 
 def test_nothing_can_run(app: App, experiment: Callable[..., Path]) -> None:
     path = experiment(flags={"data": "CIFAR10", "data.root": "/nowhere"}, variants={"one": {}})
-    assert "no CIFAR10 in" in error_of(*app("compare", "--experiment", path))
+    assert "no CIFAR10 in" in app.error("compare", "--experiment", path)
 
 
 @SLOW
@@ -298,7 +298,7 @@ def test_tracker_gets_every_run(experiment: Callable[..., Path]) -> None:
 def test_quick_form_measures_this_machine(app: App, tmp_path: Path) -> None:
     """this_machine.yaml measures two variants or more, in its quick form. No variant fails."""
     path = ROOT / "configs/compare/this_machine.yaml"
-    output_of(*app("compare", "--experiment", path, "--quick=true"))
+    app("compare", "--experiment", path, "--quick=true")
     folder = tmp_path / "runs/compare" / path.stem / "version_0"
     rows = json.loads((folder / "results.json").read_text())["variants"]
     rates = [row["samples_per_s"] for row in rows if row["status"] == "measured"]

@@ -4,7 +4,7 @@ import functools
 import sys
 
 import pytest
-from harness import QUIET, App, Fit, error_of
+from harness import QUIET, App, Fit
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CUDAAccelerator
 
@@ -92,7 +92,7 @@ def test_switch_needs_no_value(flag: str, end: str, value: bool) -> None:
 
 
 def test_quick_needs_no_value(app: App) -> None:
-    message = error_of(*app("compare", "--quick", "--data.flip", "--nope"))
+    message = app.error("compare", "--quick", "--data.flip", "--nope")
     assert "--nope: there is no such flag" in message
 
 

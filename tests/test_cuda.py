@@ -8,20 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import (
-    QUIET,
-    App,
-    Fit,
-    difference,
-    error_of,
-    losses,
-    on_gpu,
-    options,
-    output_of,
-    record_of,
-    start_app,
-    tiny,
-)
+from harness import QUIET, App, Fit, difference, losses, on_gpu, options, record_of, start_app, tiny
 from torch import nn
 
 import app.training.ddp
@@ -256,8 +243,8 @@ def test_exact_resume_with_deterministic_algorithms(precision: str, fit: Fit) ->
 @on_gpu
 def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
     flags = ["fit", *SMALL, *ON_GPU, "--trainer.strategy=fsdp", "--run.root", tmp_path]
-    output_of(*start_app(*flags, "--trainer.max_epochs=1"))
-    output_of(*start_app(*flags, "--trainer.max_epochs=2", "--ckpt_path=last"))
+    start_app(*flags, "--trainer.max_epochs=1")
+    start_app(*flags, "--trainer.max_epochs=2", "--ckpt_path=last")
     assert record_of(tmp_path / "LeNet-Synthetic/version_0")["test"] is not None
 
 
@@ -276,7 +263,7 @@ def test_out_of_memory_is_said_in_one_line(
         raise torch.OutOfMemoryError(message)
 
     monkeypatch.setattr(CIFARCNN, "training_step", training_step)
-    error = error_of(*app("fit", "--data=Synthetic", "--data.images=100", *QUIET))
+    error = app.error("fit", "--data=Synthetic", "--data.images=100", *QUIET)
     assert error.startswith(
         "error: out of memory on the CUDA: 20.00 MiB were requested, and 5.56 MiB are free: give "
     )

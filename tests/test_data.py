@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, App, Fit, error_of, last_of, options, output_of, record_of
+from harness import QUIET, App, Fit, last_of, options, record_of
 from lightning.fabric.plugins.environments import LightningEnvironment
 from PIL import Image
 
@@ -117,7 +117,7 @@ def test_image_folder(placement: str, image_root: Path, app: App, fit: Fit) -> N
     flags = folder(image_root, placement=placement, num_workers=2)
     run = fit(*flags, *TWO_STEPS)
     assert multiprocessing.active_children() == []
-    output_of(*app("predict", *flags, "--ckpt_path", last_of(run)))
+    app("predict", *flags, "--ckpt_path", last_of(run))
     head, *rows = (run / "predict_1/predictions.csv").read_text().splitlines()
     assert head == "file,predicted,name,probability,label"
     assert len(rows) == 12
@@ -193,7 +193,7 @@ def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: 
     for name in ("cat/a.txt", "cat/b.TXT", "cat/LICENSE", "list.csv"):
         (cats.parent / name).write_text("text")
     flags = folder(image_root)
-    out = output_of(*app("fit", *flags, *options(max_epochs=1, test=False)))
+    out = app("fit", *flags, *options(max_epochs=1, test=False))
     others = "2 .txt, 1 .csv, 1 without suffix\n"
     assert out.count(f"Left out, as no images or in no class folder: {others}") == 1
     run = tmp_path / "runs/LeNet-ImageFolder/version_0"
@@ -201,7 +201,7 @@ def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: 
     assert record["data"]["images"] == {"train": 33, "val": 3}
     assert record["data"]["class_names"] == ["cat", "dog", "eel"]
     assert record["files_left_out"] == {".csv": 1, ".txt": 2, "without suffix": 1}
-    out = output_of(*app("predict", *flags, "--ckpt_path=last", f"--data.predict_dir={cats}"))
+    out = app("predict", *flags, "--ckpt_path=last", f"--data.predict_dir={cats}")
     assert "no class folder: 2 .txt, 1 without suffix\n" in out
     assert len((run / "predict_1/predictions.csv").read_text().splitlines()) == 1 + 12
 
@@ -238,7 +238,7 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None
     """
     flags = folder((image_root / "train").rename(image_root / "flat"))
     predict = ["predict", *flags, "--ckpt_path=last", "--data.predict_dir"]
-    out = output_of(*app("fit", *flags, "--trainer.max_epochs=1"))
+    out = app("fit", *flags, "--trainer.max_epochs=1")
     assert out.count("no test images") == 1
     assert "python -m app validate --config " in out
     assert "python -m app test " not in out
@@ -246,15 +246,13 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None
     assert record["data"]["images"] == {"train": 33, "val": 3}
     photo = image_root / "one photo"
     photo.write_bytes((image_root / "test/cat/00.jpg").read_bytes())
-    assert "1 prediction: " in output_of(*app(*predict, photo))
+    assert "1 prediction: " in app(*predict, photo)
     (_, line) = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
     assert line.startswith(f"{photo},")
     (image_root / "empty").mkdir()
     missing = f"{image_root / 'gone'} cannot be read (No such file or directory)"
-    assert missing in error_of(*app(*predict, image_root / "gone"))
-    assert f"{image_root / 'empty'} holds no images" in error_of(
-        *app(*predict, image_root / "empty")
-    )
+    assert missing in app.error(*predict, image_root / "gone")
+    assert f"{image_root / 'empty'} holds no images" in app.error(*predict, image_root / "empty")
 
 
 def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Path) -> None:

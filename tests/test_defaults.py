@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from harness import App, error_of, options, output_of
+from harness import App, options
 from jsonargparse import Namespace
 
 from app.command import defaults
@@ -127,14 +127,14 @@ def test_from_scratch_without_a_connection(
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
     monkeypatch.chdir(tmp_path)
     few = options(max_epochs=1, limit_train_batches=1, limit_val_batches=0, test=False)
-    out = output_of(*app("fit", "--data", image_root, *few))
+    out = app("fit", "--data", image_root, *few)
     file = tmp_path / "hub" / "checkpoints"
     line = next(line for line in out.splitlines() if line.startswith("Training from scratch"))
     assert line.startswith("Training from scratch, which takes longer and learns less. --model.wei")
     assert line.endswith(f"pytorch.org/models/resnet18-f37072fd.pth into {file}")
     assert "3 × 128 × 128 → 3 classes" in out
     torch.save(make_network("resnet18", 1000).state_dict(), file / "resnet18-f37072fd.pth")
-    out = output_of(*app("fit", "--data", image_root, *few))
+    out = app("fit", "--data", image_root, *few)
     assert "Weights of DEFAULT: 120 tensors loaded, fc starts anew" in out
     assert "3 × 224 × 224 → 3 classes" in out
     assert "crop random_resized" in out
@@ -149,7 +149,7 @@ def test_a_csv_file_is_enough(image_root: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_folder(app: App, published: Mock) -> None:
-    message = error_of(*app("fit", "--data", "no/photos"))
+    message = app.error("fit", "--data", "no/photos")
     assert message.startswith("error: --data.root no/photos: ")
     assert "has no folder no" in message
     published.assert_not_called()

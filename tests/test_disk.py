@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import fork_app
-from harness import SLOW, error_of, on_cpu, options, output_of, record, start_app, started
+from harness import SLOW, on_cpu, options, record, start_app, started
 
 from app.command.checkpoint_file import read
 
@@ -51,7 +51,7 @@ def test_full_disk_keeps_last_checkpoint(disk: Path, tmp_path: Path) -> None:
     """
     filler = disk / "filler"
     filler.write_bytes(bytes(4 * 2**20))
-    line = error_of(*start_app("fit", *FIT, *BIG, "--run.root", disk / "runs"))
+    line = start_app.error("fit", *FIT, *BIG, "--run.root", disk / "runs")
     run = disk / "runs/FashionMLP-Synthetic/version_0"
     assert "the checkpoint cannot be written (No space left on device)" in line
     assert "make room there, or give another --run.root" in line
@@ -64,7 +64,7 @@ def test_full_disk_keeps_last_checkpoint(disk: Path, tmp_path: Path) -> None:
     for kept in (run / "checkpoints").glob("last-1.ckpt"):
         kept.unlink()
     flags = ["--run.root", tmp_path / "runs", "--run.test=false"]
-    output_of(*fork_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints/last.ckpt"))
+    fork_app("fit", *FIT, *BIG, *flags, "--ckpt_path", run / "checkpoints/last.ckpt")
 
 
 @pytest.mark.cluster
@@ -97,7 +97,7 @@ def test_full_tmpdir_is_harmless(devices: int, disk: Path, tmp_path: Path) -> No
     """A full $TMPDIR does not stop a run whose own folder has room."""
     (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
     flags = [*FIT, *BIG, *on_cpu("auto", devices, root=tmp_path / "runs")]
-    output_of(*start_app("fit", *flags, env={"TMPDIR": str(disk)}))
+    start_app("fit", *flags, env={"TMPDIR": str(disk)})
     last = tmp_path / "runs/FashionMLP-Synthetic/version_0/checkpoints/last.ckpt"
     assert torch.load(last, weights_only=True)["epoch"] == 1
     assert [path.name for path in disk.iterdir()] == ["filler"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import SLOW, App, output_of, running
+from harness import SLOW, App, running
 
 import app.lab.doctor
 from app.lab.doctor import ONE_STEP
@@ -117,7 +117,7 @@ def test_timeout_is_red_only_on_a_quiet_machine(
 ) -> None:
     quick.update(outcomes)
     set_load(monkeypatch, load)
-    code, out = app("doctor")
+    code, out = app.run("doctor")
     checks = levels_of(out)
     tested = {name: level for name, level in checks.items() if name.endswith((" x1", " x2"))}
     assert {name: level for name, level in tested.items() if level != "green"} == levels
@@ -130,7 +130,7 @@ def test_report_on_a_terminal(quick: Records, app: App, monkeypatch: pytest.Monk
     one_device = ["--trainer.strategy=auto", "--trainer.devices=1"]
     quick["auto"] = run_fit([*ONE_STEP, *one_device], 120)
     set_load(monkeypatch, BUSY)
-    lines = output_of(*app("doctor")).splitlines()
+    lines = app("doctor").splitlines()
     assert re.match(r"yellow +processor +.* a load of 10000\.0 on \d+ of \d+ cores", lines[0])
     assert re.match(r" +→ ", lines[1]), "the remedy stands below"
     assert re.match(r"it works; look at the \d in yellow, after \d+ s", lines[-1])

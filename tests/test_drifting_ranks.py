@@ -8,7 +8,7 @@ import pytest
 import torch
 from exact_code import Linear
 from forked import fork_app
-from harness import QUIET, error_of, on_cpu, options, output_of, record_of
+from harness import QUIET, on_cpu, options, record_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -85,7 +85,7 @@ def test_what_differs_is_named(model: str, tmp_path: Path) -> None:
     if model == "Normalises":
         flags[flags.index("ddp_fork")] = "lightning.pytorch.strategies.DDPStrategy"
         flags += ["--trainer.strategy.dict_kwargs.broadcast_buffers=false"]
-    code, out = fork_app("fit", *flags)
+    code, out = fork_app.run("fit", *flags)
     for text in DRIFTING[model]:
         assert text in out
     assert out.count("error: ") == 1
@@ -100,7 +100,7 @@ def test_what_differs_is_named(model: str, tmp_path: Path) -> None:
 
 def test_run_may_continue(tmp_path: Path) -> None:
     flags = [*flags_of("ChangesItsBias", tmp_path), "--run.on_divergence=warn"]
-    out = output_of(*fork_app("fit", *flags))
+    out = fork_app("fit", *flags)
     assert out.count("ranks differ in step 4: layer.bias differs") == 1
 
 
@@ -136,7 +136,7 @@ def test_names_in_another_order_are_reduced_by_name(tmp_path: Path) -> None:
     alone[-4:] = [*options(strategy="auto", devices=1), *alone[-2:]]
     rows = []
     for flags in (flags_of("LogsClasses", tmp_path / "two"), alone):
-        output_of(*fork_app("fit", *flags, "--run.global_batch=8"))
+        fork_app("fit", *flags, "--run.global_batch=8")
         file = Path(flags[flags.index("--run.root") + 1], "x", "version_0", "metrics.csv")
         rows.append(pd.read_csv(file)[["val_0", "val_1", "val_2"]].dropna())
     pd.testing.assert_frame_equal(*rows, rtol=1e-5)
@@ -146,7 +146,7 @@ def test_names_in_another_order_are_reduced_by_name(tmp_path: Path) -> None:
     ("model", "name"), [("LogsItsClass", "val"), ("LogsItsClassAtTheEnd", "seen")]
 )
 def test_missing_names_are_refused(model: str, name: str, tmp_path: Path) -> None:
-    message = error_of(*fork_app("fit", *flags_of(model, tmp_path)))
+    message = fork_app.error("fit", *flags_of(model, tmp_path))
     assert message.startswith(
         f"error: {name}_0, {name}_1: only rank 0 of 2 logs {name}_0 with sync_dist=True"
     )

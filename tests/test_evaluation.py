@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import fork_app, fork_fit
-from harness import App, Fit, error_of, on_cpu, output_of, record_of, slow, tiny
+from harness import App, Fit, on_cpu, record_of, slow, tiny
 from PIL import Image
 from test_data import folder
 
@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("strategy", "devices"), [("dp", 4), slow("ddp_fork", 2)])
 def test_test(trained: Path, strategy: str, devices: int, tmp_path: Path) -> None:
     flags = [*on_cpu(strategy, devices, root=tmp_path, name="t"), *best_of(trained)]
-    output_of(*fork_app("test", *DATA, *flags))
+    fork_app("test", *DATA, *flags)
     ours = result(tmp_path / "t/version_0")
     single = result(trained)
     assert ours["acc"] == single["acc"]
@@ -55,7 +55,7 @@ def test_test(trained: Path, strategy: str, devices: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), slow("ddp_fork", 4)])
 def test_predict(trained: Path, strategy: str, devices: int, tmp_path: Path) -> None:
     flags = [*on_cpu(strategy, devices, root=tmp_path, name="p"), *best_of(trained)]
-    output_of(*fork_app("predict", *DATA, *flags))
+    fork_app("predict", *DATA, *flags)
     rows = list(csv.DictReader((tmp_path / "p/version_0/predictions.csv").open()))
     assert list(rows[0]) == ["index", "predicted", "name", "probability", "label"]
     assert [int(row["index"]) for row in rows] == list(range(1003))
@@ -69,7 +69,7 @@ def test_predict(trained: Path, strategy: str, devices: int, tmp_path: Path) -> 
 
 def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path: Path) -> None:
     flags = ["--config", trained / "config.yaml", *best_of(trained)]
-    output_of(*app("validate", *flags, *on_cpu("dp", 3, root=tmp_path, name="v")))
+    app("validate", *flags, *on_cpu("dp", 3, root=tmp_path, name="v"))
     metrics = list(csv.DictReader((tmp_path / "v/version_0/metrics.csv").open()))[-1]
     epoch = record_of(trained)["epochs"][-1]
     assert float(metrics["val_acc"]) == epoch["val_acc"]
@@ -80,7 +80,7 @@ def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path
 def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App) -> None:
     """Without flags for model and data, a test uses those of the checkpoint's run."""
     flags = {"path": best_of(trained), "name": ["--ckpt_path=best", "--run.name=x"]}[by]
-    output_of(*app("test", *flags, "--run.root", trained.parents[1]))
+    app("test", *flags, "--run.root", trained.parents[1])
     tests = sorted(trained.glob("test_*"), key=lambda run: run.stat().st_mtime)
     assert result(tests[-1]) == result(trained)
     assert "class_path: app.data.Synthetic" in (tests[-1] / "config.yaml").read_text()
@@ -92,7 +92,7 @@ def test_images_that_lack_a_class_are_tested_by_name(image_root: Path, app: App,
     run = fit(*flags, "--trainer.max_epochs=2", "--model.optimizer.lr=0.1")
     for split in ("train", "test"):
         shutil.rmtree(image_root / split / "cat")
-    output_of(*app("test", *flags, "--ckpt_path=best"))
+    app("test", *flags, "--ckpt_path=best")
     whole = confusion(run)
     assert confusion(run / "test_1") == [whole[0], ["cat", "0", "0", "0"], *whole[2:]]
 
@@ -116,6 +116,6 @@ def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path)
         (tmp_path / "test" / name).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / "test" / name / "0.png")
     shutil.copytree(tmp_path / "test", tmp_path / "train")
-    message = error_of(*app("test", *folder(tmp_path), f"--ckpt_path={checkpoint}"))
+    message = app.error("test", *folder(tmp_path), f"--ckpt_path={checkpoint}")
     problem = "was trained on other classes (circle, zebra) than --data has: give images"
     assert f"{checkpoint} {problem}" in message

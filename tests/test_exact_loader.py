@@ -8,7 +8,7 @@ import pytest
 import torch
 from exact_code import Linear, samples
 from forked import fork_app
-from harness import QUIET, on_cpu, options, output_of, record_of, refusals, weights
+from harness import QUIET, on_cpu, options, record_of, refusals, weights
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, Sampler, SequentialSampler
 
@@ -29,7 +29,7 @@ def fit(root: Path, data: str, *flags: str, devices: int = 1) -> tuple[Path, str
     words = [*THEIRS, *chosen, f"--run.root={root}", *flags]
     if devices > 1:
         words += on_cpu("ddp_fork", devices)
-    out = output_of(*fork_app("fit", *words))
+    out = fork_app("fit", *words)
     return root / "x/version_0", out
 
 
@@ -108,7 +108,7 @@ def test_predicts_each_row_once(data: str, expected: list, devices: int, tmp_pat
     ]
     flags += ["--trainer.callbacks+=exact_code.Writer", f"--trainer.callbacks.folder={tmp_path}"]
     flags += on_cpu("ddp_fork", devices) if devices > 1 else []
-    output_of(*fork_app("predict", *flags, "--run.root", tmp_path))
+    fork_app("predict", *flags, "--run.root", tmp_path)
     found: list[dict[int, float]] = [{} for _ in expected]
     for rank in range(devices):
         predictions, indices = torch.load(tmp_path / f"{rank}.pt", weights_only=True)

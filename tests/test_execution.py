@@ -11,7 +11,6 @@ from harness import (
     App,
     Fit,
     assert_same,
-    error_of,
     last_of,
     losses,
     on_gpu,
@@ -185,7 +184,7 @@ test_flags_without_effect_are_rejected = refusals(REFUSED, *SMALL, "--trainer.ac
 
 def test_missing_compiler_is_reported(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules.shutil, "which", lambda name: None)
-    message = error_of(*app("fit", *SMALL, "--model.compile=default"))
+    message = app.error("fit", *SMALL, "--model.compile=default")
     assert "--model.compile: torch needs a compiler (" in message
     assert message.endswith("install it, or leave the flag out")
 

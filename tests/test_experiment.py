@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import SHIPPED, App, error_of, output_of, slow
+from harness import SHIPPED, App, slow
 
 Write = Callable[..., Path]  # type of the fixture `experiment`
 BF16 = {"trainer.precision": "bf16-mixed"}
@@ -15,7 +15,7 @@ BF16 = {"trainer.precision": "bf16-mixed"}
 
 def dry(app: App, path: Path, *words: Any) -> tuple[str, list[str]]:
     """Return the output of a dry run, and the commands in it."""
-    out = output_of(*app("compare", "--experiment", path, "--dry_run", *words))
+    out = app("compare", "--experiment", path, "--dry_run", *words)
     return out, [line for line in out.splitlines() if "python -m app fit" in line]
 
 
@@ -108,7 +108,7 @@ WRONG = [
 def test_wrong_experiment_is_rejected(
     app: App, experiment: Write, settings: dict[str, Any], message: str
 ) -> None:
-    assert message in error_of(*app("compare", "--experiment", experiment(**settings)))
+    assert message in app.error("compare", "--experiment", experiment(**settings))
 
 
 REFUSED = [
@@ -126,7 +126,7 @@ def test_flag_that_cannot_take_effect_is_rejected(
     app: App, experiment: Write, word: str, message: str
 ) -> None:
     path = experiment(variants={"a": {}, "b": BF16})
-    assert message in error_of(*app("compare", "--experiment", path, word))
+    assert message in app.error("compare", "--experiment", path, word)
 
 
 def test_small_form_keeps_flags_and_yields_to_the_command_line(app: App, experiment: Write) -> None:

@@ -61,7 +61,7 @@ def test_end_of_a_rank_ends_the_run(strategy: str, stage: str, end: str, tmp_pat
     """The last rank ends at a stage. Another one ends at once, too, despite a long timeout."""
     flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy, root=tmp_path)]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
-    code, out = fork_app("fit", *flags, f"--trainer.callbacks.way={end}", timeout=100)
+    code, out = fork_app.run("fit", *flags, f"--trainer.callbacks.way={end}", timeout=100)
     expected, pattern = ENDS[end]
     assert code == expected, out
     saved = record(tmp_path)

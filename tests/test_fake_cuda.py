@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import CUDA, FakeCUDA, fake_cuda
-from harness import RECIPE, App, Fit, last_of, options, output_of, record_of, tiny
+from harness import RECIPE, App, Fit, last_of, options, record_of, tiny
 from test_cost import Counting
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -81,14 +81,14 @@ def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> N
     Checkpoints are saved while the next batch is copied.
     """
     flags = [*options(test=True, placement="memory"), "--last_checkpoint.every_n_train_steps=1"]
-    out = output_of(*app("fit", *ON_FAKE, *flags, "--run.name=x"))
+    out = app("fit", *ON_FAKE, *flags, "--run.name=x")
     assert "Tensor Cores" not in out
     assert "LOCAL_RANK" not in out
     run = tmp_path / "runs/x/version_0"
     assert record_of(run)["test"] is not None
     assert (run / "confusion_matrix.png").exists()
     flags = ["--config", run / "config.yaml", "--ckpt_path", last_of(run), "--run.name=y"]
-    output_of(*app("predict", *flags))
+    app("predict", *flags)
     (predictions,) = (tmp_path / "runs/y").glob("*/predictions.csv")
     assert len(predictions.read_text().splitlines()) > 1
 

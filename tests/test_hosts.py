@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from cluster.hosts import Host, Network, awaited
-from harness import App, assert_same, options, output_of, record, record_of, tiny
+from harness import App, assert_same, options, record, record_of, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
@@ -134,7 +134,7 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path: Path) -> None:
         processes.append(fit(host, "--run.root", root, *epochs, *flags, launcher=launcher, env=env))
     out = ended(processes, 300)
     assert [process.returncode for process in processes] == [0, 0], out
-    output_of(*app("fit", *STEPS, *epochs))
+    app("fit", *STEPS, *epochs)
     assert record(root)["world_size"] == 4
     run = Path("LeNet-Synthetic", "version_0")
     assert_same(root / run, tmp_path / "runs" / run)
@@ -296,7 +296,7 @@ def test_torchrun_continues_with_fewer_and_more_hosts(
     final = record(root, newest())
     assert (final["status"], final["world_size"]) == ("interrupted", 2), out
     rows = {row["epoch"]: row["train_loss"] for row in final["epochs"] if row["whole"]}
-    output_of(*app("fit", *STEPS, *exact, f"--trainer.max_epochs={max(rows) + 1}"))
+    app("fit", *STEPS, *exact, f"--trainer.max_epochs={max(rows) + 1}")
     single = {row["epoch"]: row["train_loss"] for row in record(tmp_path / "runs")["epochs"]}
     assert list(rows) == list(range(len(rows)))
     np.testing.assert_allclose(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from exact_code import Linear
 from forked import fork_app
-from harness import QUIET, App, Fit, draw_images, error_of, on_cpu, options, output_of, tiny
+from harness import QUIET, App, Fit, draw_images, on_cpu, options, tiny
 from matplotlib.cbook import get_sample_data
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
@@ -194,9 +194,9 @@ def test_new_images(
     if source == "ImageFolder":
         new = new.resolve()
         two = [f"[{new}/x/a, '{new}/x/b[red]']", *on_cpu("ddp_fork"), "--data.batch_size=5"]
-        out = output_of(*fork_app(*predict, *two))
+        out = fork_app(*predict, *two)
     else:
-        out = output_of(*app(*predict, new))
+        out = app(*predict, new)
         assert re.search(r"\nnew/x/b\[red\]/00.jpg  \w.* \d+\.\d%", out)
     assert "… and 2 more" in out
     table = pd.read_csv(run / "predict_1/predictions.csv", index_col="file")
@@ -233,13 +233,13 @@ def test_new_images_are_refused(
 ) -> None:
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     words = flags.replace("RUN", str(trained)).replace("NEW", str(tmp_path)).split()
-    assert problem in error_of(*app("predict", *words, f"--data.predict_dir={tmp_path}"))
+    assert problem in app.error("predict", *words, f"--data.predict_dir={tmp_path}")
 
 
 def test_a_data_class_of_the_user_reads_new_images(fit: Fit, app: App, image_root: Path) -> None:
     words = f"--data user_code.TheirImages --data.root {image_root} --trainer.max_epochs 1"
     run = fit(*words.split(), *QUIET)
-    output_of(*app("predict", f"--ckpt_path={run}", f"--data.predict_dir={image_root}"))
+    app("predict", f"--ckpt_path={run}", f"--data.predict_dir={image_root}")
     assert "path: user_code.TheirImages" in (run / "predict_1/config.yaml").read_text()
 
 
@@ -247,13 +247,13 @@ def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained: Path, app:
     mistyped = trained.with_name("version_O")
     for command in ("fit", "validate", "test", "predict", "export"):
         for path in ("checkpoints/bst.ckpt", ""):
-            message = error_of(*app(command, "--ckpt_path", mistyped / path))
+            message = app.error(command, "--ckpt_path", mistyped / path)
             right = trained / path.replace("bst", "best")
             assert message == (
                 f"error: --ckpt_path {mistyped / path}: there is no such file: "
                 f"did you mean {right}?"
             )
-    message = error_of(*app("predict", "--ckpt_path", trained.parent))
+    message = app.error("predict", "--ckpt_path", trained.parent)
     assert message.endswith(f"there is no such file: {trained.parent} has version_0")
 
 
@@ -305,7 +305,7 @@ def test_export(
     """
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", limit)
     best = ["--ckpt_path=best", "--run.root", trained.parents[1], "--run.name=x"]
-    out = output_of(*app("export", *best, "--format", kind))
+    out = app("export", *best, "--format", kind)
     assert "checked   on 64 images of 29×51: probabilities differ by at most" in out
     assert (trained / "model.onnx.data").exists() == (limit == 0)
     code = out[out.index("import json") :].strip()
@@ -335,13 +335,13 @@ def test_a_failed_export_keeps_the_earlier_file(
     before = sorted(trained.iterdir())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
-    message = error_of(*app(*flags))
+    message = app.error(*flags)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"{place} cannot be written (File too large): make room there" in message
     monkeypatch.setattr(
         "app.use.export.write", lambda classifier, images, file: 1 - classifier(images)
     )
-    assert "its probabilities would differ from the model's by" in error_of(*app(*flags))
+    assert "its probabilities would differ from the model's by" in app.error(*flags)
     assert place.read_bytes() == b"earlier"
     assert sorted(trained.iterdir()) == before
     place.unlink()
@@ -350,10 +350,10 @@ def test_a_failed_export_keeps_the_earlier_file(
 def test_export_needs_a_run_and_its_packages(
     app: App, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "give --run.name, or a file's path" in error_of(*app("export", "--ckpt_path=best"))
-    assert "did you mean --format" in error_of(*app("export", "--fromat=onnx"))
+    assert "give --run.name, or a file's path" in app.error("export", "--ckpt_path=best")
+    assert "did you mean --format" in app.error("export", "--fromat=onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    message = error_of(*app("export", "--ckpt_path", trained / "checkpoints/best.ckpt"))
+    message = app.error("export", "--ckpt_path", trained / "checkpoints/best.ckpt")
     assert (
         '--format onnx needs onnxruntime: pip install "data-parallel-lab[export]", '
         "or onnx onnxscript" in message

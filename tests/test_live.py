@@ -25,10 +25,8 @@ from harness import (
     App,
     Running,
     digest,
-    error_of,
     last_of,
     options,
-    output_of,
     refusals,
     running,
     start_app,
@@ -63,7 +61,7 @@ def train(folder: Path, flags: Sequence[str], kills: Sequence[str] | None = None
     words = [*LIVE, *options(root=folder), "--cluster.max_restarts=9"]
     words += ["--trainer.callbacks+=dying_code.Kills", f"--trainer.callbacks.at={[*kills]}"]
     words += [f"--trainer.callbacks.folder={folder / 'kills'}"]
-    out = output_of(*start_app("fit", *flags, *words, env={"PYTHONPATH": PATHS}))
+    out = start_app("fit", *flags, *words, env={"PYTHONPATH": PATHS})
     assert {path.name for path in (folder / "kills").iterdir()} == {*kills}
     assert len(kills) > 1 or re.search(r"rank \d left at step \d+; 1 go on", out), out
     return folder / "x/version_0"
@@ -151,7 +149,7 @@ def test_a_machine_joins_and_leaves(tmp_path: Path) -> None:
     with started(tmp_path, *LONG, *ONE) as run:
         address = address_of(run)
         run.trained(1)
-        wrong = start_app("join", address, "--model.optimizer.lr=3")
+        wrong = start_app.run("join", address, "--model.optimizer.lr=3")
         assert "model.optimizer.lr is 3.0 here and 0.02 in the live" in wrong[1]
         with running("join", address, "--trainer.devices=2") as other:
             awaited(lambda: has_joined(run, 3), 120)
@@ -207,7 +205,7 @@ test_what_cannot_be_live = refusals(REFUSED, *IMAGES, *LIVE)
 
 
 def test_nobody_answers(app: App) -> None:
-    assert "no live run answers there" in error_of(*app("join", "127.0.0.1:9"))
+    assert "no live run answers there" in app.error("join", "127.0.0.1:9")
 
 
 @SLOW

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import fork_app
-from harness import SLOW, App, error_of, on_cpu, output_of, record, tiny, weights
+from harness import SLOW, App, on_cpu, record, tiny, weights
 
 DATA = tiny(400, 24, max_epochs=2)
 # an epoch has 15 batches; the loss of the first epoch's seventh batch is NaN
@@ -21,7 +21,7 @@ SAVED = ["--last_checkpoint.every_n_train_steps=1"]
 @pytest.mark.parametrize("every", [[], SAVED, ["--trainer.log_every_n_steps=4"]])
 def test_stop_names_step_and_batch(every: list[str], app: App, tmp_path: Path) -> None:
     """A NaN loss stops the run at the end of the window or epoch, or before a checkpoint."""
-    message = error_of(*app("fit", *POISONED, *every))
+    message = app.error("fit", *POISONED, *every)
     since = "step 7 (batch 7 of epoch 1, rank 0)"
     assert message.startswith(f"error: the training loss is not finite since {since}: lower the")
     assert "--run.on_nonfinite warn continues anyway" in message
@@ -40,8 +40,8 @@ def test_stop_names_the_rank(tmp_path: Path) -> None:
         *on_cpu("ddp_fork", log_every_n_steps=7, root=tmp_path),
         "--last_checkpoint.every_n_train_steps=3",
     ]
-    assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in error_of(
-        *fork_app("fit", *POISONED, *flags)
+    assert "not finite since step 7 (batch 7 of epoch 1, rank 1)" in fork_app.error(
+        "fit", *POISONED, *flags
     )
     assert record(tmp_path)["status"] == "failed"
 
@@ -54,13 +54,13 @@ def test_non_finite_weights_are_not_saved(alone: str, app: App, tmp_path: Path) 
     """
     flags = ["--trainer.max_steps=1", f"--best_checkpoint.save_weights_only={alone}"]
     flags += [f"--last_checkpoint.save_weights_only={alone}"]
-    message = error_of(*app("fit", "--model=user_code.PoisonedUpdate", *DATA, *flags))
+    message = app.error("fit", "--model=user_code.PoisonedUpdate", *DATA, *flags)
     assert "the weights are not finite after step 1" in message
     assert not list((tmp_path / "runs").rglob("*.ckpt"))
 
 
 def test_warn_continues(app: App, tmp_path: Path) -> None:
-    out = output_of(*app("fit", *POISONED, "--run.on_nonfinite=warn"))
+    out = app("fit", *POISONED, "--run.on_nonfinite=warn")
     assert (
         out.count("the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0)") == 1
     )

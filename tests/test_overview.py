@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import App, Fit, output_of, refusals, tiny
+from harness import App, Fit, refusals, tiny
 
 from app.record import DataSet, Epoch, Model, Record, Throughput
 
@@ -38,7 +38,7 @@ ROWS = {
 def test_runs_are_listed_by_a_column(
     column: str, order: str, drawn: None, app: App, folder: Path
 ) -> None:
-    lines = output_of(*app("runs", folder, "--sort", column)).splitlines()
+    lines = app("runs", folder, "--sort", column).splitlines()
     assert [" ".join(line.split()) for line in lines[4:7]] == [ROWS[name] for name in order]
     assert lines[-1] == f"curves  {folder}/runs.html"
     assert (folder / "runs.html").read_text().count("<svg") == 2
@@ -55,7 +55,7 @@ def test_runs_are_listed_by_a_column(
 )
 def test_other_records_are_named(text: str, problem: str, app: App, folder: Path) -> None:
     (folder / "b/run.json").write_text(text)
-    out = output_of(*app("runs", folder))
+    out = app("runs", folder)
     assert f"left out: {folder}/b/{problem}" in out.splitlines()[0]
     assert "ResNet" in out
 
@@ -70,8 +70,8 @@ test_mistakes = refusals(MISTAKES, command="runs")
 
 def test_settings_in_which_two_runs_differ(app: App, fit: Fit) -> None:
     runs = [fit(*tiny(max_steps=1), f"--model.optimizer.lr={rate}") for rate in (0.1, 0.2)]
-    out = output_of(*app("runs", "--diff", *runs))
+    out = app("runs", "--diff", *runs)
     assert [line.split() for line in out.splitlines()[4:-1]] == [
         ["--model.optimizer.lr", "0.1", "0.2"]
     ]
-    assert "LeNet  0.2 " in output_of(*app("runs", runs[0].parent))
+    assert "LeNet  0.2 " in app("runs", runs[0].parent)

@@ -11,13 +11,11 @@ from harness import (
     SLOW,
     App,
     Fit,
-    error_of,
     last_of,
     newest_run,
     on_cpu,
     on_gpu,
     options,
-    output_of,
     slow,
     start_app,
     tiny,
@@ -42,7 +40,7 @@ SMALL = tiny(72, 12, val_size=8)
 @pytest.mark.parametrize("strategy", ["auto", "dp", "ddp_fork", slow("ddp")])
 def test_somebodys_own_model_and_data(strategy: str, tmp_path: Path) -> None:
     flags = on_cpu(strategy, root=tmp_path, name="x")
-    assert "does not log val_acc" in output_of(*fork_app("fit", *THEIRS, *flags))
+    assert "does not log val_acc" in fork_app("fit", *THEIRS, *flags)
     run = tmp_path / "x/version_0"
     names = ["best.ckpt", "last-1.ckpt", "last.ckpt"]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
@@ -56,7 +54,7 @@ def test_torch_checks_collective_calls(tmp_path: Path) -> None:
     torch's DDP would crash.
     """
     flags = [*SMALL, *on_cpu("ddp_fork", precision="bf16-mixed", max_epochs=1, root=tmp_path)]
-    output_of(*start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}))
+    start_app("fit", *flags, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 
 
 @SLOW
@@ -89,9 +87,7 @@ def test_what_an_error_of_a_communication_tells(message: str, kind: type) -> Non
 
 
 def test_what_cannot_be_pickled_is_named(app: App) -> None:
-    message = error_of(
-        *app("fit", *SMALL, "--model=user_code.CannotBePickled", *on_cpu("ddp_spawn"))
-    )
+    message = app.error("fit", *SMALL, "--model=user_code.CannotBePickled", *on_cpu("ddp_spawn"))
     assert "Can't pickle" in message
     assert "use --trainer.strategy ddp" in message
 
@@ -108,7 +104,7 @@ def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) 
     values = []
     for strategy in ("auto", "ddp_fork"):
         run = fork_fit(tmp_path, *flags, *on_cpu(strategy))
-        output_of(*app("validate", *flags, "--ckpt_path", last_of(run)))
+        app("validate", *flags, "--ckpt_path", last_of(run))
         logged = pd.read_csv(run / "metrics.csv")["their_val_loss"].dropna().item()
         values.append(weights(run) | {"logged": logged})
     torch.testing.assert_close(*values)
@@ -117,14 +113,14 @@ def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) 
 def test_lazy_layers(app: App, fit: Fit) -> None:
     flags = tiny(32, 8, "user_code.Lazy", max_epochs=1)
     fit(*flags)
-    assert "no predictions.csv for your own model or data" in output_of(
-        *app("predict", *flags, "--ckpt_path=last")
+    assert "no predictions.csv for your own model or data" in app(
+        "predict", *flags, "--ckpt_path=last"
     )
 
 
 def test_dp_refuses_a_step_that_it_cannot_split(app: App, fit: Fit) -> None:
     flags = [*THEIRS, "--model=user_code.SkipsForward"]
-    assert "its step never calls self(batch)" in error_of(*app("fit", *flags, *on_cpu("dp")))
+    assert "its step never calls self(batch)" in app.error("fit", *flags, *on_cpu("dp"))
     fit(*flags)
 
 
@@ -166,7 +162,7 @@ def test_replicas_compute_in_the_precision_that_was_asked_for(
     precision: str, strategy: str, app: App
 ) -> None:
     flags = on_cpu(strategy, precision=precision, max_steps=2)
-    out = output_of(*app("fit", *THEIRS, "--model=user_code.NotesPrecision", *flags))
+    out = app("fit", *THEIRS, "--model=user_code.NotesPrecision", *flags)
     lines = {line for line in out.splitlines() if line.startswith("computed in")}
     scores, images = PRECISIONS[precision]
     assert lines == {f"computed in torch.{scores} from torch.{images}"}
@@ -198,7 +194,7 @@ SHAPES += options(batch_size=30, max_epochs=1, test=False)
 
 
 def test_batch_shapes_under_dp(app: App) -> None:
-    out = output_of(*app("fit", *SHAPES, *on_cpu("dp")))
+    out = app("fit", *SHAPES, *on_cpu("dp"))
     expected = []
     for n in (4, 15, 2):  # images per replica: half of 8 in the sanity check, then of 30 and of 4
         shapes = f"input [{n}, 3, 32, 32] -> output [{n}, 10]"
@@ -209,7 +205,7 @@ def test_batch_shapes_under_dp(app: App) -> None:
 
 @SLOW
 def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
-    out = output_of(*fork_app("fit", *SHAPES, *on_cpu("ddp_fork", root=tmp_path)))
+    out = fork_app("fit", *SHAPES, *on_cpu("ddp_fork", root=tmp_path))
     lines = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
     # (rank, images): first in the sanity check, then in the epoch
     seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]
@@ -218,7 +214,7 @@ def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
     ]
     last = ["--ckpt_path", last_of(newest_run(tmp_path)), "--run.root", tmp_path]
     for command in ("test", "predict"):
-        out = output_of(*fork_app(command, *last))
+        out = fork_app(command, *last)
         lines = [line for line in out.splitlines() if line.startswith("rank")]
         assert lines == sorted(lines), out
         assert {line.split(",")[0] for line in lines} == {"rank 0", "rank 1"}
@@ -227,7 +223,7 @@ def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
 def test_batchnorm_on_a_single_image_is_refused(app: App, fit: Fit) -> None:
     flags = tiny(30, 21, val_size=8, max_epochs=1, test=False)
     flags += ["--model.network=resnet18"]
-    assert "--data.drop_last true" in error_of(*app("fit", *flags))
+    assert "--data.drop_last true" in app.error("fit", *flags)
     fit(*flags, "--data.drop_last=true")
 
 

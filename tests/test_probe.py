@@ -7,18 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from forked import fork_fit
-from harness import (
-    App,
-    Fit,
-    difference,
-    error_of,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    tiny,
-    weights,
-)
+from harness import App, Fit, difference, on_cpu, options, record_of, tiny, weights
 from torch import nn
 from torch.testing import assert_close
 from user_code import Tiny
@@ -129,7 +118,7 @@ def test_resumed_run_keeps_its_head(flags: list[str], fit: Fit, pretrained: str)
 
 def test_best_checkpoint_may_be_the_probe(app: App, pretrained: str, tmp_path: Path) -> None:
     flags = [*FLAGS, pretrained, "--model.optimizer.lr=0"]
-    out = output_of(*app("fit", *flags, "--trainer.enable_progress_bar=true", "--run.name=x"))
+    out = app("fit", *flags, "--trainer.enable_progress_bar=true", "--run.name=x")
     run = tmp_path / "runs" / "x" / "version_0"
     probe = record_of(run)["probe"]
     assert f"acc {100 * probe['val_acc']:5.1f} % *" in out.partition("epoch 0/2  probe ")[2]
@@ -154,5 +143,5 @@ def test_kept_statistics(fit: Fit, pretrained: str) -> None:
     ],
 )
 def test_impossible_probe(app: App, flags: str, reason: str) -> None:
-    message = error_of(*app("fit", *FLAGS, *flags.split(), "--model.head=probe"))
+    message = app.error("fit", *FLAGS, *flags.split(), "--model.head=probe")
     assert message == f"error: --model.head probe: {reason}: leave the flag out"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import stuck_code
 from forked import fork_app, fork_fit
-from harness import QUIET, SLOW, options, output_of, record, slow
+from harness import QUIET, SLOW, options, record, slow
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
@@ -96,7 +96,7 @@ def test_chance_names_no_slow_rank(
 def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path) -> None:
     """The run reports the last rank as slow, during training and at the end."""
     flags = [*DATA, *CPU, *DDP, *options(devices=devices, max_epochs=3, root=tmp_path)]
-    out = output_of(*fork_app("fit", "--data=stuck_code.SleepsInData", *flags))
+    out = fork_app("fit", "--data=stuck_code.SleepsInData", *flags)
     last = devices - 1
     line = rf"rank {last} \(node \d\): \d+ % slower than the median, in data"
     assert len(re.findall(line, out)) >= 2, out
@@ -162,7 +162,7 @@ def test_hung_rank_is_named(flags: list[str], place: str, tmp_path: Path) -> Non
     The stacks of both ranks are written to files.
     """
     flags = [*DATA, *CPU, *DDP, *flags, "--trainer.max_epochs=2", "--cluster.timeout=8"]
-    out = output_of(*fork_app("fit", *flags, "--run.root", tmp_path, timeout=90), 1)
+    out = fork_app("fit", *flags, "--run.root", tmp_path, timeout=90, code=1)
     message = "no answer from another rank within --cluster.timeout: "
     message += rf"{place}; waiting: rank 0 \(stacks: (.*)\)"
     (error,) = re.findall(f"^error: ({message})$", out, re.MULTILINE)

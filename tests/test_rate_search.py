@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from forked import fork_fit
-from harness import App, difference, last_of, on_cpu, options, output_of, record_of, slow, tiny
+from harness import App, difference, last_of, on_cpu, options, record_of, slow, tiny
 from user_code import Tiny
 
 from app.command.rate_search import valley
@@ -83,17 +83,17 @@ def test_a_search_begins_with_the_fitted_head(tmp_path: Path) -> None:
     ],
 )
 def test_a_skipped_search_is_explained(words: list[str], reason: str, app: App) -> None:
-    out = output_of(*app("fit", "--data=user_code.TheirData", *words, *SMALL, *FIND))
+    out = app("fit", "--data=user_code.TheirData", *words, *SMALL, *FIND)
     assert f"no search for a learning rate, because {reason}" in out
 
 
 def test_a_resumed_run_keeps_its_rate(app: App, tmp_path: Path) -> None:
     words = [*LINEAR, *FIND, "--run.name=a"]
-    assert "--model.lr: 0.001 found, instead of 0.5\n" in output_of(*app("fit", *words))
+    assert "--model.lr: 0.001 found, instead of 0.5\n" in app("fit", *words)
     run = tmp_path / "runs/a/version_0"
     words += [f"--ckpt_path={last_of(run)}", "--trainer.max_epochs"]
-    output_of(*app("fit", *words, "2"))
+    app("fit", *words, "2")
     record = record_of(run)
     assert record["lr"] == record["epochs"][-1]["lr"] == 0.001
-    out = output_of(*app("fit", *words, "3", "--run.name=b"))
+    out = app("fit", *words, "3", "--run.name=b")
     assert f"no search for a learning rate, because {last_of(run)} has one" in out

@@ -18,19 +18,7 @@ import pytest
 import torch
 import torchvision
 import yaml
-from harness import (
-    App,
-    Fit,
-    bit_flipped,
-    draw_images,
-    error_of,
-    last_of,
-    options,
-    output_of,
-    refusals,
-    tiny,
-    weights,
-)
+from harness import App, Fit, bit_flipped, draw_images, last_of, options, refusals, tiny, weights
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -75,7 +63,7 @@ NETWORKS = {
 @pytest.mark.parametrize(("flags", "name"), NETWORKS.items())
 def test_network_by_name_or_import_path(flags: str, name: str, app: App, tmp_path: Path) -> None:
     summary = options(enable_model_summary=True)
-    out = output_of(*app("fit", *QUICK, *flags.split(), *summary))
+    out = app("fit", *QUICK, *flags.split(), *summary)
     run = tmp_path / f"runs/{name}-Synthetic/version_0"
     assert f"network    {name}, " in out
     config = run / "config.yaml"
@@ -83,7 +71,7 @@ def test_network_by_name_or_import_path(flags: str, name: str, app: App, tmp_pat
     model = ImageClassifier.load_from_checkpoint(last_of(run)).eval()
     assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
     saved = ["--ckpt_path", last_of(run), *options(accelerator="cpu")]
-    output_of(*app("test", f"--config={config}", *saved))
+    app("test", f"--config={config}", *saved)
 
 
 def test_a_network_with_a_second_head() -> None:
@@ -165,7 +153,7 @@ def test_weights_of_a_run_with_another_number_of_classes(
     tuned = ["--model.weights", last_of(first), "--model.freeze=backbone", "--run.name=second"]
     assert (
         "120 tensors loaded from state_dict.network, fc starts anew for another number of classes"
-        in output_of(*app("fit", *flags, *tuned))
+        in app("fit", *flags, *tuned)
     )
     second = tmp_path / "runs/second/version_0"
     data = yaml.safe_load((second / "config.yaml").read_text())["data"]["init_args"]
@@ -287,13 +275,13 @@ def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
     flags = [*QUICK, "--model=squeezenet1_1", "--model.weights=DEFAULT"]
-    message = error_of(*app("fit", *flags))
+    message = app.error("fit", *flags)
     match = re.fullmatch(
         r".*: no weights of squeezenet1_1 \(.*refused\): put https://\S+/(\S+) into (\S+)", message
     )
     assert match
     torch.save(SQUEEZENET, Path(match[2], match[1]))
-    out = output_of(*app("fit", *flags))
+    out = app("fit", *flags)
     assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in out
 
 
@@ -361,7 +349,7 @@ def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path) -> None:
     flags += ["--model.schedule=cosine", "--model.warmup=1ep", "--model.freeze=1"]
     flags += ["--model.ema=0.9"]
     flags += options(flip=True, mixup=0.2, accumulate_grad_batches=2, name="x")
-    out = output_of(*app("fit", *flags, *options(enable_model_summary=True)))
+    out = app("fit", *flags, *options(enable_model_summary=True))
     assert "recipe     freeze 1, ema 0.9, flip True, mixup 0.2\n" in out
     assert "SGD, lr 0.001, momentum 0.9; cosine over 6 steps, 3 of them warm-up" in out
     rates = pd.read_csv(tmp_path / "runs/x/version_0/metrics.csv")["lr-SGD"].dropna()

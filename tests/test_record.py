@@ -24,7 +24,6 @@ from harness import (
     Fit,
     on_cpu,
     options,
-    output_of,
     record,
     record_of,
     slow,
@@ -46,7 +45,7 @@ def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path) -> None:
 
     matplotlib.use("pdf")
     before = dict(matplotlib.rcParams)
-    out = output_of(*app("fit", *SMALL, *options(max_epochs=3, log_every_n_steps=2, name="x")))
+    out = app("fit", *SMALL, *options(max_epochs=3, log_every_n_steps=2, name="x"))
     run = tmp_path / "runs/x/version_0"
     assert dict(matplotlib.rcParams) == before
     assert not matplotlib.pyplot.get_fignums()
@@ -122,7 +121,7 @@ def test_threads_where_cores_are_busy(tmp_path: Path) -> None:
         for requested, threads in (("auto", os.cpu_count()), ("1", 1)):
             root = tmp_path / requested
             flags += options(threads=requested, root=root)
-            out = output_of(*start_app("fit", *flags, env={"OMP_NUM_THREADS": None}))
+            out = start_app("fit", *flags, env={"OMP_NUM_THREADS": None})
             assert record(root)["threads"] == threads
             pattern = rf"^time .*; other programs took [\d.]+ of {os.cpu_count()} cores$"
             assert re.search(pattern, out, re.MULTILINE), out
@@ -173,7 +172,7 @@ PHASED = [
 def test_phases_add_up_to_a_step(flags: list[str], tmp_path: Path) -> None:
     """The phases add up to the step's duration. Under dp, communication is not timed apart."""
     more = options(log_every_n_steps=5, test=False, root=tmp_path)
-    output_of(*start_app("fit", *SMALL, *flags, *more))
+    start_app("fit", *SMALL, *flags, *more)
     written = record(tmp_path)
     times = written["time_per_step"]
     assert times["n"] == 20
@@ -200,7 +199,7 @@ FAILING = [
 def test_a_failed_run_says_why(strategy: str, devices: int, reason: str, tmp_path: Path) -> None:
     """Output, record and report give the reason, also if only the last rank fails."""
     flags = [*THEIRS, *on_cpu(strategy, devices, root=tmp_path)]
-    assert re.search(reason, output_of(*fork_app("fit", *flags), 1))
+    assert re.search(reason, fork_app("fit", *flags, code=1))
     written = record(tmp_path)
     assert written["status"] == "failed"
     assert re.fullmatch(reason, written["error"])

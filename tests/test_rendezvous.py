@@ -16,7 +16,6 @@ from harness import (
     free_port,
     on_two_nodes,
     options,
-    output_of,
     record_of,
     refusals,
     started,
@@ -65,12 +64,12 @@ LEFTOVERS = [
 @pytest.mark.parametrize(("left", "message"), LEFTOVERS)
 def test_leftover_launcher_variables_are_rejected(left: dict[str, str], message: str) -> None:
     """If a launcher's variables are left over, the error explains them."""
-    assert message in error_of(*fork_app("fit", *SMALL, env=left))
+    assert message in fork_app.error("fit", *SMALL, env=left)
 
 
 def test_port_out_of_range() -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999", "NODE_RANK": "0"}
-    message = error_of(*fork_app("fit", *SMALL, "--trainer.num_nodes=2", env=address))
+    message = fork_app.error("fit", *SMALL, "--trainer.num_nodes=2", env=address)
     assert message == "error: MASTER_PORT=99999 in the environment: give a port, 1 to 65535"
 
 
@@ -78,15 +77,15 @@ def test_taken_port(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """A taken port is rejected if processes would meet there; a single process needs no port."""
     with socket.create_server(("", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        code, out = app("fit", *SMALL, *STEPS, "--trainer.strategy=ddp", "--trainer.devices=2")
+        code, out = app.run("fit", *SMALL, *STEPS, "--trainer.strategy=ddp", "--trainer.devices=2")
         assert "Address already in use" in error_of(code, out)
-        output_of(*app("fit", *SMALL, *STEPS))
+        app("fit", *SMALL, *STEPS)
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", "1"), ("ddp_fork", "2")])
 def test_leftover_address_is_ignored(strategy: str, devices: str, tmp_path: Path) -> None:
     flags = [*SMALL, *STEPS, *options(strategy=strategy, devices=devices, root=tmp_path)]
-    out = output_of(*fork_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"}, timeout=100))
+    out = fork_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"}, timeout=100)
     assert "MASTER_ADDR=192.0.2.1 is not used: this run is on one node" in out
 
 
@@ -100,7 +99,7 @@ def test_two_nodes_equal_one_device(app: App, fit: Fit, tmp_path: Path) -> None:
             suggested = out.split("use it          python -m app ")[1].split("\n")[0].split()
             assert "train longer    the same command, with --ckpt_path" in out
             assert "python -m app compare" not in out
-    output_of(*app(*suggested, "--run.root", tmp_path / "suggested"))
+    app(*suggested, "--run.root", tmp_path / "suggested")
     single = fit(*SMALL, *STEPS)
     ours = tmp_path / "nodes/LeNet-Synthetic/version_0"
     assert_same(ours, single)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import QUIET, App, Fit, error_of, options, output_of, record_of, tiny
+from harness import QUIET, App, Fit, options, record_of, tiny
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -65,7 +65,7 @@ def test_step_has_the_loss_that_the_run_logged(app: App, fit: Fit) -> None:
     words = [*RUN, "--model.schedule=cosine", "--model.warmup=1ep"]
     words += ["--last_checkpoint.save_top_k=-1", "--last_checkpoint.filename={step}"]
     folder = fit(*words)
-    out = output_of(*app("replay", "--config", folder / "config.yaml", "--step=7"))
+    out = app("replay", "--config", folder / "config.yaml", "--step=7")
     assert f"Step 7, epoch 2: loss {logged(folder, 7):.4g}" in out
     assert "step 7, from " in out
     assert ".ckpt" in out, "it begins at a checkpoint, not with the first step"
@@ -81,9 +81,9 @@ def test_worst_step_has_the_bad_image(value: str, app: App, tmp_path: Path) -> N
     bad = random.randrange(1997)
     flags = [*THEIRS, *options(max_epochs=1, bad=bad, value=value)]
     flags += ["--model.normalized", str(is_nan).lower()]
-    assert app("fit", *flags)[0] == (2 if is_nan else 0)
+    assert app.run("fit", *flags)[0] == (2 if is_nan else 0)
     config = tmp_path / "runs/poisoned/version_0/config.yaml"
-    out = output_of(*app("replay", f"--config={config}", "--step=worst"))
+    out = app("replay", f"--config={config}", "--step=worst")
     count = 1 if is_nan else 3
     assert int(largest(out)[1]) in range(bad, bad + count)
     assert bool(record_of(config.parent)["not_finite_step"]) == is_nan
@@ -114,7 +114,7 @@ def test_run_with_a_plain_loader_is_repeated_from_its_beginning(app: App, fit: F
     """A resumed loader would have another order."""
     flags = options(loader="lightning", bad=0, value=1, count=300, max_epochs=2)
     folder = fit(*THEIRS, *flags)
-    out = output_of(*app("replay", "--config", folder / "config.yaml", "--step=5"))
+    out = app("replay", "--config", folder / "config.yaml", "--step=5")
     assert f"Step 5, epoch 2: loss {logged(folder, 5):.4g}" in out
 
 
@@ -125,7 +125,7 @@ class Tenth(CIFARCNN):
 
 def test_samples_are_ranked_by_the_loss_of_the_user_s_training_step(app: App, fit: Fit) -> None:
     config = fit(*tiny(90, 20, "test_replay.Tenth", max_epochs=1)) / "config.yaml"
-    out = output_of(*app("replay", f"--config={config}", "--step=2"))
+    out = app("replay", f"--config={config}", "--step=2")
     assert largest(out)[0] < 0.5
 
 
@@ -154,4 +154,4 @@ def test_impossible_replay_is_rejected(
         (tmp_path / "run.json").write_text(text)
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints/last.ckpt").write_text("damaged")
-    assert message in error_of(*app("replay", *words))
+    assert message in app.error("replay", *words)

@@ -14,19 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from forked import fork_fit
-from harness import (
-    QUIET,
-    App,
-    Fit,
-    last_of,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    seen_colours,
-    slow,
-    tiny,
-)
+from harness import QUIET, App, Fit, last_of, on_cpu, options, record_of, seen_colours, slow, tiny
 from matplotlib.figure import Figure
 
 from app.monitor.loggers import read_rows
@@ -89,7 +77,7 @@ def test_report_has_result_curves_and_settings(app: App, fit: Fit) -> None:
         assert text in page.text
     assert len(record["course"]["samples_per_s"]) == 8, "18 steps of an epoch are 4 windows"
     assert all(0.05 < memory < 20 for _, memory in record["course"]["memory_gib"])
-    output_of(*app("test", *SMALL, "--ckpt_path", last_of(run), "--run.name=y"))
+    app("test", *SMALL, "--ckpt_path", last_of(run), "--run.name=y")
     assert not list((run.parents[1] / "y").glob("**/report.html"))
 
 
@@ -232,7 +220,7 @@ def test_users_code_has_a_report(
     `fit` ends with a test if both module and data define one.
     """
     flags = [f"--model=user_code.{model}", f"--data=user_code.{data}", *QUIET]
-    out = output_of(*app("fit", *flags, *options(accelerator="cpu", max_epochs=1, name="x")))
+    out = app("fit", *flags, *options(accelerator="cpu", max_epochs=1, name="x"))
     run = tmp_path / "runs/x/version_0"
     assert re.match(title, read(run).title)
     assert "Learning" in read(run).text
@@ -241,7 +229,7 @@ def test_users_code_has_a_report(
     command = re.findall(r"^use it +python -m app (.*)", out, re.MULTILINE)
     assert [words.split()[0] for words in command] == [use] * bool(use)
     for words in command:
-        output_of(*app(*shlex.split(words)))
+        app(*shlex.split(words))
 
 
 def test_unwritable_report_prints_a_line(
@@ -251,7 +239,7 @@ def test_unwritable_report_prints_a_line(
     monkeypatch.setattr(
         "app.monitor.report.write_text", Mock(side_effect=OSError(28, "No space left on device"))
     )
-    out = output_of(*app("fit", *SMALL, "--trainer.max_epochs=1", "--run.test=false"))
+    out = app("fit", *SMALL, "--trainer.max_epochs=1", "--run.test=false")
     run = tmp_path / "runs/x/version_0"
     assert (
         f"{run / 'report.html'} cannot be written (OSError: [Errno 28] No space left on device)\n"

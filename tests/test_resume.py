@@ -22,11 +22,9 @@ from harness import (
     acts,
     bit_flipped,
     difference,
-    error_of,
     last_of,
     on_cpu,
     options,
-    output_of,
     record_of,
     slow,
     tiny,
@@ -100,7 +98,7 @@ def test_last_continues_a_finished_training(app: App, tmp_path: Path) -> None:
     runs = tmp_path / "runs/x"
     # the third run resumes the second one
     for epochs_wanted, resume in (("3", []), ("1", []), ("3", ["--ckpt_path=last"])):
-        output_of(*app("fit", *flags, f"--trainer.max_epochs={epochs_wanted}", *resume))
+        app("fit", *flags, f"--trainer.max_epochs={epochs_wanted}", *resume)
     whole, resumed = (runs / version for version in ("version_0", "version_1"))
     assert difference(whole, resumed) == 0
     assert epochs(resumed) == epochs(whole)
@@ -112,7 +110,7 @@ def test_last_continues_a_finished_training(app: App, tmp_path: Path) -> None:
         *(pd.read_csv(run / "metrics.csv") for run in (whole, resumed)), atol=1e-6
     )
     changed = ["--trainer.max_epochs=4", "--ckpt_path=last", "--model.optimizer.lr=0"]
-    text = error_of(*app("fit", *flags, *changed))
+    text = app.error("fit", *flags, *changed)
     assert (
         "--model.optimizer.lr 0.0: a resumed run uses the checkpoint's optimizer, whose "
         "value is 0.05" in text
@@ -138,7 +136,7 @@ def test_config_of_a_run_selects_that_run(app: App, fit: Fit, tmp_path: Path) ->
     for seed in ("1", "2"):
         fit(*flags, "--trainer.max_epochs=1", f"--seed_everything={seed}")
     first = ["--config", runs / "version_0/config.yaml", "--ckpt_path=last"]
-    message = error_of(*app("fit", *first))
+    message = app.error("fit", *first)
     assert f"{runs / 'version_0'}" in message
     assert "has been trained for 1 epochs, as many as --trainer.max_epochs 1: give more" in message
     run = fit(*first, "--trainer.max_epochs=2")
@@ -149,7 +147,7 @@ def test_config_of_a_run_selects_that_run(app: App, fit: Fit, tmp_path: Path) ->
         (1, ["--config", run / "config.yaml", "--ckpt_path=best"]),
         (2, [f"--ckpt_path={run}"]),
     ):
-        output_of(*app("test", *named))
+        app("test", *named)
         assert record_of(run / f"test_{test}")["resumed_from"] == str(run / "checkpoints/best.ckpt")
     fit(*flags, "--seed_everything=1", *options(max_epochs=3), f"--ckpt_path={run}")
     assert record_of(run)["resumed_from"] == str(run / "checkpoints/last.ckpt")
@@ -177,7 +175,7 @@ def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path
     whole = fork_fit(tmp_path, *flags)
     killed = [*flags, "--run.name=killed", "--ckpt_path=auto"]
     for _ in range(2):
-        output_of(*fork_app("fit", *killed, *acts("exit", 8)), 9)
+        fork_app("fit", *killed, *acts("exit", 8), code=9)
         assert positions(tmp_path / "killed") <= {3, 6}
     assert difference(whole, fork_fit(tmp_path, *killed)) == 0
 
@@ -186,26 +184,26 @@ def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path
 def test_a_stop_inside_an_accumulation_window_waits_for_its_end(
     loop: str, app: App, tmp_path: Path
 ) -> None:
-    output_of(*app("fit", *IN_WINDOWS, *options(name="x", loop=loop), *acts("stop", 7)))
+    app("fit", *IN_WINDOWS, *options(name="x", loop=loop), *acts("stop", 7))
     assert positions(tmp_path) == {9}
     assert record_of(tmp_path / "runs/x/version_0")["steps"] == 3
     run = ["--run.name=y", "--last_checkpoint.save_on_exception=true", *options(loop=loop)]
-    _, out = app("fit", *IN_WINDOWS, *run, *acts("fail", 7))
+    _, out = app.run("fit", *IN_WINDOWS, *run, *acts("fail", 7))
     assert "no checkpoint is saved on the RuntimeError, because it would lose the gradients" in out
     assert not [*(tmp_path / "runs/y").rglob("*.ckpt")]
 
 
 def test_checkpoints_inside_accumulation_windows_are_refused(app: App, fit: Fit) -> None:
     """A user's save, a validation's save, and a checkpoint of another batch count are rejected."""
-    message = error_of(*app("fit", *IN_WINDOWS, *acts("save", 7)))
+    message = app.error("fit", *IN_WINDOWS, *acts("save", 7))
     assert "call it where (batch_idx + 1) % 3 is 0, or with weights_only=True" in message
-    message = error_of(*app("fit", *IN_WINDOWS, "--trainer.val_check_interval=0.5"))
+    message = app.error("fit", *IN_WINDOWS, "--trainer.val_check_interval=0.5")
     assert "--trainer.val_check_interval 0.5 validates and saves inside the 3 batches" in message
     assert "give a whole number, a multiple of 3" in message
     assert positions(fit(*IN_WINDOWS, "--trainer.val_check_interval=6")) <= {6, 12, 15}
     fit(*IN_WINDOWS, "--run.name=y", "--trainer.max_steps=2")
     changed = ["--run.name=y", "--ckpt_path=last", "--trainer.accumulate_grad_batches=4"]
-    message = error_of(*app("fit", *IN_WINDOWS, *changed))
+    message = app.error("fit", *IN_WINDOWS, *changed)
     assert "--trainer.accumulate_grad_batches 4: " in message
     assert "was saved after batch 6 of an epoch, inside an optimizer step" in message
 
@@ -266,8 +264,8 @@ def test_resume_across_strategies(fit: Fit, tmp_path: Path) -> None:
 
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, fit: Fit) -> None:
     saved = checkpoints(fit(*CNN, *STEPS, "--trainer.max_steps=10"))[7]
-    assert "batch_size 32" in error_of(
-        *app("fit", *CNN, *STEPS, "--data.batch_size=16", f"--ckpt_path={saved}")
+    assert "batch_size 32" in app.error(
+        "fit", *CNN, *STEPS, "--data.batch_size=16", f"--ckpt_path={saved}"
     )
 
 
@@ -278,17 +276,15 @@ def test_changed_settings_start_a_new_run(app: App, tmp_path: Path) -> None:
     """
     runs, newest = tmp_path / "runs/x", ["--ckpt_path=auto"]
     flags = [*CNN, *EVERY, *options(test=False, name="x"), "--trainer.max_epochs"]
-    output_of(*app("fit", *flags, "1"))
+    app("fit", *flags, "1")
     first = runs / "version_0"
     descriptor = os.open(first, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # as a run in progress does
-    assert f"not continuing {first}: it is still running" in output_of(
-        *app("fit", *flags, "2", *newest)
-    )
+    assert f"not continuing {first}: it is still running" in app("fit", *flags, "2", *newest)
     os.close(descriptor)
-    out = output_of(*app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7]))
+    out = app("fit", *flags, "2", "--ckpt_path", checkpoints(first)[7])
     assert f"not continuing {first}: it has newer checkpoints" in out
-    out = output_of(*app("fit", *flags, "3", "--data.flip=false", *newest))
+    out = app("fit", *flags, "3", "--data.flip=false", *newest)
     assert f"not continuing {runs}/version_2: --data.flip differs" in out
     records = [record_of(runs / f"version_{n}") for n in range(4)]
     assert [len(record["epochs"]) for record in records] == [1, 2, 2, 3]
@@ -301,7 +297,7 @@ def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path: Path) -> 
     runs = tmp_path / "runs/x"
     last = runs / "version_0/checkpoints/last.ckpt"
     for earlier, epochs_wanted in enumerate(("1", "2", "2")):
-        out = output_of(*app("fit", *flags, epochs_wanted))
+        out = app("fit", *flags, epochs_wanted)
         record = record_of(runs / "version_0")
         assert (record["status"], len(record["epochs"])) == ("completed", int(epochs_wanted))
         assert record["resumed_from"] == (str(last) if earlier else None)
@@ -313,7 +309,7 @@ def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path: Path) -> 
             last.with_name("newer.ckpt").write_bytes(last.read_bytes()[:1000])
     assert f"resuming from {last}" in out
     (runs / "version_0/run.json").write_text("")  # as after a loss of power
-    assert f"resuming from {last}" in output_of(*app("fit", *flags, "2"))
+    assert f"resuming from {last}" in app("fit", *flags, "2")
 
 
 FLAGS = [*PLAIN, *options(name="x", test=False), "--trainer.max_epochs"]
@@ -325,16 +321,16 @@ def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path) ->
     If no checkpoint is intact, `auto` rejects the run instead of starting it anew.
     """
     folder = tmp_path / "runs/x/version_0/checkpoints"
-    output_of(*app("fit", *FLAGS, "2"))
+    app("fit", *FLAGS, "2")
     last = folder / "last.ckpt"
     bit_flipped(last)
     for command, checkpoint in (("fit", "last"), ("test", "last"), ("predict", last)):
-        message = error_of(*app(command, *FLAGS, "3", f"--ckpt_path={checkpoint}"))
+        message = app.error(command, *FLAGS, "3", f"--ckpt_path={checkpoint}")
         assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", message), (
             message
         )
     (folder / "best.ckpt").unlink()
-    out = output_of(*app("fit", *FLAGS, "3", "--ckpt_path=auto"))
+    out = app("fit", *FLAGS, "3", "--ckpt_path=auto")
     assert (
         f"{last} is damaged: it is kept as last.ckpt.damaged, and "
         f"the run continues from {folder}/last-1.ckpt" in out
@@ -344,7 +340,7 @@ def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path) ->
     assert (folder / "last.ckpt.damaged").exists()
     for path in (tmp_path / "runs").rglob("*.ckpt"):
         bit_flipped(path)
-    message = error_of(*app("fit", *FLAGS, "4", "--ckpt_path=auto"))
+    message = app.error("fit", *FLAGS, "4", "--ckpt_path=auto")
     assert "from none of the 3 checkpoints under" in message
     assert "give another --run.name to begin anew" in message
 
@@ -364,15 +360,15 @@ def test_checkpoint_without_a_needed_part_is_rejected(app: App, fit: Fit, tmp_pa
             check_checkpoint(str(bad), CIFARCNN(), None, trainer, False)  # type: ignore[arg-type]
     for key in ("callbacks", "lr_schedulers"):
         torch.save(good | {key: 3.5}, bad)
-        assert "--ckpt_path: the checkpoint cannot be restored" in error_of(
-            *app("fit", *FLAGS, "2", f"--ckpt_path={bad}")
+        assert "--ckpt_path: the checkpoint cannot be restored" in app.error(
+            "fit", *FLAGS, "2", f"--ckpt_path={bad}"
         )
     torch.save(weights_alone, bad)
-    output_of(*app("test", *FLAGS, "2", f"--ckpt_path={bad}"))  # weights are enough to test
+    app("test", *FLAGS, "2", f"--ckpt_path={bad}")  # weights are enough to test
     flags = ["--last_checkpoint.save_weights_only=true", "--run.name=y"]
     fit(*FLAGS, "1", *flags)
-    assert "it has no " in error_of(*app("fit", *FLAGS, "2", *flags, "--ckpt_path=last"))
-    out = output_of(*app("fit", *FLAGS, "2", "--run.name=y", "--ckpt_path=auto"))
+    assert "it has no " in app.error("fit", *FLAGS, "2", *flags, "--ckpt_path=last")
+    out = app("fit", *FLAGS, "2", "--run.name=y", "--ckpt_path=auto")
     assert "resuming from" in out, "from best.ckpt, though weights alone are newer"
 
 
@@ -382,7 +378,7 @@ def test_last_is_found_without_the_record(app: App, fit: Fit) -> None:
     record = record_of(run)
     for content in (json.dumps(record | {"checkpoint": None, "epochs": []}), '{"checkpoint": 7}'):
         (run / "run.json").write_text(content)
-        out = output_of(*app("validate", "--config", run / "config.yaml", "--ckpt_path=last"))
+        out = app("validate", "--config", run / "config.yaml", "--ckpt_path=last")
         assert f"{run}/run.json cannot be read" in out or '"checkpoint": null' in content
 
 
@@ -417,7 +413,7 @@ def test_module_that_steps_its_own_optimizer(tmp_path: Path) -> None:
     line = "StepsItself steps SGD itself, and Lightning counts no such step: each batch counts as "
     line += "a step. Use `self.optimizers()`, whose steps Lightning counts"
     for epochs, resume in (("1", []), ("2", ["--ckpt_path=last"])):
-        out = output_of(*fork_app("fit", *flags, epochs, *resume))
+        out = fork_app("fit", *flags, epochs, *resume)
         assert out.count(line) == 1
         run = tmp_path / "x/version_0"
         assert record_of(run)["steps"] == 5 * int(epochs)

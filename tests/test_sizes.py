@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from forked import fork_fit
-from harness import QUIET, App, Fit, assert_same, draw_images, error_of, on_cpu, options
+from harness import QUIET, App, Fit, assert_same, draw_images, on_cpu, options
 from PIL import ExifTags, Image, ImageOps
 from test_cache import cache, decoded  # noqa: F401
 from test_data import attach, folder
@@ -215,7 +215,7 @@ WRONG = [
 def test_conflicting_flags_are_refused(
     flags: list[str], message: str, app: App, image_root: Path
 ) -> None:
-    assert message in error_of(*app("fit", *folder(image_root), *flags))
+    assert message in app.error("fit", *folder(image_root), *flags)
 
 
 def test_augmentations_by_name(image_root: Path, fit: Fit, tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from harness import (
     last_of,
     on_cpu,
     options,
-    output_of,
     record,
     record_of,
     slow,
@@ -114,13 +113,13 @@ def test_ctrl_c_in_first_epoch_can_resume(
 ) -> None:
     """A run that gets Ctrl-C in the fourth step ends after it, whatever its callbacks do."""
     flags = [*SMALL, "--model=user_code.StopsItself", *flags, *options(max_epochs=2, test=False)]
-    output_of(*app("fit", *flags), 130)
+    app("fit", *flags, code=130)
     run = tmp_path / "runs/StopsItself-Synthetic/version_0"
     record = record_of(run)
     assert (record["status"], record["steps"]) == ("interrupted", 4)
     assert [row["whole"] for row in record["epochs"]] == [False]
     assert sum(row["val_acc"] is not None for row in record["epochs"]) == validations
-    output_of(*app("fit", "--config", run / "config.yaml", "--ckpt_path=last"))
+    app("fit", "--config", run / "config.yaml", "--ckpt_path=last")
     record = record_of(run)
     assert record["status"] == "completed"
     (part,) = record["parts"]
@@ -287,7 +286,7 @@ def test_first_of_many_signals_ends_run(strategy: str, stage: str, tmp_path: Pat
     """The first of 300 SIGTERMs ends the run in order; the others do not disturb the end."""
     flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy), "--run.root", tmp_path]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
-    code, out = fork_app(
+    code, out = fork_app.run(
         "fit", *flags, "--trainer.callbacks.way=many SIGTERM", "--trainer.callbacks.rank=0"
     )
     assert code == 143, out

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import ClassLabel, Image, List, Value
-from harness import QUIET, App, Fit, losses, options, output_of, record_of
+from harness import QUIET, App, Fit, losses, options, record_of
 from test_data import attach, refusal
 
 from app.data import HuggingFace, ImageFolder, ImageTable
@@ -205,9 +205,9 @@ def test_a_data_set_of_hugging_face(
     Only its first run decodes the images.
     """
     flags = ["--data=HuggingFace", f"--data.path={saved}", *FLAGS]
-    assert "Decoding 36 images" in output_of(*app("fit", *flags))
-    assert "Decoding" not in output_of(*app("fit", *flags, "--trainer.max_epochs=2"))
-    output_of(*app("predict", *flags, "--ckpt_path=last"))
+    assert "Decoding 36 images" in app("fit", *flags)
+    assert "Decoding" not in app("fit", *flags, "--trainer.max_epochs=2")
+    app("predict", *flags, "--ckpt_path=last")
     run = tmp_path / "runs/LeNet-HuggingFace/version_0"
     assert record_of(run)["data"]["images"] == {"train": 33, "val": 3, "test": 12}
     folder = attach(ImageFolder(str(image_root), cache="off"), "test")

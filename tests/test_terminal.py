@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import ROOT, SLOW, App, on_cpu, output_of, record, tiny
+from harness import ROOT, SLOW, App, on_cpu, record, tiny
 from lightning.pytorch.callbacks import RichProgressBar
 
 from app.monitor.progress_bar import ProgressBar
@@ -21,8 +21,8 @@ def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.Mon
     """Layers appear only with --verbose; the warning about a busy machine always appears."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     flags = ["fit", *SMALL[:-2], "--run.test=false", "--trainer.max_steps=1"]
-    assert "network" not in app(*flags, "--trainer.enable_model_summary=false")[1]
-    out = output_of(*app(*flags))
+    assert "network" not in app.run(*flags, "--trainer.enable_model_summary=false")[1]
+    out = app(*flags)
     assert "network    LeNet, 62,006 parameters, 3 × 32 × 32 → 10 classes\n" in out
     assert (
         "classes    circle, square, triangle, star, cross, ring, stripes, checker, letter, wave\n"
@@ -31,12 +31,12 @@ def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.Mon
     assert "optimizer  SGD, lr 0.001, momentum 0.9\n" in out
     assert "warning: other processes keep this machine busy: a load of 10000.0 on " in out
     assert "features.0" not in out
-    assert "features.0" in output_of(*app(*flags, "--verbose"))
+    assert "features.0" in app(*flags, "--verbose")
 
 
 def test_each_epoch_has_a_line(app: App) -> None:
     """A run prints a line for each epoch, also into a pipe."""
-    out = output_of(*app("fit", *SMALL[:4], "--trainer.max_epochs=2", "--run.test=false"))
+    out = app("fit", *SMALL[:4], "--trainer.max_epochs=2", "--run.test=false")
     lines = [line for line in out.splitlines() if line.startswith("epoch ")]
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
     for line in lines:
@@ -67,23 +67,23 @@ def test_bar_updates_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FORCE_COLOR", "1")  # so that rich treats a pipe as a terminal
     monkeypatch.setattr("rich._console", None)  # a console for this test alone
     flags = ["fit", *SMALL[:-4], "--trainer.max_epochs=2", "--run.test=false"]
-    out = output_of(*app(*flags))
+    out = app(*flags)
     assert noted == [(ProgressBar, index) for index in (0, 8, 8)], (
         "the first step, and the last of each epoch"
     )
     assert re.search(r"epoch 1/2.*9/9.*left:", out)
     assert re.fullmatch(r"[\d.]+ m?s", metrics[1]["left"])
     noted.clear()
-    output_of(*app(*flags, "--trainer.callbacks=RichProgressBar"))
+    app(*flags, "--trainer.callbacks=RichProgressBar")
     assert noted == [(RichProgressBar, index) for index in (*range(9), *range(9))]
 
 
 def test_printed_commands_work(app: App, tmp_path: Path) -> None:
     root = ["--run.root", tmp_path / "my runs"]
-    out = output_of(*app("fit", *SMALL[:-2], "--trainer.max_epochs=1", *root))
+    out = app("fit", *SMALL[:-2], "--trainer.max_epochs=1", *root)
     for label in ("use it", "train longer"):
         (typed,) = re.findall(rf"^{label} +python -m app (.+)$", out, flags=re.MULTILINE)
-        output_of(*app(*shlex.split(typed), *root))
+        app(*shlex.split(typed), *root)
 
 
 @pytest.mark.parametrize("output", [">/dev/full", "2>&-", "<&- >&- 2>&-", "| head -1"])

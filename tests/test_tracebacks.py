@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from forked import fork_app
-from harness import ROOT, App, error_of, on_cpu, output_of, refusals, slow, tiny
+from harness import ROOT, App, on_cpu, refusals, slow, tiny
 
 SMALL = tiny(64, 16, test=False, max_epochs=1, accelerator="cpu")
 V2 = "--data.augment torchvision.transforms.v2."
@@ -71,14 +71,14 @@ test_error_names_the_flag_of_the_failing_object = refusals(OBJECTS, *SMALL)
 @pytest.mark.parametrize("strategy", [slow("ddp"), "ddp_fork"])
 def test_error_of_all_ranks_is_printed_once(strategy: str, tmp_path: Path) -> None:
     flags = on_cpu(strategy, root=tmp_path)
-    message = error_of(*fork_app("fit", *SMALL, *flags, *CROP.split()))
+    message = fork_app.error("fit", *SMALL, *flags, *CROP.split())
     assert message.replace("rank 1: ", "") == TOO_LARGE  # the error of the rank that fails first
 
 
 def test_verbose_shows_frames_of_the_library(app: App) -> None:
     for workers in ("0", "1"):
-        out = output_of(
-            *app("fit", *SMALL, *CROP.split(), f"--data.num_workers={workers}", "--verbose"), 2
+        out = app(
+            "fit", *SMALL, *CROP.split(), f"--data.num_workers={workers}", "--verbose", code=2
         )
         assert "make_params" in out
         assert out.splitlines()[-1] == TOO_LARGE
@@ -97,7 +97,7 @@ CODE = [
 @pytest.mark.parametrize("flags", CODE)
 def test_traceback_of_user_code_is_short_and_printed_once(flags: str, tmp_path: Path) -> None:
     """The traceback is printed once, and has only the user's two frames and their caller."""
-    out = output_of(*fork_app("fit", *SMALL, "--run.root", tmp_path, *flags.split()), 1)
+    out = fork_app("fit", *SMALL, "--run.root", tmp_path, *flags.split(), code=1)
     assert out.count("Traceback") == 1, out
     _, *frames = out.partition("Traceback")[2].split("  File ")
     assert len(frames) == 3, out

@@ -16,19 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 from forked import fork_app
-from harness import (
-    QUIET,
-    SLOW,
-    App,
-    free_port,
-    on_cpu,
-    options,
-    output_of,
-    record_of,
-    slow,
-    start_app,
-    tiny,
-)
+from harness import QUIET, SLOW, App, free_port, on_cpu, options, record_of, slow, start_app, tiny
 
 from app.command.configuration import resolve
 from app.monitor.loggers import tracking_mode
@@ -71,7 +59,7 @@ def test_private_data_stays_local(image_root: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
-        output_of(*fork_app("fit", *flags, "--run.root", tmp_path / "runs", env=env))
+        fork_app("fit", *flags, "--run.root", tmp_path / "runs", env=env)
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -92,7 +80,7 @@ def test_one_offline_run_has_all_results(strategy: str, tmp_path: Path) -> None:
     start = fork_app
     if strategy == "auto":
         start = start_app
-    out = output_of(*start("fit", *SMALL, *flags, env=env))
+    out = start("fit", *SMALL, *flags, env=env)
     assert not re.search("INFO|ERROR|/proc/home|fail", out), out
     run = tmp_path / "LeNet-Synthetic/version_0"
     file, summary = inspect(run)
@@ -110,7 +98,7 @@ def test_one_offline_run_has_all_results(strategy: str, tmp_path: Path) -> None:
 @SLOW
 def test_offline_without_a_key(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": "online"}
-    out = output_of(*fork_app("fit", *SMALL, *options(max_epochs=1, root=tmp_path), env=home))
+    out = fork_app("fit", *SMALL, *options(max_epochs=1, root=tmp_path), env=home)
     assert "has no key (wandb login, or WANDB_API_KEY): offline from here on" in out
     assert "wandb sync" in out
 
@@ -161,7 +149,7 @@ def test_offline_when_the_server_is_down(fails: str, tmp_path: Path) -> None:
     with server_that(fails) as url:
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
         flags = [*SMALL, *options(max_epochs=2, root=tmp_path, wandb="online")]
-        out = output_of(*fork_app("fit", *flags, env=env, timeout=120))
+        out = fork_app("fit", *flags, env=env, timeout=120)
     assert out.count("Weights & Biases") == 1, "it is said once"
     assert re.search("Weights & Biases does not start (.*): offline from here on", out)
     run = tmp_path / "LeNet-Synthetic/version_0"
@@ -185,7 +173,7 @@ def test_a_failing_tracker_does_not_stop_training(
     flags = [*SMALL, *options(max_epochs=1)]
     with monkeypatch.context() as patch:
         patch.setattr(wandb, "init", broken)
-        out = output_of(*app("fit", *flags))
+        out = app("fit", *flags)
     assert broken.call_count == 2
     assert out.count("Weights & Biases does not start (the tracker is down)") == 2
     run = tmp_path / "runs/LeNet-Synthetic/version_0"
@@ -194,4 +182,4 @@ def test_a_failing_tracker_does_not_stop_training(
 
     monkeypatch.setattr(wandb.Run, "log", broken)
     with pytest.warns(UserWarning, match="continues without it"):
-        output_of(*app("fit", *flags, "--run.root", tmp_path / "again"))
+        app("fit", *flags, "--run.root", tmp_path / "again")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from harness import App, error_of, output_of, tiny
+from harness import App, tiny
 
 from app.errors import UserError
 from app.modules.networks import make_network
@@ -96,7 +96,7 @@ PLACES = [
 @pytest.mark.parametrize(("config", "message"), PLACES)
 def test_function_in_config_is_rejected(config: dict[str, object], message: str, app: App) -> None:
     Path("x.yaml").write_text(yaml.safe_dump(config))
-    assert message in error_of(*app("fit", *TINY, "--config=x.yaml"))
+    assert message in app.error("fit", *TINY, "--config=x.yaml")
 
 
 OPEN = [
@@ -114,7 +114,7 @@ def test_library_code_for_untyped_parameter_is_rejected(
     name: str, value: object, message: str, app: App
 ) -> None:
     given = value if isinstance(value, str) else json.dumps(value)
-    assert message in error_of(*app("fit", *TINY, "--model=mine.Mine", f"--model.{name}", given))
+    assert message in app.error("fit", *TINY, "--model=mine.Mine", f"--model.{name}", given)
 
 
 def test_users_functions_and_library_networks_run(app: App) -> None:
@@ -123,9 +123,9 @@ def test_users_functions_and_library_networks_run(app: App) -> None:
         {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}
     )
     flags = ["--model=mine.Mine", "--model.anything", layer]
-    out = output_of(*app("fit", *TINY, "--run.name=x", "--run.root", ".", *flags))
+    out = app("fit", *TINY, "--run.name=x", "--run.root", ".", *flags)
     assert "made of Linear(in_features=1, out_features=1, bias=True) <function relu" in out
-    out = output_of(*app("fit", *TINY, "--config=x/version_0/config.yaml", "--model.call=mine.act"))
+    out = app("fit", *TINY, "--config=x/version_0/config.yaml", "--model.call=mine.act")
     assert "bias=True) <function act" in out
 
 
@@ -144,8 +144,8 @@ def test_other_commands_reject_code_in_configs(app: App) -> None:
     commands = [[name, f"--ckpt_path={checkpoint}"] for name in ("predict", "test", "validate")]
     commands += [["verify", f"--config={config}"], ["compare", "--experiment=experiment.yaml"]]
     for command in commands:
-        assert "torch.utils.collect_env.run: expected a subclass of Optimizer" in error_of(
-            *app(*command)
+        assert "torch.utils.collect_env.run: expected a subclass of Optimizer" in app.error(
+            *command
         )
 
 

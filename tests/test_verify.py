@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from forked import fork_app
-from harness import QUIET, SLOW, App, error_of, options, output_of
+from harness import QUIET, SLOW, App, options
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
@@ -51,7 +51,7 @@ class Runs:
             "--trainer.callbacks.epoch_steps=8",
         ]
         place = options(root=self.root, name=name)
-        output_of(*fork_app("fit", *QUIET, *self.flags, *flags, *recording, *place))
+        fork_app("fit", *QUIET, *self.flags, *flags, *recording, *place)
         return Recorded(self.root / name / "version_0", earlier)
 
     def resumed(self) -> Recorded:
@@ -238,7 +238,7 @@ def test_first_module_with_different_bits_is_named(app: App, tmp_path: Path) -> 
 
 def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[str, Any], str]:
     file = folder / "found.json"
-    ended, out = app(
+    ended, out = app.run(
         "verify", "--trainer.accelerator=cpu", *flags, "--root", folder, "--json", file
     )
     assert ended == code, out
@@ -341,7 +341,7 @@ REFUSED = [
 def test_impossible_flags_are_rejected_before_a_run(
     flags: list[str], message: str, app: App, tmp_path: Path
 ) -> None:
-    assert message in error_of(*app("verify", *OURS, *flags))
+    assert message in app.error("verify", *OURS, *flags)
     assert not list(tmp_path.rglob("version_*"))
 
 

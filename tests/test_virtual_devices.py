@@ -17,12 +17,10 @@ from harness import (
     Fit,
     difference,
     digest,
-    error_of,
     free_port,
     last_of,
     on_cpu,
     options,
-    output_of,
     refusals,
     slow,
     started,
@@ -117,7 +115,7 @@ def test_a_checkpoint_of_other_shards_or_threads(
     flag: str, before: int, alone: Path, app: App
 ) -> None:
     flags = [f"--run.{flag}=4", "--trainer.max_epochs=4", "--ckpt_path", last_of(alone)]
-    assert f"give --run.{flag} {before}" in error_of(*app("fit", *SHARDED, *flags))
+    assert f"give --run.{flag} {before}" in app.error("fit", *SHARDED, *flags)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
@@ -240,9 +238,7 @@ def test_a_value_of_a_rank(tmp_path: Path) -> None:
     """Lightning advises sync_dist for validation_step's logged value, not for training_step's."""
     flags = [*THEIRS.split(), "--model=test_virtual_devices.LogsItsOwn", *QUIET]
     flags += on_cpu("ddp_fork", root=tmp_path, max_epochs=1, virtual_devices=2, test=False)
-    assert set(re.findall(r"self.log\('(\w+)'", output_of(*fork_app("fit", *flags)))) == {
-        "val_loss"
-    }
+    assert set(re.findall(r"self.log\('(\w+)'", fork_app("fit", *flags))) == {"val_loss"}
 
 
 def test_an_integer_that_differs_between_shards(app: App) -> None:
@@ -250,7 +246,7 @@ def test_an_integer_that_differs_between_shards(app: App) -> None:
     message = (
         "training_step sets the buffer seen, of torch.int64, to different values on the shards"
     )
-    assert message in error_of(*app("fit", *flags))
+    assert message in app.error("fit", *flags)
 
 
 def test_shards_that_log_in_another_order(fit: Fit) -> None:
