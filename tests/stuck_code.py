@@ -90,15 +90,6 @@ class WaitsElsewhere(CIFARCNN):
         return super().training_step(batch, batch_idx)
 
 
-class SlowRank(CIFARCNN):
-    """Model that slows down the last rank."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank and self.global_rank == self.trainer.world_size - 1:
-            time.sleep(0.03)
-        return super().training_step(batch, batch_idx)
-
-
 class FailsWhileRankZeroIsStuck(CIFARCNN):
     """Fails on rank 1, while rank 0 hangs outside of any collective call."""
 

@@ -96,6 +96,23 @@ CONFIGS = [
         f"model: {{class_path: CIFARCNN, init_args: {{optimizer: {RUNS}}}}}",
         f"optimizer os.system: {REFUSED}",
     ),
+    (b"a: [b", "cannot be read"),
+    (b"", "not a config"),
+    (
+        b"trainer: {max_epoch: 3}",
+        "--trainer.max_epoch: there is no such flag: did you mean --trainer.max_epochs?",
+    ),
+    (
+        b"data: {class_path: Synthetic, init_args: {images: x}}",
+        "--data.images x: expected a number",
+    ),
+    (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
+    (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
+    (
+        b"model: {class_path: FashionMLP, init_args: {hidden: [8, 0]}}",
+        "--model.hidden 0: give more than 0",
+    ),
+    (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),
 ]
 
 
@@ -104,7 +121,7 @@ def test_odd_configs_are_rejected(content: str | bytes, message: str, app: App) 
     os.mkfifo("pipe")
     Path("twice.yaml").write_text("class_path: CIFARCNN\nclass_path: FashionMLP\n")
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
-    assert message in app.error("fit", *TINY, "--config", "x.yaml")
+    assert message in app.error("fit", "--config", "x.yaml")
 
 
 PIPES = [

@@ -308,7 +308,7 @@ def test_pickles_are_checked_once_and_opened_once(
     batch = cifar_root / "cifar-10-batches-py/data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-1] + b"!")
     message = app.error("fit", *flags)
-    assert f"{batch.parent} cannot be read (truncated or corrupted files)" in message
+    assert f"{batch.parent} cannot be read (truncated or corrupted files): move it away" in message
     assert load.call_count == opened, "with one wrong checksum, nothing is unpickled"
 
 

@@ -186,34 +186,6 @@ def test_wrong_flags(
     assert not list((tmp_path / "runs").glob("*/*/checkpoints")), "nothing was kept"
 
 
-BAD_CONFIGS = [
-    (b"a: [b", "cannot be read"),
-    (b"", "not a config"),
-    (
-        b"trainer: {max_epoch: 3}",
-        "--trainer.max_epoch: there is no such flag: did you mean --trainer.max_epochs?",
-    ),
-    (
-        b"data: {class_path: Synthetic, init_args: {images: x}}",
-        "--data.images x: expected a number",
-    ),
-    (b"trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}", "trainer is given twice"),
-    (b"data: {class_path: Synthetc}", "did you mean Synthetic?"),
-    (
-        b"model: {class_path: FashionMLP, init_args: {hidden: [8, 0]}}",
-        "--model.hidden 0: give more than 0",
-    ),
-    (b"model: {class_path: CIFARCNN, init_args: {netwrk: 3}}", "did you mean --model.network?"),
-]
-
-
-@pytest.mark.parametrize(("content", "message"), BAD_CONFIGS)
-def test_bad_configs(content: bytes, message: str, app: App, tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_bytes(content)
-    assert message in app.error("fit", "--config", path)
-
-
 def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" in app.run("fit", *SMALL, "--ckpt_path", "no.ckpt", "--verbose")[1]
     monkeypatch.setenv("APP_DEBUG", "1")
@@ -237,11 +209,6 @@ def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path: Path) 
     assert message.endswith("): give another --run.root")
     message = app.error("compare", *SMALL[2:], "--root", tmp_path / root)
     assert message.startswith(f"error: {tmp_path / root}")
-
-
-def test_strategy_named_by_its_class(app: App) -> None:
-    out = app("fit", *SMALL, "--trainer.strategy", "FP16", "--print_config")
-    assert yaml.safe_load(out)["trainer"]["strategy"]["class_path"] == "app.training.FP16"
 
 
 REQUIRED = {  # settings without defaults, or that others need

@@ -115,6 +115,7 @@ def strategy(*words: str) -> Namespace | str:
 
 def test_options_follow_a_name() -> None:
     assert strategy("--trainer.strategy=ddp_ring") == "ddp_ring"
+    assert strategy("--trainer.strategy=FP16").class_path == "app.training.FP16"
     for words in (["--trainer.strategy", "ddp"], ["--trainer.strategy=ddp"]):
         spec = strategy(*words, "--trainer.strategy.process_group_backend=gloo")
         assert spec.class_path == "app.training.ddp.DDP"

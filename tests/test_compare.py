@@ -43,9 +43,12 @@ def folder_of(path: Path) -> Path:
     return path.parent / "runs/compare/tiny/version_0"
 
 
+def results_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
 def by_name(path: Path) -> dict[str, dict[str, Any]]:
-    content = json.loads((folder_of(path) / "results.json").read_text())
-    return {row["variant"]: row for row in content["variants"]}
+    return {row["variant"]: row for row in results_in(folder_of(path))["variants"]}
 
 
 DDP = {"trainer.strategy": "ddp"}
@@ -145,7 +148,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
     may_lack = ("memory_others", "not_finite", "efficiency")
     assert table[[name for name in COLUMNS if not name.startswith(may_lack)]].notna().all().all()
     text = (folder / "report.md").read_text()
-    head = json.loads((folder / "results.json").read_text())
+    head = results_in(folder)
     machine = (head["hardware"]["cpu"], head["versions"]["torch"])
     command = "OMP_NUM_THREADS=1 python -m app fit --data Synthetic"
     for detail in ("576.94", "a V100", command, f"    {head['command']}\n", *machine):
@@ -180,7 +183,7 @@ def test_settings_are_compared_by_their_accuracy(app: App, tmp_path: Path) -> No
     words = [*grid, "--repeats=2", *tiny(400, max_epochs=1, accelerator="cpu")]
     app("compare", "--by=accuracy", *words)
     folder = tmp_path / "runs/compare/settings/version_0"
-    head = json.loads((folder / "results.json").read_text())
+    head = results_in(folder)
     for row in head["variants"]:
         records = [record_of(Path(run)) for run in row["runs"]]
         assert [record["seed"] for record in records] == [42, 43]
@@ -202,7 +205,7 @@ def test_no_verdict_on_a_busy_machine(
     out = app("compare", "--root", path.parent / "my runs", "--experiment", path)
     message = f"The machine was busy: other programs took up to {cores:.1f} of its {cores} cores"
     folder = path.parent / "my runs/compare/tiny/version_0"
-    head = json.loads((folder / "results.json").read_text())
+    head = results_in(folder)
     assert head["verdict"] == {"said": message, "taken": None}
     again = f"{head['command']} --fresh"
     assert f"'{path.parent}/my runs'" in again
@@ -300,7 +303,7 @@ def test_quick_form_measures_this_machine(app: App, tmp_path: Path) -> None:
     path = ROOT / "configs/compare/this_machine.yaml"
     app("compare", "--experiment", path, "--quick=true")
     folder = tmp_path / "runs/compare" / path.stem / "version_0"
-    rows = json.loads((folder / "results.json").read_text())["variants"]
+    rows = results_in(folder)["variants"]
     rates = [row["samples_per_s"] for row in rows if row["status"] == "measured"]
     assert len(rates) >= 2, rows
     assert min(rates) > 0

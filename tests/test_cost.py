@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from statistics import mean, median
-from types import FrameType, SimpleNamespace
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,8 +61,16 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
     patch.setattr(GlobalBatches, "set_epoch", replacement)
 
 
-def calls_per_step(fit: Fit, patch: pytest.MonkeyPatch, *flags: str | Path) -> list[int]:
-    """Return the Python calls per step of the second epoch; `training_step` begins a step."""
+def calls_per_step(
+    fit: Fit,
+    patch: pytest.MonkeyPatch,
+    *flags: str | Path,
+    counts: Callable[[CodeType], bool] = lambda code: True,
+) -> list[int]:
+    """Return the Python calls per step of the second epoch; `training_step` begins a step.
+
+    `counts` says for a function's code whether its calls count, those of C functions included.
+    """
     count, marks = 0, []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
@@ -70,7 +78,7 @@ def calls_per_step(fit: Fit, patch: pytest.MonkeyPatch, *flags: str | Path) -> l
         if event in ("call", "c_call"):
             if event == "call" and frame.f_code is STEP:
                 marks.append(count)
-            count += 1
+            count += counts(frame.f_code)
 
     in_second_epoch(patch, lambda: sys.setprofile(profile))
     gc.disable()  # otherwise, calls of hypothesis's callback at each collection would be counted
@@ -164,24 +172,12 @@ def test_python_calls_of_the_fast_config(fit: Fit, monkeypatch: pytest.MonkeyPat
 
 def test_timing_a_rank_is_a_percent(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step clock takes at most 1 % of a step's Python calls, its epoch-end calls excepted."""
-    ours: Counter[str] = Counter()
-    steps = 0
 
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal steps
-        steps += event == "call" and frame.f_code is STEP
-        if event in ("call", "c_call") and frame.f_code.co_filename.endswith(
-            ("step_clock.py", "rank_times.py")
-        ):
-            ours[frame.f_code.co_name] += 1
+    def ours(code: CodeType) -> bool:
+        is_clock = code.co_filename.endswith(("step_clock.py", "rank_times.py"))
+        return is_clock and code.co_name.startswith("on_train_batch")
 
-    in_second_epoch(monkeypatch, lambda: sys.setprofile(profile))
-    try:
-        fit(*TWO_EPOCHS, *MLP)
-    finally:
-        sys.setprofile(None)
-    calls = sum(count for name, count in ours.items() if name.startswith("on_train_batch"))
-    assert 0 < calls <= 0.01 * 560 * steps
+    assert 0 < mean(calls_per_step(fit, monkeypatch, *MLP, counts=ours)) <= 0.01 * 560
 
 
 def check_reads(steps: list[Counter[str]]) -> None:

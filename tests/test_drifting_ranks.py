@@ -27,7 +27,7 @@ class DrawsItsWeights(Linear):
 
 class SchedulesItsRate(Linear):
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        optimizer = super().configure_optimizers()
         decay = 1 - 0.5 * self.global_rank
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -40,7 +40,7 @@ class FollowsItsLoss(Linear):
         self.log("val_loss", torch.tensor(float(self.current_epoch * (1 - 2 * self.global_rank))))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return [optimizer], [{"scheduler": scheduler, "monitor": "val_loss"}]
 

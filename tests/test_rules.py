@@ -1,5 +1,7 @@
 """Rules that reject a run before anything is built, in one table."""
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +24,21 @@ def config() -> Namespace:
     return resolve(SMALL)
 
 
-def changed(config: Namespace, settings: dict[str, Any]) -> Namespace:
-    """Return the configuration with changed settings, as if given on the command line."""
-    config = config.clone()
-    for key, value in settings.items():
-        config[key] = value
-    return config
+Check = Callable[[dict[str, Any], Launched | None], None]
+
+
+@pytest.fixture
+def check(config: Namespace, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Return a function that checks the configuration with changed settings under a launcher."""
+
+    def run(settings: dict[str, Any], launcher: Launched | None) -> None:
+        changed = config.clone()
+        for key, value in settings.items():
+            changed[key] = value
+        monkeypatch.setattr(rules, "launched", lambda: launcher)
+        rules.check("fit", changed)
+
+    return run
 
 
 REFUSED = [
@@ -92,16 +103,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "launcher", "text"), REFUSED)
 def test_flags_that_cannot_work_are_rejected(
-    settings: dict[str, Any],
-    launcher: Launched | None,
-    text: str,
-    config: Namespace,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], launcher: Launched | None, text: str, check: Check
 ) -> None:
-    monkeypatch.setattr(rules, "launched", lambda: launcher)
-    with pytest.raises(UserError) as error:
-        rules.check("fit", changed(config, settings))
-    assert text in str(error.value)
+    with pytest.raises(UserError, match=re.escape(text)):
+        check(settings, launcher)
 
 
 WORKS = [
@@ -119,13 +124,9 @@ WORKS = [
 
 @pytest.mark.parametrize(("settings", "launcher"), WORKS)
 def test_flags_that_work_are_accepted(
-    settings: dict[str, Any],
-    launcher: Launched | None,
-    config: Namespace,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], launcher: Launched | None, check: Check
 ) -> None:
-    monkeypatch.setattr(rules, "launched", lambda: launcher)
-    rules.check("fit", changed(config, settings))
+    check(settings, launcher)
 
 
 def test_resolving_allows_devices_that_this_machine_lacks() -> None:

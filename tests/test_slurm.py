@@ -56,6 +56,12 @@ def trained(slurm: Slurm, job: str, root: Path, epochs: int) -> None:
     awaited(ready, 280, lambda: slurm.output(job))
 
 
+def ends(slurm: Slurm, job: str, state: str) -> None:
+    """Wait for a job's end, and check its state."""
+    reached = slurm.reaches(job, "COMPLETED", "FAILED", seconds=280)
+    assert reached == state, slurm.output(job)
+
+
 @pytest.mark.usefixtures("clean")
 def test_requeued_job_equals_one_device(slurm: Slurm, fit: Fit, tmp_path: Path) -> None:
     """A job of 2 nodes × 2 tasks that is requeued twice ends as a run on one device.
@@ -73,7 +79,7 @@ def test_requeued_job_equals_one_device(slurm: Slurm, fit: Fit, tmp_path: Path) 
     trained(slurm, job, stopped, 6)
     slurm.run("scontrol", "requeue", job)
     slurm.start_again(job)
-    assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
+    ends(slurm, job, "COMPLETED")
 
     final = record(stopped)
     runs = [*final["parts"], final]
@@ -117,7 +123,7 @@ def test_failed_node_requeues_job(slurm: Slurm, tmp_path: Path) -> None:
     trained(slurm, job, tmp_path, 3)
     slurm.nodes["h2"].end()
     slurm.start_again(job, seconds=120)
-    assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=280) == "COMPLETED", slurm.output(job)
+    ends(slurm, job, "COMPLETED")
     # best.ckpt is the newest if the node failed after writing it and before writing last.ckpt
     newest = last(tmp_path), last(tmp_path).with_name("best.ckpt")
     assert Path(record(tmp_path)["resumed_from"]) in newest
@@ -136,7 +142,7 @@ def test_mismatched_tasks_fail_at_once(slurm: Slurm, tmp_path: Path) -> None:
     unequal = "srun started 2 node(s) of 2 process(es), but the run is --trainer.num_nodes 2 of 4"
     command = shlex.join(["srun", *fit, "--trainer.devices=4"])
     job = slurm.submit(*SHAPE, "--wrap", command, env=PATH)
-    assert slurm.reaches(job, "COMPLETED", "FAILED", seconds=200) == "FAILED", slurm.output(job)
+    ends(slurm, job, "FAILED")
     assert unequal in slurm.output(job)
     session = ["salloc", "--nodes=2", "--ntasks-per-node=2"]
     out = slurm.run(*session, "sh", "-c", f"{shlex.join(fit)}; test $? = 2", env=PATH, timeout=200)

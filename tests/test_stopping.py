@@ -83,20 +83,6 @@ def test_signal_during_training_saves_checkpoint(
     assert re.search(title, (run.directory / "report.html").read_text())
 
 
-@SLOW
-def test_stopped_run_resumes_to_same_bits(fit: Fit, tmp_path: Path) -> None:
-    """A stopped run resumes to the weights of an uninterrupted run, bit for bit."""
-    flags = ["--trainer.max_epochs=20", "--run.test=false"]
-    with started(tmp_path / "stopped", *SMALL, *flags, "--trainer.log_every_n_steps=1") as run:
-        run.trained(3).get("SIGINT", "main").end(code=130)
-    last = run.record["checkpoint"]["last"]
-    config = run.directory / "config.yaml"
-    more = [f"--config={config}", "--ckpt_path=last", "--run.name=resumed"]
-    resumed = fit(*SMALL, *flags, *more)
-    assert record_of(resumed)["resumed_from"] == last
-    assert difference(fit(*SMALL, *flags), resumed) == 0
-
-
 EARLY = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc"]
 
 
@@ -109,11 +95,15 @@ ENDS = [
 
 @pytest.mark.parametrize(("flags", "validations"), ENDS)
 def test_ctrl_c_in_first_epoch_can_resume(
-    flags: list[str], validations: int, app: App, tmp_path: Path
+    flags: list[str], validations: int, app: App, fit: Fit, tmp_path: Path
 ) -> None:
-    """A run that gets Ctrl-C in the fourth step ends after it, whatever its callbacks do."""
-    flags = [*SMALL, "--model=user_code.StopsItself", *flags, *options(max_epochs=2, test=False)]
-    app("fit", *flags, code=130)
+    """A run that gets Ctrl-C in the fourth step ends after it, whatever its callbacks do.
+
+    The resumed run has the bits of an undisturbed one.
+    """
+    flags = [*SMALL, *flags, *options(max_epochs=2, test=False)]
+    undisturbed = fit(*flags)
+    app("fit", *flags, "--model=user_code.StopsItself", code=130)
     run = tmp_path / "runs/StopsItself-Synthetic/version_0"
     record = record_of(run)
     assert (record["status"], record["steps"]) == ("interrupted", 4)
@@ -125,6 +115,8 @@ def test_ctrl_c_in_first_epoch_can_resume(
     (part,) = record["parts"]
     assert (part["status"], part["error"], part["steps"]) == ("interrupted", "by Ctrl-C", 4)
     assert [row["epoch"] for row in record["epochs"]] == [0, 1]
+    assert record["resumed_from"] == str(last_of(run))
+    assert difference(run, undisturbed) == 0
     assert (run / "report.html").is_file()
 
 

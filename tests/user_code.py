@@ -194,20 +194,18 @@ class OneCycle(CIFARCNN):
 class StopsItself(CIFARCNN):
     """CIFARCNN that sends SIGINT, as Ctrl-C does, to its process in the fourth step."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 3 and not getattr(self, "told", False):
             self.told = True
             os.kill(os.getpid(), signal.SIGINT)
-        return super().training_step(batch, batch_idx)
 
 
 class StopsOneRank(CIFARCNN):
     """CIFARCNN whose rank 1 sends itself SIGTERM in the fourth step."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 3 and self.global_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return super().training_step(batch, batch_idx)
 
 
 class CannotBePickled(CIFARCNN):

@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from torchvision import transforms
+from torchvision.transforms import v2
 
 ROOT = Path(__file__).parents[2]
 FIT = "fit --trainer.accelerator cpu --run.test false --run.wandb false"
@@ -258,6 +258,14 @@ SHARDED = f"""
 """
 
 
+CROPS = v2.Compose(
+    [
+        v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(), v2.PILToTensor(),
+        v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,) * 3, (0.5,) * 3),
+    ]
+)  # fmt: skip
+
+
 class Pictures(Dataset[tuple[Tensor, int]]):
     """Photos as most people load them: JPEG files of 480 × 360 pixels, cropped by torchvision."""
 
@@ -267,20 +275,12 @@ class Pictures(Dataset[tuple[Tensor, int]]):
             file = io.BytesIO()
             Image.fromarray(values).resize((480, 360)).save(file, "JPEG")
             self.files.append(file)
-        self.transform = transforms.Compose(
-            [
-                transforms.RandomResizedCrop(224),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-                transforms.Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
-            ]
-        )
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(Image.open(self.files[index]).convert("RGB")), index % 10
+        return CROPS(Image.open(self.files[index]).convert("RGB")), index % 10
 
 
 class OrdinaryData(LightningDataModule):
@@ -356,19 +356,12 @@ def _read(begin: Callable[[], Callable[[], Iterator[Any]]]) -> dict[str, float]:
 def crops_torchvision() -> dict[str, float]:
     """ImageFolder, transforms and DataLoader of torchvision's reference training, two workers."""
     from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
 
     with tempfile.TemporaryDirectory() as folder:
         _photos(folder)
-        transform = v2.Compose(
-            [
-                v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(), v2.PILToTensor(),
-                v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,) * 3, (0.5,) * 3),
-            ]
-        )  # fmt: skip
 
         def begin() -> Callable[[], Iterator[Any]]:
-            images = ImageFolder(f"{folder}/train", transform)
+            images = ImageFolder(f"{folder}/train", CROPS)
             loader = torch.utils.data.DataLoader(
                 images, CROPPED, num_workers=WORKERS, shuffle=True, persistent_workers=True
             )

@@ -26,7 +26,7 @@ LEAST = 15  # seconds without which no item starts
 # items of each call, with their time limits in seconds; the sum of the limits is the call's
 # deadline
 CALLS = {
-    "A": {"versions": 20, "step": 40, "smoke": 50, "synchronisations": 35},
+    "A": {"versions": 20, "step": 40, "synchronisations": 35},
     "B": {"resnet": 60, "apart": 75},
     "C": {"same_bits": 110, "gpu_tests": 80, "dp": 20, "commands": 85},
 }

@@ -2,7 +2,7 @@
 # Test and measure on a bare machine with one GPU and no network.
 #
 #   gpu_day.sh wheels     before, where there is a network: download the wheels that such a machine lacks into .wheels
-#   gpu_day.sh A          150 s: versions, a plain step, each way to run a step, and host synchronizations
+#   gpu_day.sh A          100 s: versions, a plain step, and host synchronizations
 #   gpu_day.sh B          135 s: speed of a ResNet in each precision, and of compiled networks
 #   gpu_day.sh C          300 s: exactness, the GPU tests, and the other commands
 #   gpu_day.sh ITEM …     some of their items

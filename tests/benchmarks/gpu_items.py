@@ -135,30 +135,6 @@ def step() -> None:
     note("raw", SIZE / seconds)
 
 
-def smoke() -> None:
-    """Record the last loss, or the error, of each way to run a step, in simultaneous processes.
-
-    The log has full tracebacks.
-    """
-    ways = {"default": [], "bf16": BF16}
-    if not CPU:
-        ways |= {"16-mixed": FLOAT16, "compile": COMPILED, "reduce-overhead": REDUCED}
-    # a rate at which precisions differ
-    flags = [*ON, "--model.optimizer=SGD", "--model.optimizer.lr=0.05"]
-
-    def train(name: str) -> None:
-        run = tiny(640, 64, root=PLACE, name=name, max_epochs=5)
-        code, out = start("fit", *run, *flags, *ways[name])
-        print(f"---- {name}\n{out}")
-        if code:
-            note(name, out.strip().splitlines()[-1][:200])
-        else:
-            note(name, {"loss": record_of(newest(name))["train_loss"]["last"]})
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(train, ways))
-
-
 class Watch(Callback):
     """Callback that counts synchronizations by line of code in steps 60–90."""
 

@@ -116,6 +116,15 @@ def accuracy(network: Any, loader: Any) -> float:
     return torch.cat(right).mean().item()
 
 
+def train(network: Any, loader: Any, loss_of: Any, optimizer: Any) -> None:
+    """Train a network for an epoch."""
+    network.train()
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss_of(network(images), labels).backward()
+        optimizer.step()
+
+
 def timm(photos: Path, weights: str, epochs: int, seed: int) -> float:
     """Timm's train.py: SGD, lr 0.05, cosine after a warm-up, smoothing 0.1, batch 128."""
     from timm.loss import LabelSmoothingCrossEntropy
@@ -130,11 +139,7 @@ def timm(photos: Path, weights: str, epochs: int, seed: int) -> float:
     loss_of = LabelSmoothingCrossEntropy(0.1)
     for epoch in range(epochs):
         scheduler.step(epoch)
-        network.train()
-        for images, labels in loaders["train"]:
-            optimizer.zero_grad()
-            loss_of(network(images), labels).backward()
-            optimizer.step()
+        train(network, loaders["train"], loss_of, optimizer)
     return accuracy(network, loaders["test"])
 
 
@@ -146,11 +151,7 @@ def torchvision(photos: Path, weights: str, epochs: int, seed: int) -> float:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
     best = (-1.0, 0.0)
     for _ in range(epochs):
-        network.train()
-        for images, labels in loaders["train"]:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(network(images), labels).backward()
-            optimizer.step()
+        train(network, loaders["train"], torch.nn.functional.cross_entropy, optimizer)
         scheduler.step()
         accuracies = (accuracy(network, loaders["val"]), accuracy(network, loaders["test"]))
         best = max(best, accuracies)
