@@ -1,7 +1,9 @@
 """CUDA code without a GPU: whole runs on fake tensors, and single ranks of large worlds."""
 
+import gc
 import random
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -141,6 +143,21 @@ def test_streams_wait_for_each_other(
             averages = [hook(bucket) for bucket in buckets]
             for average in averages:
                 average.wait().mul_(2)
+
+
+def test_a_model_is_freed() -> None:
+    """A live run wraps its model in DDP after each change of the ranks; no earlier one stays."""
+    with rank_of(1, 0):
+        network = nn.Linear(3, 2)
+        model = nn.parallel.DistributedDataParallel(network)
+        strategy = SimpleNamespace(
+            model=model, root_device=torch.device("cpu"), global_rank=0, world_size=1
+        )
+        virtual_devices.ShardSums(network, strategy, 2)  # type: ignore[arg-type]
+        kept = weakref.ref(model)
+        del model, strategy
+        gc.collect()
+        assert kept() is None
 
 
 def read_too_early(side: torch.cuda.Stream) -> None:

@@ -65,14 +65,12 @@ class ShardSums:
         count: Number of shards.
 
     Attributes:
-        model: The model, wrapped in DDP under this strategy.
         in_buckets: Whether the model is wrapped in DDP. Then DDP's buckets hold the summed
-            gradients.
+            gradients. DDP holds this object; a reference to DDP would keep both in memory.
     """
 
     def __init__(self, module: LightningModule, strategy: Any, count: int) -> None:
         model = strategy.model
-        self.model = model
         self.device = strategy.root_device
         # frozen ones, too, because a callback may unfreeze them
         self.parameters = list(module.parameters())
@@ -238,7 +236,8 @@ class ShardedLoop(StraightLoop):
         super().on_run_start(data_fetcher)
         module = self.trainer.lightning_module
         strategy = self.trainer.strategy
-        if self.sums is None or self.sums.model is not strategy.model:
+        if self.sums is None or self._model is not strategy.model:
+            self._model = strategy.model
             self.sums = ShardSums(module, strategy, self.virtual_devices)
         self._buffers = Buffers(module)
         self._device = strategy.root_device
