@@ -13,7 +13,7 @@ import pytest
 from harness import App, refusals, start_app, tiny
 
 from app.cli import main
-from app.errors import ExitStatus
+from app.errors import ExitStatus, printable
 from app.system.files import open_file
 
 TINY = tiny(64, 64, max_epochs=1, test=False)
@@ -218,6 +218,29 @@ SHORTAGES = [
 @pytest.mark.parametrize(("error", "message"), SHORTAGES)
 def test_shortages_name_a_remedy(error: Exception, message: str) -> None:
     assert str(ExitStatus.of(error).reason).startswith(message)
+
+
+ENDS = [
+    (SystemExit(0), None, (0, "completed", None)),
+    (SystemExit(4), None, (4, "failed", "exit code 4")),
+    (SystemExit("a text"), None, (1, "failed", "exit code 1")),
+    (SystemExit(143), None, (143, "interrupted", "by SIGTERM")),
+    (SystemExit(1), KeyboardInterrupt(), (130, "interrupted", "by Ctrl-C")),
+    (KeyboardInterrupt(), None, (130, "interrupted", "by Ctrl-C")),
+    (ValueError("a\nb"), None, (1, "failed", "ValueError: a b")),
+]
+
+
+@pytest.mark.parametrize(("error", "context", "status"), ENDS)
+def test_status_of_an_error(
+    error: BaseException, context: BaseException | None, status: tuple[int, str, str | None]
+) -> None:
+    error.__context__ = context
+    assert ExitStatus.of(error) == ExitStatus(*status)
+
+
+def test_control_characters_are_escaped() -> None:
+    assert printable("a\x1b[31m\té\n") == "a\\x1b[31m\té\n"
 
 
 def test_foreign_modules_need_trust(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,23 @@
 """Slow and hung ranks: their detection, and the lines about them."""
 
 import inspect
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import stuck_code
+import torch
 from forked import fork_app, fork_fit
 from harness import QUIET, SLOW, options, record, slow
 
 from app.launch.watchdog import where
 from app.monitor.rank_times import RankTimes, slower
+from app.monitor.windows import Windows
 
 DATA = [*options(images=600, batch_size=20, test=False, name="x"), *QUIET]
 CPU = options(accelerator="cpu", log_every_n_steps=4)
@@ -39,6 +43,22 @@ ROWS = [
 @pytest.mark.parametrize(("rows", "said"), ROWS)
 def test_slower(rows: Sequence[Sequence[float]], said: list[str]) -> None:
     assert list(slower(rows, [0, 1, 1, 1]).values()) == said
+
+
+def test_figures_of_ranks() -> None:
+    """Times are medians of windows; other programs take what rank zero's node has not used."""
+    times = RankTimes(1.0)
+    times.places = [(0, (0, 1)), (0, (0, 1)), (1, (0, 1))]
+    for data in (0.1, 0.4, 0.3):
+        row = [data, 0.2, 0.0, 1.5]
+        times.hear(10.0, [[*row, 30, 8, 0], [*row, 30, 7, 0], [*row, 99, 50, 0]])
+    assert times.others_cores == (30 - 8 - 7) / 10
+    assert [(row.rank, row.node, row.data) for row in times.ranks] == [
+        (0, 0, 300),
+        (1, 0, 300),
+        (2, 1, 300),
+    ]
+    assert not any(row.slow for row in times.ranks)
 
 
 PLACES = {
@@ -113,6 +133,36 @@ def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path) -> None:
     for row in others:
         assert slow["data"] + slow["compute"] > 1.1 * (row["data"] + row["compute"])
         assert slow["wait"] < row["wait"], "the others wait for it"
+
+
+def test_windows_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs of two windows, and half a window; the first epoch's rates are not kept."""
+    now = itertools.count(10)  # each look at the clock takes a second
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu")), log_every_n_steps=2,
+        accumulate_grad_batches=1, num_training_batches=5,
+        global_step=6, current_epoch=0, estimated_stepping_batches=26,
+    )  # fmt: skip
+    windows = Windows(1)
+    windows.begin_training(trainer)  # 10
+    assert windows.time_left(trainer) is None
+    for epoch in (0, 1):
+        trainer.current_epoch = epoch
+        if epoch:
+            windows.begin_epoch(trainer)  # 18
+        for samples in (4, 4, 4, 2, 1):  # two looks in the second and fourth step
+            windows.add_step(trainer, samples)
+            trainer.global_step += 1
+        assert windows.epoch_rates == [8 / 3, 6 / 3]
+        assert windows.end_epoch(trainer) == 8  # 18, then 27
+    assert windows.rates == [8 / 3, 2]
+    assert windows.samples_per_step == [4, 3]
+    assert windows.course.points == [[3, 2.6667], [6, 2], [12, 2.6667], [15, 2]]
+    assert windows.last_step - windows.first_step == 17  # type: ignore[operator]
+    assert windows.time_left(trainer) == 10 * (28 - 10) / 10
+    trainer.global_step = 26
+    assert windows.time_left(trainer) is None
 
 
 # -- stuck ranks

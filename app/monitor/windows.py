@@ -38,7 +38,6 @@ class Windows:
         self.first_step: float | None = None
         self.last_step = 0.0
         self._steps_before = 0
-        self._epoch_start = 0.0
 
     def begin_training(self, trainer: Trainer) -> None:
         """Start the clock at the first step's start."""

@@ -217,6 +217,7 @@ class ShardedLoop(StraightLoop):
     virtual_devices: int
     sums: Any = None  # ShardSums
     samples = 0
+    _model: Any  # the strategy's model, of `sums`
 
     def check(self, hooks: Hooks) -> None:
         """Raise a UserError if strategy, model or data cannot train on shards."""
