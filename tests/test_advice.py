@@ -54,7 +54,7 @@ ONE = {"variant": "one", "devices": 1, "samples_per_s": 1000.0}
 FOUR = {"variant": "four", "devices": 4, "samples_per_s": 3600.0}
 
 
-def test_advice_names_the_fastest() -> None:
+def test_advice_names_the_fastest():
     text = told(ONE, FOUR)
     assert text.startswith("four is the fastest: 3,600 samples/s, 3.60 times as fast as one\n")
     assert (
@@ -63,7 +63,7 @@ def test_advice_names_the_fastest() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.03])
-def test_no_verdict_from_runs_that_overlap(spread: float) -> None:
+def test_no_verdict_from_runs_that_overlap(spread: float):
     """Variants tie if their ranges overlap, or their medians differ by less than one range."""
     text = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
     assert text.startswith(
@@ -73,13 +73,13 @@ def test_no_verdict_from_runs_that_overlap(spread: float) -> None:
     assert "the fastest" not in text
 
 
-def test_no_verdict_from_single_runs() -> None:
+def test_no_verdict_from_single_runs():
     text = told(ONE | {"n": 1}, FOUR | {"n": 1})
     assert text.startswith("four was the fastest, in a single run of each: 3,600 samples/s\n")
     assert "a single run of each does not tell a difference from chance. Give `--repeats 3`" in text
 
 
-def test_variants_that_tie_share_the_first_place() -> None:
+def test_variants_that_tie_share_the_first_place():
     """Variants that are as fast as the fastest share the first place."""
     near = FOUR | {"variant": "near", "samples_per_s": 3590.0}
     assert judged(ONE, FOUR, near).places == {"four": 1, "near": 1, "one": 3}
@@ -88,7 +88,7 @@ def test_variants_that_tie_share_the_first_place() -> None:
 CPU = {"accelerator": "cpu", "threads": 4}
 
 
-def test_machine_is_busy_if_its_cores_do_not_suffice() -> None:
+def test_machine_is_busy_if_its_cores_do_not_suffice():
     message = "The machine was busy: other programs took up to 1.5 of its 4 cores"
     assert f"**{message}.**" in told(FOUR, ONE | CPU | {"threads": 1, "others_cores": 1.5})
     assert judged(FOUR, ONE | CPU | {"others_cores": 1.5}).conclusion == message
@@ -108,13 +108,13 @@ LOADS = [
 
 
 @pytest.mark.parametrize(("others", "one_thread", "explained"), LOADS)
-def test_load_explains_a_difference(others: float, one_thread: int, explained: bool) -> None:
+def test_load_explains_a_difference(others: float, one_thread: int, explained: bool):
     """Load explains a difference if the slower variant might be as fast on a quiet machine."""
     slow = ONE | CPU | {"others_cores": others, "threads": 4 // one_thread}
     assert judged(FOUR | CPU | {"threads": 1}, slow).is_busy == explained
 
 
-def test_baseline_that_uses_all_cores_is_named() -> None:
+def test_baseline_that_uses_all_cores_is_named():
     one_thread = CPU | {"threads": 1}
     text = told(ONE | CPU, FOUR | one_thread)
     assert "one already uses all 4 cores: more devices add no cores, so no ideal" in text
@@ -135,30 +135,30 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("figures", "limit"), LIMITS)
-def test_advice_names_the_bottleneck(figures: dict[str, float], limit: str) -> None:
+def test_advice_names_the_bottleneck(figures: dict[str, float], limit: str):
     assert limit in told(ONE | figures)
 
 
-def test_remedies_suit_the_variant() -> None:
+def test_remedies_suit_the_variant():
     assert "--data.placement device" in told(ONE | {"data_ms": 30.0})
     assert "--data.num_workers" in told(ONE | {"data_ms": 30.0, "placement": "disk"})
     assert "launch overhead" not in told(ONE | {"launch_ms": 19.0, "accelerator": "cpu"})
 
 
-def test_diverged_variant_is_not_recommended() -> None:
+def test_diverged_variant_is_not_recommended():
     text = told(ONE, FOUR | {"not_finite_since": 2})
     assert "The loss of four is not finite" in text
     assert "**Take one**" in text
     assert "compare losses, too" in told(ONE, FOUR | {"global_batch": 256})
 
 
-def test_less_accurate_variant_does_not_win() -> None:
+def test_less_accurate_variant_does_not_win():
     text = told(ONE | {"val_acc": 0.65}, FOUR | {"val_acc": 0.61, "less_accurate": 1.0})
     assert "**four is less accurate than one**: 61.0 %, not 65.0 %" in text
     assert "**Take one**" in text
 
 
-def test_advice_without_results() -> None:
+def test_advice_without_results():
     assert "Nothing was measured" in told(ONE | {"samples_per_s": float("nan")})
 
 
@@ -175,7 +175,7 @@ def by_accuracy(one: float, other: float) -> Verdict:
     return verdict(made_up(*rows), "a", 4, 4, ACCURACY)
 
 
-def test_advice_names_the_most_accurate() -> None:
+def test_advice_names_the_most_accurate():
     """By Wilson's formula, 180 of 200 are 85 to 93 %. Other programs change no accuracy."""
     result = by_accuracy(0.8, 0.9)
     assert result.conclusion == "b is the most accurate: 90.00%, 10.00 points above a"

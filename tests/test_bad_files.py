@@ -52,7 +52,7 @@ SMALL = tiny()
 FASHION = ["--config", ROOT / "configs/fashion_mlp.yaml", *QUIET]
 
 
-def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=URLError("no network in tests")))
     for data, model, file in (
         ("CIFAR10", "CIFARCNN", "cifar-10-python.tar.gz"),
@@ -72,7 +72,7 @@ def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @SLOW
-def test_corrupted_data(app: App, fashion_root: Path, image_root: Path) -> None:
+def test_corrupted_data(app: App, fashion_root: Path, image_root: Path):
     idx = fashion_root / "FashionMNIST/raw/t10k-images-idx3-ubyte"
     whole = idx.read_bytes()
     for broken in (whole[:-1], whole[:7], b"\x00" * len(whole)):
@@ -90,7 +90,7 @@ def test_corrupted_data(app: App, fashion_root: Path, image_root: Path) -> None:
     assert "dog" in app.error("fit", *folder(image_root))
 
 
-def test_bad_checkpoints(app: App, fit: Fit) -> None:
+def test_bad_checkpoints(app: App, fit: Fit):
     good = last_of(fit(*SMALL, "--trainer.max_epochs=1"))
     other = ["--model.network=resnet18", f"--ckpt_path={good}"]
     for command in ("fit", "test"):
@@ -98,7 +98,7 @@ def test_bad_checkpoints(app: App, fit: Fit) -> None:
         assert 'state_dict for CIFARCNN: Missing key(s) in state_dict: "network.conv1' in message
 
 
-def test_records_with_odd_values(app: App, fit: Fit) -> None:
+def test_records_with_odd_values(app: App, fit: Fit):
     """Reading a record with a value of the wrong form raises an error with the value's name.
 
     `replay` then ends with one error line. A resumed run continues without the record.
@@ -125,7 +125,7 @@ def test_records_with_odd_values(app: App, fit: Fit) -> None:
     assert f"{refused}: continuing without it" in out
 
 
-def test_images_of_one_class(app: App, tmp_path: Path) -> None:
+def test_images_of_one_class(app: App, tmp_path: Path):
     out = app.error("fit", *folder(draw_images(tmp_path, ("cat",), train=12)))
     message = "a classifier needs two classes or more, not 1: add a class to --data"
     assert out.splitlines()[-1] == f"error: {message}"
@@ -136,7 +136,7 @@ rejection = partial(refusal, ImageFolder)
 
 def test_odd_entries_of_a_folder_are_named(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """An error names pipes, wrong links, an empty class and an unreadable folder."""
     odd = image_root / "train/cat/odd.jpg"
     os.mkfifo(odd)
@@ -170,7 +170,7 @@ def test_odd_entries_of_a_folder_are_named(
     assert "/dog cannot be read (Permission denied)" in rejection(image_root)
 
 
-def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path) -> None:
+def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path):
     """Skipped images are counted in the record, and reported once.
 
     Both placements skip the same images.
@@ -206,7 +206,7 @@ def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path) -> N
     assert "cat/08.jpg cannot be read (not an image) and 28 more" in message
 
 
-def test_odd_images_are_read(app: App, fit: Fit, image_root: Path) -> None:
+def test_odd_images_are_read(app: App, fit: Fit, image_root: Path):
     """Unusual images are read: CMYK, 16 bits, animated, of one pixel, or with a wrong suffix.
 
     Names of classes and files need not be UTF-8.
@@ -230,7 +230,7 @@ def test_odd_images_are_read(app: App, fit: Fit, image_root: Path) -> None:
 
 def test_changed_bit_of_fashion_mnist_is_noticed(
     fashion_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Extracted files are compared with the archives that torchvision downloads."""
     dataset = torchvision.datasets.FashionMNIST
     file = fashion_root / "FashionMNIST/raw/train-labels-idx1-ubyte"
@@ -245,7 +245,7 @@ def test_changed_bit_of_fashion_mnist_is_noticed(
         attach(FashionMNIST(str(fashion_root)))
 
 
-def test_label_beyond_the_classes_is_refused(app: App, fashion_root: Path) -> None:
+def test_label_beyond_the_classes_is_refused(app: App, fashion_root: Path):
     labels = fashion_root / "FashionMNIST/raw/train-labels-idx1-ubyte"
     whole = bytearray(labels.read_bytes())
     whole[-1] = 255
@@ -255,7 +255,7 @@ def test_label_beyond_the_classes_is_refused(app: App, fashion_root: Path) -> No
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_an_unreadable_image_leaves_no_worker_behind(in_memory: bool, tmp_path: Path) -> None:
+def test_an_unreadable_image_leaves_no_worker_behind(in_memory: bool, tmp_path: Path):
     """After an image's error, the worker processes end at once, without a garbage collection."""
     (tmp_path / "bad.png").write_bytes(b"x")
     split = FileSplit([str(tmp_path / "bad.png")], [0], (3, 8, 8), Geometry((8, 8)))

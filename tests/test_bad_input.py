@@ -117,7 +117,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("content", "message"), CONFIGS)
-def test_odd_configs_are_rejected(content: str | bytes, message: str, app: App) -> None:
+def test_odd_configs_are_rejected(content: str | bytes, message: str, app: App):
     os.mkfifo("pipe")
     Path("twice.yaml").write_text("class_path: CIFARCNN\nclass_path: FashionMLP\n")
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
@@ -136,7 +136,7 @@ PIPES = [
 
 
 @pytest.mark.parametrize(("argv", "message"), PIPES)
-def test_pipes_are_not_read(argv: list[str], message: str, app: App) -> None:
+def test_pipes_are_not_read(argv: list[str], message: str, app: App):
     """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
     (run / "checkpoints").mkdir(parents=True)
@@ -157,13 +157,13 @@ def test_pipes_are_not_read(argv: list[str], message: str, app: App) -> None:
         ("a\0b", "its name has a NUL character"),
     ],
 )
-def test_only_regular_files_are_opened(name: str, reason: str) -> None:
+def test_only_regular_files_are_opened(name: str, reason: str):
     os.mkfifo("pipe")
     with pytest.raises(OSError, match=reason):
         open_file(name)
 
 
-def test_output_on_an_ascii_terminal() -> None:
+def test_output_on_an_ascii_terminal():
     """Lightning's Timer, whose default is an enum, can be added by a flag."""
     timer = ["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=00:00:10:00"]
     out = start_app(
@@ -181,16 +181,14 @@ VARIABLES = [
 @pytest.mark.parametrize(("name", "problem", "remedy"), VARIABLES)
 def test_odd_or_left_variables_are_rejected(
     name: str, problem: str, remedy: str, app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv(name, "5x")
     line = app.error("fit", *TINY)
     assert problem in line
     assert remedy in line
 
 
-def test_deleted_folder_is_reported(
-    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleted_folder_is_reported(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -216,7 +214,7 @@ SHORTAGES = [
 
 
 @pytest.mark.parametrize(("error", "message"), SHORTAGES)
-def test_shortages_name_a_remedy(error: Exception, message: str) -> None:
+def test_shortages_name_a_remedy(error: Exception, message: str):
     assert str(ExitStatus.of(error).reason).startswith(message)
 
 
@@ -234,16 +232,16 @@ ENDS = [
 @pytest.mark.parametrize(("error", "context", "status"), ENDS)
 def test_status_of_an_error(
     error: BaseException, context: BaseException | None, status: tuple[int, str, str | None]
-) -> None:
+):
     error.__context__ = context
     assert ExitStatus.of(error) == ExitStatus(*status)
 
 
-def test_control_characters_are_escaped() -> None:
+def test_control_characters_are_escaped():
     assert printable("a\x1b[31m\té\n") == "a\\x1b[31m\té\n"
 
 
-def test_foreign_modules_need_trust(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_modules_need_trust(app: App, monkeypatch: pytest.MonkeyPatch):
     """Modules in the current folder are trusted, modules elsewhere only with `--trust`."""
     Path("mine.py").write_text(
         "from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n"

@@ -58,7 +58,7 @@ def loader(
 @pytest.mark.parametrize("placement", READERS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle: bool) -> None:
+def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle: bool):
     rows = torch.arange(3, 40)  # 37 samples: batches of 8, the last one of 5
     order: dict[str, Any] = {"batch_size": 8, "shuffle": shuffle, "seed": 5}
     reference = loader(rows, draws=2, **order)
@@ -86,7 +86,7 @@ def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle
 @pytest.mark.parametrize("virtual_devices", [None, 4])
 def test_weighted_losses_are_means_over_optimizer_steps(
     world_size: int, accumulated: int, virtual_devices: int | None
-) -> None:
+):
     """Weighted losses of ranks and batches sum to a plain loop's mean, even in a short batch."""
     count = 22
     losses = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -118,7 +118,7 @@ def test_weighted_losses_are_means_over_optimizer_steps(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_flips_alternate_on_any_number_of_ranks(world_size: int) -> None:
+def test_flips_alternate_on_any_number_of_ranks(world_size: int):
     loaders = []
     for rank in range(world_size):
         order = {"batch_size": 6, "shuffle": True, "rank": rank, "world_size": world_size}
@@ -134,7 +134,7 @@ def test_flips_alternate_on_any_number_of_ranks(world_size: int) -> None:
         assert torch.equal(draws >= DRAW_RANGE // 2, (first + epoch) % 2 == 1)
 
 
-def test_each_epoch_has_its_permutation() -> None:
+def test_each_epoch_has_its_permutation():
     order = ImageOrder(torch.arange(50), batch_size=50, shuffle=True)
     seen = []
     for epoch in (0, 1, 0):
@@ -144,7 +144,7 @@ def test_each_epoch_has_its_permutation() -> None:
 
 
 @pytest.mark.parametrize("placement", READERS)
-def test_loader_resumes_at_the_position(placement: str) -> None:
+def test_loader_resumes_at_the_position(placement: str):
     order: dict[str, Any] = {"batch_size": 8, "shuffle": True}
     expected = [batch.labels.tolist() for batch in loader(50, placement, **order)]
     rest = loader(50, placement, position=lambda: 4, **order)
@@ -159,7 +159,7 @@ class Scramble(nn.Module):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None:
+def test_workers_augment_alike_whatever_the_world_size(num_workers: int):
     def epochs(rank: int, world_size: int) -> list[Tensor]:
         rows = torch.arange(20)
         order = ImageOrder(rows, batch_size=8, rank=rank, world_size=world_size)
@@ -181,7 +181,7 @@ def test_workers_augment_alike_whatever_the_world_size(num_workers: int) -> None
     assert torch.equal(torch.get_rng_state(), state), "global random state is left alone"
 
 
-def test_augmentation_that_cannot_be(app: App) -> None:
+def test_augmentation_that_cannot_be(app: App):
     flags = [*tiny(80), *TWO_STEPS, "--data.augment"]
     elastic = "torchvision.transforms.v2.ElasticTransform"
     assert "--data.placement disk, not memory" in app.error(
@@ -196,19 +196,17 @@ def test_augmentation_that_cannot_be(app: App) -> None:
 
 
 @SLOW
-def test_spawned_processes_have_workers(tmp_path: Path) -> None:
+def test_spawned_processes_have_workers(tmp_path: Path):
     flags = tiny(80, placement="disk", num_workers=1, test=False)
     fork_fit(tmp_path, *flags, *TWO_STEPS, *on_cpu("ddp_spawn"))
 
 
-def test_drop_last() -> None:
+def test_drop_last():
     batches = loader(20, batch_size=8, drop_last=True)
     assert [len(batch.labels) for batch in batches] == [8, 8]
 
 
-def test_batches_for_an_accelerator_are_pinned_and_one_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest.MonkeyPatch):
     """Images, labels and draws are copied once, into page-locked memory.
 
     They are copied while the previous batch is in use.

@@ -67,7 +67,7 @@ def images_of(root: Path, cache: Path | str, name: str = "train", **kwargs: Any)
 
 def test_the_second_start_decodes_nothing(
     image_root: Path, cache: Path, app: App, decoded: Callable[[], int]
-) -> None:
+):
     flags = [*folder(image_root, cache=cache), *STEPS]
     gc.collect()  # ends the workers of other tests
     out = app("fit", *flags)
@@ -83,16 +83,14 @@ def test_the_second_start_decodes_nothing(
     assert decoded() == 12
 
 
-def test_a_command_decodes_what_it_reads(
-    image_root: Path, cache: Path, decoded: Callable[[], int]
-) -> None:
+def test_a_command_decodes_what_it_reads(image_root: Path, cache: Path, decoded: Callable[[], int]):
     images_of(image_root, cache, "test")
     assert decoded() == 12
     images_of(image_root, cache, "test", batch_size=0.5)
     assert decoded() == 36, "the batch is a fraction of the training images"
 
 
-def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, fit: Fit) -> None:
+def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, fit: Fit):
     flags = folder(image_root, batch_size=8, max_epochs=2, num_workers=1, test=False)
     flags += options(log_every_n_steps=1)
     curves = []
@@ -105,7 +103,7 @@ def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, 
 
 def test_cache_off_writes_no_file(
     image_root: Path, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     config = tmp_path / "off.yaml"
     config.write_text("data:\n  class_path: ImageFolder\n  init_args:\n    cache: off\n")
@@ -119,7 +117,7 @@ def test_cache_off_writes_no_file(
 
 def test_changed_images_are_decoded_again(
     image_root: Path, cache: Path, decoded: Callable[[], int]
-) -> None:
+):
     first = images_of(image_root, cache)
     image = image_root / "train/cat/00.jpg"
     decoded()
@@ -142,9 +140,7 @@ def test_changed_images_are_decoded_again(
     assert len(list(cache.iterdir())) == 4
 
 
-def test_links_that_lead_elsewhere(
-    image_root: Path, cache: Path, decoded: Callable[[], int]
-) -> None:
+def test_links_that_lead_elsewhere(image_root: Path, cache: Path, decoded: Callable[[], int]):
     """The cache notices a folder's new link target, even if its files have the same dates."""
     other = image_root / "other"
     for image in sorted((image_root / "train").rglob("*.*")):
@@ -170,7 +166,7 @@ def test_damage_is_noticed(
     cache: Path,
     decoded: Callable[[], int],
     capfd: pytest.CaptureFixture[str],
-) -> None:
+):
     """A changed bit in any part of the file is noticed, also if the file keeps its date."""
 
     def content() -> list[Any]:
@@ -205,7 +201,7 @@ def test_damage_is_noticed(
 
 def test_a_start_checks_a_large_file_in_part(
     image_root: Path, cache: Path, decoded: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """If a file has been modified since it was written, all of its blocks are checked."""
     monkeypatch.setattr("app.data.cache.BLOCK", 3072)
     monkeypatch.setattr("app.data.cache.SAMPLE", 2)
@@ -232,7 +228,7 @@ def test_a_start_checks_a_large_file_in_part(
     assert decoded() == 36
 
 
-def test_unfinished_files_are_removed(image_root: Path, cache: Path) -> None:
+def test_unfinished_files_are_removed(image_root: Path, cache: Path):
     cache.mkdir()
     left = cache / f".train-x.0{PART}"
     left.touch()
@@ -243,7 +239,7 @@ def test_unfinished_files_are_removed(image_root: Path, cache: Path) -> None:
 @pytest.mark.parametrize("obstacle", ["no folder", "full", "full later on"])
 def test_no_room_for_a_cache(
     obstacle: str, image_root: Path, cache: Path, app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     reason = "No space left on device"
     if obstacle == "no folder":
         cache.touch()
@@ -262,7 +258,7 @@ def test_no_room_for_a_cache(
     assert cache.is_file() or not list(cache.iterdir())
 
 
-def test_processes_that_write_at_once(image_root: Path, cache: Path) -> None:
+def test_processes_that_write_at_once(image_root: Path, cache: Path):
     together = threading.Barrier(4)
 
     class Meets(FolderSource):
@@ -290,7 +286,7 @@ def test_processes_that_write_at_once(image_root: Path, cache: Path) -> None:
 
 def test_pickles_are_checked_once_and_opened_once(
     cifar_root: Path, cache: Path, app: App, fit: Fit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     load = Mock(side_effect=pickle.load)
     monkeypatch.setattr(pickle, "load", load)
     flags = ["--data=CIFAR10", *options(cache=cache), f"--data.root={cifar_root}", *STEPS]
@@ -332,7 +328,7 @@ def test_ranks_share_one_file(
     image_root: Path,
     cache: Path,
     tmp_path: Path,
-) -> None:
+):
     roots = {"FashionMNIST": fashion_root, "ImageFolder": image_root}
     flags = ["--data", *data, "--data.root", roots[data[0]], *STEPS, *UNTESTED]
     flags += options(batch_size=8, cache=cache, root=tmp_path)
@@ -348,13 +344,13 @@ def test_ranks_share_one_file(
 
 
 @SLOW
-def test_ranks_agree_on_a_placement(tmp_path: Path) -> None:
+def test_ranks_agree_on_a_placement(tmp_path: Path):
     flags = ["--data=user_code.FillsUpOnRank1", *STEPS, *UNTESTED]
     flags += options(images=200, batch_size=8, num_workers=0)
     assert record_of(fork_fit(tmp_path, *flags, *on_cpu("ddp_fork")))["placement"] == "disk"
 
 
-def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -> None:
+def test_images_without_labels_are_another_file(image_root: Path, cache: Path):
     """The test split's images have a second cache file as `predict_dir`, without labels."""
     kept = ImageCache(str(cache))
     unlabelled = ImageFolder(str(image_root), predict_dir=str(image_root / "test")).source
@@ -368,7 +364,7 @@ def test_images_without_labels_are_another_file(image_root: Path, cache: Path) -
         assert set(made.labels.tolist()) == expected
 
 
-def test_training_images_in_other_splits_are_named(image_root: Path, app: App) -> None:
+def test_training_images_in_other_splits_are_named(image_root: Path, app: App):
     """One line names a pair of files, even if training images are cropped.
 
     A copy in another format has the same pixels.

@@ -19,7 +19,7 @@ SMALL = tiny()
 NESTED = "{class_path: CIFARCNN, init_args: {optimizer: {class_path: SGD, init_args: {lr: 1e-3x}}}}"
 
 
-def test_help_lists_every_command_without_torch() -> None:
+def test_help_lists_every_command_without_torch():
     code = "import sys, app.cli as c; c.main([]); print('|'); c.main(['--help'])"
     code += "; assert 'torch' not in sys.modules"
     bare, out = subprocess.check_output(
@@ -30,7 +30,7 @@ def test_help_lists_every_command_without_torch() -> None:
         assert re.search(rf"^  {command} +\w+", out, re.MULTILINE)
 
 
-def test_version(app: App) -> None:
+def test_version(app: App):
     assert (
         app.run("--version")
         == app.run("fit", "--version")
@@ -38,13 +38,13 @@ def test_version(app: App) -> None:
     )
 
 
-def test_idle_threads_spin_briefly() -> None:
+def test_idle_threads_spin_briefly():
     """OpenMP reads our spin count; its own 300,000 turns take longer than a time slice."""
     out = start_app("fit", "--print_config", env={"OMP_DISPLAY_ENV": "verbose"})
     assert "GOMP_SPINCOUNT = '2000'" in out
 
 
-def test_help_of_fit_shows_settings_of_model_and_data(app: App) -> None:
+def test_help_of_fit_shows_settings_of_model_and_data(app: App):
     out = app("fit", "--help")
     assert out.startswith("usage: python -m app fit [--config FILE]")
     assert re.search(r"--model.optimizer.lr LR +Learning rate \(default: 0.001\)", out)
@@ -67,13 +67,13 @@ PAGES = [
 
 
 @pytest.mark.parametrize(("page", "flag"), PAGES)
-def test_help_pages_of_settings(page: list[str], flag: str, app: App) -> None:
+def test_help_pages_of_settings(page: list[str], flag: str, app: App):
     """`fit --help` names each page, and each page lists its flags."""
     assert " ".join(page) in app.run("fit", "--help")[1]
     assert flag in app("fit", *page)
 
 
-def test_printed_config_can_be_read(app: App, tmp_path: Path) -> None:
+def test_printed_config_can_be_read(app: App, tmp_path: Path):
     out = app(
         "fit", *SMALL, "--model", "FashionMLP", "--data.like", "FashionMNIST", "--print_config"
     )
@@ -84,7 +84,7 @@ def test_printed_config_can_be_read(app: App, tmp_path: Path) -> None:
     app("fit", "--config", tmp_path / "c.yaml", "--trainer.max_epochs", "1")
 
 
-def test_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
+def test_order_of_flags_does_not_matter(app: App, tmp_path: Path):
     """Configs and classes are read first, wherever they are in the command line."""
     (tmp_path / "c.yaml").write_text("model: {class_path: FashionMLP, init_args: {repeats: 2}}\n")
     late = "--data.like FashionMNIST --data.images=64 --model.optimizer.lr 0.5 --model.repeats=1"
@@ -103,7 +103,7 @@ def test_order_of_flags_does_not_matter(app: App, tmp_path: Path) -> None:
     ("typed", "suggestion"),
     [("train", "fit"), ("tset", "test"), ("nope", None), ("--trainer.max_epochs", None)],
 )
-def test_unknown_command_suggests_nearest(typed: str, suggestion: str | None, app: App) -> None:
+def test_unknown_command_suggests_nearest(typed: str, suggestion: str | None, app: App):
     hint = f": did you mean {suggestion}?" if suggestion else ""
     commands = "(fit, validate, test, predict, join, export, compare, verify, replay, runs, doctor)"
     assert app.error(typed) == f"error: {typed}: there is no such command{hint} {commands}"
@@ -176,7 +176,7 @@ WRONG = [
 @pytest.mark.parametrize(("flags", "message"), WRONG)
 def test_wrong_flags(
     flags: str, message: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     (tmp_path / "mine.py").write_text("class Small:\n    pass\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images/train/cat").mkdir(parents=True)
@@ -186,20 +186,20 @@ def test_wrong_flags(
     assert not list((tmp_path / "runs").glob("*/*/checkpoints")), "nothing was kept"
 
 
-def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch):
     assert "Traceback" in app.run("fit", *SMALL, "--ckpt_path", "no.ckpt", "--verbose")[1]
     monkeypatch.setenv("APP_DEBUG", "1")
     assert "Traceback" in app.run("fit", *SMALL, "--ckpt_path", "no.ckpt")[1]
 
 
-def test_evaluation_needs_weights(app: App, tmp_path: Path) -> None:
+def test_evaluation_needs_weights(app: App, tmp_path: Path):
     missing = "error: test needs weights: give --ckpt_path last, best or a file"
     assert app.error("test", *SMALL, "--run.name", "nope").startswith(missing)
     assert not (tmp_path / "runs/nope").exists()
 
 
 @pytest.mark.parametrize("root", ["file", "dangling"])
-def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path: Path) -> None:
+def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path: Path):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere/deep")
     message = app.error("fit", *SMALL, "--run.root", tmp_path / root)
@@ -231,7 +231,7 @@ def chosen(*names: str) -> list[str]:
     return words
 
 
-def test_every_callback_of_lightning_can_be_chosen(app: App, tmp_path: Path) -> None:
+def test_every_callback_of_lightning_can_be_chosen(app: App, tmp_path: Path):
     """All except base classes, and one that needs a function, are chosen, saved and read again."""
     others = {"Callback", "Checkpoint", "ProgressBar", "ThroughputMonitor", "BaseFinetuning"}
     words = chosen(*sorted({*callbacks.__all__} - others))
@@ -242,7 +242,7 @@ def test_every_callback_of_lightning_can_be_chosen(app: App, tmp_path: Path) -> 
     build(["fit", f"--config={file}"])  # creates the callbacks, too
 
 
-def test_config_saved_with_callbacks_runs_again(tmp_path: Path) -> None:
+def test_config_saved_with_callbacks_runs_again(tmp_path: Path):
     """Settings are an enumeration, a name or a function, and a device."""
     words = chosen("Timer", "ModelPruning", "StochasticWeightAveraging")
     words += ["--model=user_code.TheirModel", "--data=user_code.TheirData"]
@@ -250,7 +250,7 @@ def test_config_saved_with_callbacks_runs_again(tmp_path: Path) -> None:
     fork_fit(tmp_path / "again", "--config", run / "config.yaml")
 
 
-def test_config_that_replaces_callbacks_says_so(app: App, tmp_path: Path) -> None:
+def test_config_that_replaces_callbacks_says_so(app: App, tmp_path: Path):
     first = tmp_path / "a.yaml"
     second = tmp_path / "b.yaml"
     first.write_text("trainer: {callbacks: [{class_path: Timer}]}")

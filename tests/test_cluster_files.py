@@ -51,7 +51,7 @@ def epochs(root: Path) -> list[tuple[int, int]]:
     return [(record["world_size"], len(record["epochs"])) for record in records]
 
 
-def test_slurm_script() -> None:
+def test_slurm_script():
     head, command, body = (CLUSTER / "slurm.sbatch").read_text().partition("\nexport ")
     assert command
     directives = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, flags=re.MULTILINE))
@@ -63,7 +63,7 @@ def test_slurm_script() -> None:
     assert "#SBATCH" not in body, "SLURM reads none below the first command"
 
 
-def test_containers(app: App) -> None:
+def test_containers(app: App):
     """Both images have the Python and files that pyproject.toml needs; their commands exist.
 
     Sources of instructions and sections: docs.docker.com/reference/dockerfile,
@@ -100,7 +100,7 @@ def test_containers(app: App) -> None:
 
 
 @SLOW
-def test_kubernetes_train_job(tmp_path: Path) -> None:
+def test_kubernetes_train_job(tmp_path: Path):
     """The job's command trains in two pods.
 
     Source: github.com/kubeflow/trainer, manifests/base/crds (trainjobs.trainer.kubeflow.org) and
@@ -139,7 +139,7 @@ def test_kubernetes_train_job(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_skypilot(tmp_path: Path) -> None:
+def test_skypilot(tmp_path: Path):
     """The task runs on two nodes with one device each, and continues after a restart."""
     task = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
     (bucket,) = task["file_mounts"].items()
@@ -162,7 +162,7 @@ def test_skypilot(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_sweep(tmp_path: Path) -> None:
+def test_sweep(tmp_path: Path):
     """A Weights & Biases agent starts three trials, runs with their own ids and flags."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
     from wandb.sdk.lib.config_util import save_config_file_from_dict

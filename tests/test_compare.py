@@ -58,9 +58,7 @@ STUCK = "stuck_code.FailsWhileRankZeroIsStuck"
 
 
 @SLOW
-def test_variants_that_cannot_run_fail_hang_or_are_slow(
-    app: App, experiment: Callable[..., Path]
-) -> None:
+def test_variants_that_cannot_run_fail_hang_or_are_slow(app: App, experiment: Callable[..., Path]):
     variants: dict[str, tuple[str, dict[str, Any]]] = {
         "one": ("measured", {}),
         "no GPU": ("skipped", DDP | {"trainer.accelerator": "gpu", "trainer.devices": 4096}),
@@ -106,7 +104,7 @@ def test_variants_that_cannot_run_fail_hang_or_are_slow(
 
 
 @SLOW
-def test_a_users_loader_has_the_baselines_batch(app: App, experiment: Callable[..., Path]) -> None:
+def test_a_users_loader_has_the_baselines_batch(app: App, experiment: Callable[..., Path]):
     """The loader's batch size counts per process: two processes would have another batch."""
     two = DDP | {"trainer.devices": 2}
     path = experiment(
@@ -128,7 +126,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("idle", "drawn")
-def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
+def test_report_files(app: App, experiment: Callable[..., Path]):
     path = experiment(
         description="<script>alert(1)</script> Which?",
         variants={"=one": {}, "<img src=x> | mixed": BF16},
@@ -177,7 +175,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]) -> None:
 
 
 @pytest.mark.usefixtures("drawn")
-def test_settings_are_compared_by_their_accuracy(app: App, tmp_path: Path) -> None:
+def test_settings_are_compared_by_their_accuracy(app: App, tmp_path: Path):
     """The repeats of a variant have different seeds."""
     grid = ["--grid=model.optimizer.lr=[0.01,0.001]", "--grid=data.flip=[true]"]
     words = [*grid, "--repeats=2", *tiny(400, max_epochs=1, accelerator="cpu")]
@@ -195,7 +193,7 @@ def test_settings_are_compared_by_their_accuracy(app: App, tmp_path: Path) -> No
 
 def test_no_verdict_on_a_busy_machine(
     app: App, experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """If other programs take all cores, the report states the load, and how to measure again."""
     cores = os.cpu_count() or 1
     monkeypatch.setattr(
@@ -220,7 +218,7 @@ def test_no_verdict_on_a_busy_machine(
 
 
 @SLOW
-def test_killed_comparison_continues(experiment: Callable[..., Path]) -> None:
+def test_killed_comparison_continues(experiment: Callable[..., Path]):
     path = experiment(variants={"one": {}, "dp": DP})
     runs = folder_of(path) / "runs/repeat_1"
     with comparing(path) as process:
@@ -238,7 +236,7 @@ def test_killed_comparison_continues(experiment: Callable[..., Path]) -> None:
 
 
 @SLOW
-def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]) -> None:
+def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]):
     path = experiment(variants={"one": {}, "hangs": {"model": "stuck_code.HangingModel"}})
     with comparing(path) as process:
         assert process.process.stdout is not None
@@ -270,7 +268,7 @@ CURVES = [
 @pytest.mark.parametrize(("curves", "classes", "title"), CURVES)
 def test_title_counts_curves_that_coincide_with_the_baseline(
     curves: list[list[float]], classes: int, title: str
-) -> None:
+):
     """The first variant is the baseline."""
     outcomes = []
     for name, losses in enumerate(curves):
@@ -281,13 +279,13 @@ def test_title_counts_curves_that_coincide_with_the_baseline(
     assert pictures(table, outcomes, "0", Verdict("", []))["loss_epoch"].title == title
 
 
-def test_nothing_can_run(app: App, experiment: Callable[..., Path]) -> None:
+def test_nothing_can_run(app: App, experiment: Callable[..., Path]):
     path = experiment(flags={"data": "CIFAR10", "data.root": "/nowhere"}, variants={"one": {}})
     assert "no CIFAR10 in" in app.error("compare", "--experiment", path)
 
 
 @SLOW
-def test_tracker_gets_every_run(experiment: Callable[..., Path]) -> None:
+def test_tracker_gets_every_run(experiment: Callable[..., Path]):
     path = experiment(variants={"one": {}, "two": BF16})
     out = compare(path, "--wandb", env={"WANDB_MODE": "offline"})
     folder = folder_of(path)
@@ -298,7 +296,7 @@ def test_tracker_gets_every_run(experiment: Callable[..., Path]) -> None:
 
 
 @SLOW
-def test_quick_form_measures_this_machine(app: App, tmp_path: Path) -> None:
+def test_quick_form_measures_this_machine(app: App, tmp_path: Path):
     """this_machine.yaml measures two variants or more, in its quick form. No variant fails."""
     path = ROOT / "configs/compare/this_machine.yaml"
     app("compare", "--experiment", path, "--quick=true")

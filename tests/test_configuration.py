@@ -23,7 +23,7 @@ def trainer(**settings: object) -> Resolved:
     return Resolved(Namespace(trainer=Namespace(defaults | settings)))
 
 
-def test_resolve_ignores_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_ignores_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["app", "fit", "--trainer.max_epochs", "7"])
     config = resolve(["test", "--data", "Synthetic", "--ckpt_path", "x"])
     assert (config.trainer.max_epochs, config.ckpt_path) == (50, "x")
@@ -39,11 +39,11 @@ def test_resolve_ignores_arguments_of_the_process(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("devices", "count"), [("auto", 1), ("-1", 1), (3, 3), ("3", 3), ("0,2", 2), ([0, 1, 5], 3)]
 )
-def test_devices_are_counted_as_lightning_does(devices: object, count: int) -> None:
+def test_devices_are_counted_as_lightning_does(devices: object, count: int):
     assert trainer(devices=devices, strategy="ddp").devices == count
 
 
-def test_auto_devices_are_one_for_strategy_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_devices_are_one_for_strategy_auto(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CUDAAccelerator, "auto_device_count", staticmethod(lambda: 4))
     gpus = functools.partial(trainer, accelerator="cuda")
     counts = [
@@ -56,7 +56,7 @@ def test_auto_devices_are_one_for_strategy_auto(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("devices", ["-2", "abc", 0, "[]"])
-def test_invalid_devices(devices: object) -> None:
+def test_invalid_devices(devices: object):
     with pytest.raises(UserError, match=r"--trainer.devices .*: give a count from 1 on"):
         trainer(devices=devices).devices  # noqa: B018
 
@@ -65,12 +65,12 @@ def test_invalid_devices(devices: object) -> None:
     ("strategy", "nodes", "processes"),
     [("auto", 1, 3), ("ddp", 2, 3), ("ddp_spawn", 1, 3), ("dp", 1, 1), ("single_device", 1, 1)],
 )
-def test_processes_and_replicas(strategy: str, nodes: int, processes: int) -> None:
+def test_processes_and_replicas(strategy: str, nodes: int, processes: int):
     config = trainer(strategy=strategy, devices=3, num_nodes=nodes)
     assert (config.processes, config.replicas) == (processes, 3 * nodes)
 
 
-def test_limits_are_of_our_own_classes(fit: Fit) -> None:
+def test_limits_are_of_our_own_classes(fit: Fit):
     """Limits of our flags do not apply to the user's classes; a default may be null."""
     classes = ["--model", "user_code.OddModel", "--data", "user_code.OddData"]
     config = resolve(["fit", *classes, "--data.seed", "abc", "--model.clip", ".inf"])
@@ -83,7 +83,7 @@ def test_limits_are_of_our_own_classes(fit: Fit) -> None:
 
 @pytest.mark.parametrize("flag", ["data.flip", "run.test", "trainer.deterministic"])
 @pytest.mark.parametrize(("end", "value"), [("", True), (" false", False), ("=true", True)])
-def test_switch_needs_no_value(flag: str, end: str, value: bool) -> None:
+def test_switch_needs_no_value(flag: str, end: str, value: bool):
     section, _, name = flag.partition(".")
     words = f"--{flag}{end}".split()
     settings = resolve(["fit", "--data", "Synthetic", *words, "--data.cutout", "3"])[section]
@@ -91,7 +91,7 @@ def test_switch_needs_no_value(flag: str, end: str, value: bool) -> None:
     assert split_flags(words) == ([], [(f"--{flag}", str(value).lower())])
 
 
-def test_quick_needs_no_value(app: App) -> None:
+def test_quick_needs_no_value(app: App):
     message = app.error("compare", "--quick", "--data.flip", "--nope")
     assert "--nope: there is no such flag" in message
 
@@ -105,7 +105,7 @@ def test_quick_needs_no_value(app: App) -> None:
         (["--dry_run", "false"], False),
     ],
 )
-def test_switch_of_another_command(words: list[str], value: bool) -> None:
+def test_switch_of_another_command(words: list[str], value: bool):
     parser = PlainParser(prog="x")
     parser.add_argument("--dry_run", type=bool, default=False)
     assert parser.parse_args(words).dry_run is value
@@ -121,5 +121,5 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("flags", "name"), NAMES)
-def test_a_run_is_named_by_its_network_and_data(flags: list[str], name: str) -> None:
+def test_a_run_is_named_by_its_network_and_data(flags: list[str], name: str):
     assert default_name(resolve(["fit", *flags])) == name

@@ -157,7 +157,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # for comparison, calls per step: stock Trainer 3,750, or 4,169 with bar, CSV and checkpoints;
 # hand-written loop 209
-def test_python_calls(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_calls(fit: Fit, monkeypatch: pytest.MonkeyPatch):
     """A step averages at most 1,000 Python calls. Callbacks that override nothing add none."""
     calls = calls_per_step(fit, monkeypatch, *MLP)
     assert mean(calls) <= 1000
@@ -165,12 +165,12 @@ def test_python_calls(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls_per_step(fit, monkeypatch, *MLP, idle, idle) == calls
 
 
-def test_python_calls_of_the_fast_config(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_calls_of_the_fast_config(fit: Fit, monkeypatch: pytest.MonkeyPatch):
     config = ["--config", ROOT / "configs/fast.yaml"]
     assert mean(calls_per_step(fit, monkeypatch, *MLP, *config)) <= 800
 
 
-def test_timing_a_rank_is_a_percent(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_a_rank_is_a_percent(fit: Fit, monkeypatch: pytest.MonkeyPatch):
     """The step clock takes at most 1 % of a step's Python calls, its epoch-end calls excepted."""
 
     def ours(code: CodeType) -> bool:
@@ -186,7 +186,7 @@ def check_reads(steps: list[Counter[str]]) -> None:
     assert reading == [100 - 72 - 1], "72 steps of the first epoch; a window is 50"
 
 
-def test_operations(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations(fit: Fit, monkeypatch: pytest.MonkeyPatch):
     """LeNet's step has at most 8 operations more than a hand-written one.
 
     Crop, flip and cutout add at most 14. Only the last step of a logging window reads the device.
@@ -206,7 +206,7 @@ FLOAT16 = ["--trainer.plugins=user_code.Float16"]
 @pytest.mark.parametrize(
     "flags", [options(strategy="dp", devices=2), [*FLOAT16, *FUSED]], ids=["dp", "float16"]
 )
-def test_reads_of_the_device(flags: list[str], fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_of_the_device(flags: list[str], fit: Fit, monkeypatch: pytest.MonkeyPatch):
     check_reads(operations_per_step(fit, monkeypatch, *LENET, *flags))
 
 
@@ -234,7 +234,7 @@ class CountsReads(CIFARCNN):
 
 
 @SLOW
-def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
+def test_reads_of_the_device_by_two_processes(tmp_path: Path):
     """Only a logging window's last step reads the device, although ranks must agree on stopping."""
     ddp = ["--trainer.strategy=ddp", "--trainer.devices=2", "--model=test_cost.CountsReads", *QUIET]
     run = fork_fit(tmp_path, *LENET, *TWO_EPOCHS, *ddp)
@@ -245,7 +245,7 @@ def test_reads_of_the_device_by_two_processes(tmp_path: Path) -> None:
         assert reads[28] == reads[-1], "and after it"
 
 
-def test_a_recipe_costs_half_a_step_at_most(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_costs_half_a_step_at_most(fit: Fit, monkeypatch: pytest.MonkeyPatch):
     plain = calls_per_step(fit, monkeypatch, *LENET, *AUGMENTED)
     rich = calls_per_step(fit, monkeypatch, *LENET, *AUGMENTED, *RECIPE)
     assert median(rich) <= 1.5 * median(plain)

@@ -46,15 +46,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "nvidia_smi", lambda field: ["NVIDIA of somebody"])
 
 
-def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, fit: Fit) -> None:
+def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, fit: Fit):
     record = record_of(fit(*SMALL, *CPU, "--trainer.max_epochs=1"))
     assert record["hardware"]["gpus"] == ["NVIDIA of somebody"]
     assert record["peak_memory"][0]["device"] == "cpu"
 
 
-def test_memory_is_that_of_the_allocator_and_that_of_the_driver(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pytest.MonkeyPatch):
     figures = {
         "max_memory_allocated": 2**29,
         "max_memory_reserved": 2**30,
@@ -77,7 +75,7 @@ def test_memory_is_that_of_the_allocator_and_that_of_the_driver(
 @pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("mps", 1), ("cuda:1", 1)])
 def test_the_clock_waits_for_every_accelerator(
     device: str, waits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     awaited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", awaited.append)
     machine.time_when_done(torch.device(device))
@@ -98,7 +96,7 @@ VARIABLES = [
 @pytest.mark.parametrize(("name", "before", "after"), VARIABLES)
 def test_variables_for_cuda(
     name: str, before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """cuBLAS is ready for later deterministic training.
 
     torch reads cuBLAS's variable at the first product only.
@@ -153,14 +151,14 @@ ERRORS = {
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(
     error: BaseException, nccl: list[str]
-) -> None:
+):
     """NCCL's own errors are understood after its group was left, too."""
     with pytest.raises(ERRORS[error]), explaining_errors():
         fail(error)
     assert nccl == ["aborted"], "and not again"
 
 
-def test_another_groups_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_groups_errors_stay(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         failures, "abort_process_group", lambda: pytest.fail("gloo's is left at the exit")
     )
@@ -170,9 +168,7 @@ def test_another_groups_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:51")
 
 
-def test_ddp_wraps_the_model_on_the_stream_where_it_computes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ddp_wraps_the_model_on_the_stream_where_it_computes(monkeypatch: pytest.MonkeyPatch):
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a stream of its own"))
     monkeypatch.setattr(
@@ -187,7 +183,7 @@ def test_ddp_wraps_the_model_on_the_stream_where_it_computes(
     assert made[0]["gradient_as_bucket_view"] is True
 
 
-def test_dp_copies_the_network_alone() -> None:
+def test_dp_copies_the_network_alone():
     model = CIFARCNN()
     assert Replica(model).module is model.network
 
@@ -201,7 +197,7 @@ def test_dp_copies_the_network_alone() -> None:
     assert Replica(mirrored).module is mirrored
 
 
-def test_dp_on_one_device_is_a_plain_call(fit: Fit) -> None:
+def test_dp_on_one_device_is_a_plain_call(fit: Fit):
     run = fit(*SMALL, *CPU, *options(strategy="dp", devices=1, max_epochs=8, test=False))
     assert record_of(run)["time_per_step"]["communication"] == 0
     strategy = DataParallelStrategy([torch.device("cuda", 0)])
@@ -220,7 +216,7 @@ EVERY += ["--last_checkpoint.every_n_train_steps=7"]
 
 @on_gpu
 @pytest.mark.parametrize("model", ["CIFARCNN", "FashionMLP"])
-def test_float32_is_that_of_the_cpu(model: str, fit: Fit) -> None:
+def test_float32_is_that_of_the_cpu(model: str, fit: Fit):
     """By default, losses on GPU and CPU are equal, because TF32 is off, even in convolutions."""
     like = ["--data.like=FashionMNIST"] if model == "FashionMLP" else []
     runs = [fit(f"--model={model}", *SGD, *STEPS, *like, *device) for device in (ON_GPU, CPU)]
@@ -229,7 +225,7 @@ def test_float32_is_that_of_the_cpu(model: str, fit: Fit) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_exact_resume_with_deterministic_algorithms(precision: str, fit: Fit) -> None:
+def test_exact_resume_with_deterministic_algorithms(precision: str, fit: Fit):
     flags = [*STEPS, *EVERY, *ON_GPU, *options(precision=precision, deterministic=True)]
     try:
         whole = fit(*flags) / "checkpoints"
@@ -241,7 +237,7 @@ def test_exact_resume_with_deterministic_algorithms(precision: str, fit: Fit) ->
 
 
 @on_gpu
-def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
+def test_fsdp_resumes_and_tests(tmp_path: Path):
     flags = ["fit", *SMALL, *ON_GPU, "--trainer.strategy=fsdp", "--run.root", tmp_path]
     start_app(*flags, "--trainer.max_epochs=1")
     start_app(*flags, "--trainer.max_epochs=2", "--ckpt_path=last")
@@ -250,7 +246,7 @@ def test_fsdp_resumes_and_tests(tmp_path: Path) -> None:
 
 def test_out_of_memory_is_said_in_one_line(
     app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Error line and record name the requested and free memory, and a setting that needs less."""
     message = (
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has "

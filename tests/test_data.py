@@ -63,13 +63,13 @@ def folder(root: Path, /, **settings: object) -> list[str | Path]:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_normalisation() -> None:
+def test_normalisation():
     images = torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1)
     assert Transform((0.5,), (0.5,))(images).flatten().tolist() == pytest.approx([-1, -0.6, 1])
     assert Transform((0.0,), (256 / 255,))(images).flatten().tolist() == [0, 51 / 256, 255 / 256]
 
 
-def test_flip_crop_and_cutout_do_what_they_say() -> None:
+def test_flip_crop_and_cutout_do_what_they_say():
     transform = partial(Transform, (0.0,) * 3, (1.0,) * 3)
     images = torch.randint(256, (64, 3, 8, 6), dtype=torch.uint8)
     drawn = torch.randint(DRAW_RANGE, (64, 5), dtype=torch.int32)
@@ -101,7 +101,7 @@ def test_flip_crop_and_cutout_do_what_they_say() -> None:
 
 
 @pytest.mark.usefixtures("drawn")
-def test_fashion_mnist(fashion_root: Path, fit: Fit) -> None:
+def test_fashion_mnist(fashion_root: Path, fit: Fit):
     """A batch size may be a fraction of the training images, rounded up: a quarter of 54 is 14."""
     data = attach(FashionMNIST(str(fashion_root), batch_size=0.25))
     assert next(iter(data.train_dataloader())).images.shape == (14, 1, 28, 28)
@@ -112,7 +112,7 @@ def test_fashion_mnist(fashion_root: Path, fit: Fit) -> None:
 
 
 @pytest.mark.parametrize("placement", ["disk", "memory"])
-def test_image_folder(placement: str, image_root: Path, app: App, fit: Fit) -> None:
+def test_image_folder(placement: str, image_root: Path, app: App, fit: Fit):
     """`predict` writes the test split's labels."""
     flags = folder(image_root, placement=placement, num_workers=2)
     run = fit(*flags, *TWO_STEPS)
@@ -157,7 +157,7 @@ def test_layouts_of_folders(
     remark: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     """A folder is read as splits or classes, with a remark on unread folders, or refused."""
     for name in folders.split():
         (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def test_layouts_of_folders(
     assert bool(remark) == bool(caplog.text)
 
 
-def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: Path) -> None:
+def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: Path):
     """All images are read, whatever their names are.
 
     Other files are counted, in training and in prediction.
@@ -206,7 +206,7 @@ def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path: 
     assert len((run / "predict_1/predictions.csv").read_text().splitlines()) == 1 + 12
 
 
-def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path: Path) -> None:
+def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path: Path):
     """Links may replace a split, a class and a file.
 
     Hidden files of notebooks and desktops are ignored.
@@ -231,7 +231,7 @@ def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path:
     assert torch.equal(data._splits["train"][0].tensor(), plain._splits["train"][0].tensor())
 
 
-def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None:
+def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path):
     """Without splits, validation images are split off, and there is no test.
 
     `predict` takes a single file, too.
@@ -255,7 +255,7 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path: Path) -> None
     assert f"{image_root / 'empty'} holds no images" in app.error(*predict, image_root / "empty")
 
 
-def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Path) -> None:
+def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Path):
     (image_root / "test").rename(image_root / "val")
     data = attach(ImageFolder(str(image_root), size=(10, 12), channels=1))
     assert isinstance(data.val_dataloader(), GlobalBatches)
@@ -264,7 +264,7 @@ def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Pa
     assert "test" not in data.source.splits
 
 
-def test_synthetic() -> None:
+def test_synthetic():
     def images(split: SplitName, seed: int) -> torch.Tensor:
         return SyntheticSource("FashionMNIST", 300, seed).load(split).tensor()
 
@@ -282,7 +282,7 @@ def test_synthetic() -> None:
 )
 def test_workers_follow_the_cores(
     ranks: int, slurm: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 6)
     data = Synthetic(images=10)
     environment = LightningEnvironment()
@@ -299,13 +299,13 @@ def test_workers_follow_the_cores(
     assert data.num_workers == expected
 
 
-def test_overfitting_repeats_the_same_batches() -> None:
+def test_overfitting_repeats_the_same_batches():
     loader = attach(Synthetic(images=100, batch_size=10), overfit=2).train_dataloader()
     assert torch.equal(next(iter(loader)).labels, next(iter(loader)).labels)
     assert not loader.shuffle
 
 
 @pytest.mark.parametrize("size", [0, 1.5, -0.1])
-def test_wrong_batch_size_is_refused(size: float) -> None:
+def test_wrong_batch_size_is_refused(size: float):
     with pytest.raises(UserError, match="batch_size"):
         Synthetic(batch_size=size)

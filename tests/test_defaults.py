@@ -34,7 +34,7 @@ def chosen(*flags: str | Path) -> tuple[Namespace, Namespace, Any]:
     return config.model.init_args, config.data.init_args, config.trainer
 
 
-def test_a_folder_is_enough(image_root: Path, published: Mock) -> None:
+def test_a_folder_is_enough(image_root: Path, published: Mock):
     model, data, trainer = chosen("--data", image_root)
     published.assert_called_with("DEFAULT", "resnet18")
     assert (model.network, model.weights, model.head) == ("resnet18", "DEFAULT", "auto")
@@ -47,7 +47,7 @@ def test_a_folder_is_enough(image_root: Path, published: Mock) -> None:
 
 def test_weights_of_the_user_are_not_downloaded(
     image_root: Path, published: Mock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """`app.fit` asks for no published weights either while it looks up the names of flags."""
     monkeypatch.setattr("app.lab.runs.run_fit", Mock(return_value=Record()))
     weights = image_root / "weights.pth"
@@ -56,17 +56,17 @@ def test_weights_of_the_user_are_not_downloaded(
     published.assert_not_called()
 
 
-def test_a_frozen_network_gets_no_augmentation(image_root: Path) -> None:
+def test_a_frozen_network_gets_no_augmentation(image_root: Path):
     _, data, _ = chosen("--data", image_root, "--model.freeze", "backbone")
     assert (data.size, data.crop, data.flip) == (224, "none", False)
 
 
-def test_images_in_memory_get_no_crop(image_root: Path) -> None:
+def test_images_in_memory_get_no_crop(image_root: Path):
     _, data, _ = chosen("--data", image_root, "--data.placement", "memory")
     assert (data.crop, data.flip) == ("none", True)
 
 
-def test_settings_of_the_user_remain(image_root: Path) -> None:
+def test_settings_of_the_user_remain(image_root: Path):
     flags = "--data.size=64 --data.crop=random --model.optimizer=Adam --trainer.max_steps=9"
     flags += " --model.scheduler=torch.optim.lr_scheduler.ConstantLR --data.mean=[0,0,0]"
     model, data, trainer = chosen("--data", image_root, *flags.split())
@@ -78,14 +78,14 @@ def test_settings_of_the_user_remain(image_root: Path) -> None:
     assert (trainer.max_steps, trainer.max_epochs) == (9, 50)
 
 
-def test_a_config_with_a_model_is_complete(image_root: Path, tmp_path: Path) -> None:
+def test_a_config_with_a_model_is_complete(image_root: Path, tmp_path: Path):
     config = tmp_path / "model.yaml"
     config.write_text(yaml.safe_dump({"model": {"class_path": "ImageClassifier"}}))
     model, data, trainer = chosen("--config", config, "--data", image_root)
     assert (model.weights, model.schedule, data.size, trainer.max_epochs) == (None, None, 32, 50)
 
 
-def test_the_shipped_config_spells_out_the_defaults(image_root: Path) -> None:
+def test_the_shipped_config_spells_out_the_defaults(image_root: Path):
     for ours, spelt in zip(
         chosen("--data", image_root),
         chosen("--config", "configs/finetune.yaml", "--data.root", image_root),
@@ -97,7 +97,7 @@ def test_the_shipped_config_spells_out_the_defaults(image_root: Path) -> None:
 @pytest.mark.parametrize("network", ["resnet18", "timm/tf_efficientnet_lite0"])
 def test_a_file_of_weights_brings_the_networks_sizes(
     network: str, image_root: Path, tmp_path: Path
-) -> None:
+):
     torch.save({}, tmp_path / "x.pth")
     flags = ["--model", network, "--model.weights", tmp_path / "x.pth"]
     model, data, _ = chosen("--data", image_root, *flags)
@@ -112,7 +112,7 @@ def test_a_file_of_weights_brings_the_networks_sizes(
 )
 def test_precision_of_a_gpu(
     capabilities: list[str], precision: str, image_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(defaults, "nvidia_smi", lambda field: capabilities)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert chosen("--data", image_root)[2].precision == precision
@@ -121,7 +121,7 @@ def test_precision_of_a_gpu(
 
 def test_from_scratch_without_a_connection(
     app: App, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.undo()
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
@@ -140,7 +140,7 @@ def test_from_scratch_without_a_connection(
     assert "crop random_resized" in out
 
 
-def test_a_csv_file_is_enough(image_root: Path, tmp_path: Path) -> None:
+def test_a_csv_file_is_enough(image_root: Path, tmp_path: Path):
     table = tmp_path / "photos.csv"
     table.write_text(f"file,label\n{image_root}/train/cat/00.jpg,cat\n")
     config = resolve(["fit", "--data", str(table)])
@@ -148,7 +148,7 @@ def test_a_csv_file_is_enough(image_root: Path, tmp_path: Path) -> None:
     assert config.data.init_args.csv == str(table)
 
 
-def test_a_missing_folder(app: App, published: Mock) -> None:
+def test_a_missing_folder(app: App, published: Mock):
     message = app.error("fit", "--data", "no/photos")
     assert message.startswith("error: --data.root no/photos: ")
     assert "has no folder no" in message

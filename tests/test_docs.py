@@ -258,14 +258,14 @@ def wrong_commands(document: Path) -> dict[str, str]:
     return wrong
 
 
-def test_commands_of_the_readme(reader: Path) -> None:
+def test_commands_of_the_readme(reader: Path):
     assert len(commands(ROOT / "README.md")) > 15
     assert not wrong_commands(ROOT / "README.md")
 
 
 @SLOW
 @pytest.mark.parametrize("document", DOCUMENTS[1:], **NAME)
-def test_commands(document: Path, reader: Path) -> None:
+def test_commands(document: Path, reader: Path):
     assert not wrong_commands(document)
 
 
@@ -284,13 +284,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize("command", WRONG)
-def test_a_wrong_command_is_found(command: str, reader: Path) -> None:
+def test_a_wrong_command_is_found(command: str, reader: Path):
     with pytest.raises((UserError, AssertionError, SystemExit, KeyError)):
         check(command)
 
 
 @SLOW
-def test_flags_in_the_prose() -> None:
+def test_flags_in_the_prose():
     """Each flag in prose belongs to one of our commands, or to a program that a document starts."""
     from torch.distributed.run import get_args_parser
 
@@ -362,7 +362,7 @@ def small(command: str) -> list[str] | None:
 
 @SLOW
 @pytest.mark.usefixtures("drawn")
-def test_commands_run(reader: Path, tmp_path: Path) -> None:
+def test_commands_run(reader: Path, tmp_path: Path):
     """Commands of the introductory documents run in a reader's folder, with small sizes.
 
     If several commands are equal with these sizes, the test runs only one of them.
@@ -388,7 +388,7 @@ def test_commands_run(reader: Path, tmp_path: Path) -> None:
             assert code == 0, f"{shlex.join(words)}: {out}"
 
 
-def test_before_and_after(reader: Path, cifar_root: Path, fit: Fit) -> None:
+def test_before_and_after(reader: Path, cifar_root: Path, fit: Fit):
     """The README's script runs; the module in its place has equal losses on one device and two."""
     before = reader / "train.py"
     assert len([line for line in before.read_text().splitlines() if line and line[0] != "#"]) <= 15
@@ -404,7 +404,7 @@ def test_before_and_after(reader: Path, cifar_root: Path, fit: Fit) -> None:
 
 
 @pytest.mark.parametrize("document", MARKDOWN, **NAME)
-def test_links(document: Path) -> None:
+def test_links(document: Path):
     """Each link leads to a file, and to a heading in it."""
     for link in re.findall(r"\]\(([^)\s]+)\)", text(document)):
         if link.startswith("http"):
@@ -418,7 +418,7 @@ def test_links(document: Path) -> None:
         assert not anchor or anchor in slugs, link
 
 
-def test_examples_in_other_languages(reader: Path) -> None:
+def test_examples_in_other_languages(reader: Path):
     """YAML examples parse as experiments; Python examples compile, and their imports exist."""
     for document in MARKDOWN:
         for block in blocks(document, "yaml"):
@@ -434,7 +434,7 @@ def test_examples_in_other_languages(reader: Path) -> None:
             )
 
 
-def test_documents_are_short() -> None:
+def test_documents_are_short():
     readme = text(ROOT / "README.md")
     assert len(readme.split()) <= 1000
     assert (
@@ -444,7 +444,7 @@ def test_documents_are_short() -> None:
     assert (ROOT / picture).stat().st_size < 150_000
 
 
-def test_the_version_is_one() -> None:
+def test_the_version_is_one():
     version = PYPROJECT["project"]["version"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert version == app.__version__ == citation["version"]

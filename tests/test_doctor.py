@@ -24,7 +24,7 @@ def levels_of(out: str) -> dict[str, str]:
 
 
 @SLOW
-def test_self_test_ignores_misleading_variables() -> None:
+def test_self_test_ignores_misleading_variables():
     left = {"LOCAL_RANK": "1", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "9"}
     with running("doctor", env=left) as run:
         out = run.on_loopback()
@@ -51,9 +51,7 @@ LOADS = [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 
 
 
 @pytest.mark.parametrize(("load", "usable", "total", "is_busy"), LOADS)
-def test_busy(
-    load: float, usable: int, total: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy(load: float, usable: int, total: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch):
     """A machine is busy if its load exceeds the usable cores, and the unusable cores, too."""
     set_load(monkeypatch, load)
     monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
@@ -68,7 +66,7 @@ def test_busy(
 
 def test_smallest_quota_of_the_control_groups_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path / "job")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     assert usable_cores() == 64
@@ -114,7 +112,7 @@ def test_timeout_is_red_only_on_a_quiet_machine(
     quick: Records,
     app: App,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     quick.update(outcomes)
     set_load(monkeypatch, load)
     code, out = app.run("doctor")
@@ -126,7 +124,7 @@ def test_timeout_is_red_only_on_a_quiet_machine(
     assert checks["processor"] == ("yellow" if load == BUSY else "green")
 
 
-def test_report_on_a_terminal(quick: Records, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_on_a_terminal(quick: Records, app: App, monkeypatch: pytest.MonkeyPatch):
     one_device = ["--trainer.strategy=auto", "--trainer.devices=1"]
     quick["auto"] = run_fit([*ONE_STEP, *one_device], 120)
     set_load(monkeypatch, BUSY)

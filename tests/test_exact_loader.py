@@ -71,7 +71,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path: Path) -> None:
+def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path: Path):
     data, flags, devices, plain = CASES[case]
     run, out = fit(tmp_path, data, *flags, devices=devices)
     expected, loss, accuracy = by_hand(*plain)
@@ -98,7 +98,7 @@ def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path: Path) -> No
         ("TwoSets", [samples(23, 1), samples(7, 2)]),
     ],
 )
-def test_predicts_each_row_once(data: str, expected: list, devices: int, tmp_path: Path) -> None:
+def test_predicts_each_row_once(data: str, expected: list, devices: int, tmp_path: Path):
     run, _ = fit(tmp_path, "Ordinary", "--trainer.max_epochs=1")
     flags = [
         *THEIRS,
@@ -126,7 +126,7 @@ def test_predicts_each_row_once(data: str, expected: list, devices: int, tmp_pat
 @pytest.mark.parametrize(
     ("data", "count"), [("Delegates", 23), ("Delegates", 4), ("Delegates", 1), ("DropsLast", 23)]
 )
-def test_evaluates_each_sample_once(data: str, count: int, devices: int, tmp_path: Path) -> None:
+def test_evaluates_each_sample_once(data: str, count: int, devices: int, tmp_path: Path):
     """Also in batches of one sample. `drop_last` drops what it drops on one device.
 
     A single sample on several ranks is left to Lightning, which repeats it.
@@ -141,7 +141,7 @@ def test_evaluates_each_sample_once(data: str, count: int, devices: int, tmp_pat
 
 @pytest.mark.parametrize("steps", [3, 5, 7, 10])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_resumes_with_workers(steps: int, devices: int, tmp_path: Path) -> None:
+def test_resumes_with_workers(steps: int, devices: int, tmp_path: Path):
     """Stopped in either epoch of 5 steps, or at an epoch's end: persistent workers read ahead."""
     flags = ["--data.train=workers", "--run.global_batch=8", "--trainer.max_epochs=3"]
     whole, _ = fit(tmp_path / "whole", "Ordinary", *flags)
@@ -177,11 +177,11 @@ LEFT: list[Any] = [  # loaders that stay with Lightning: the stage, its loader, 
 
 
 @pytest.mark.parametrize(("stage", "loader", "reason"), LEFT)
-def test_loader_that_stays_with_lightning(stage: str, loader: Any, reason: str) -> None:
+def test_loader_that_stays_with_lightning(stage: str, loader: Any, reason: str):
     assert why_not(loader, stage, 2) == reason
 
 
-def test_what_is_not_exact_is_said(tmp_path: Path) -> None:
+def test_what_is_not_exact_is_said(tmp_path: Path):
     run, out = fit(tmp_path, "Combined", devices=2)
     line = (
         "not exact: Combined.train_dataloader returns CombinedLoader: a resumed epoch, or another "
@@ -192,7 +192,7 @@ def test_what_is_not_exact_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loader", ["exact", "lightning"])
-def test_an_epoch_resumed_in_another_order_is_said(loader: str, tmp_path: Path) -> None:
+def test_an_epoch_resumed_in_another_order_is_said(loader: str, tmp_path: Path):
     """A loader that cannot continue within an epoch begins anew; an epoch's end is exact."""
     data = {"exact": "Combined", "lightning": "Ordinary"}[loader]
     line = "this epoch goes on in another order than before the stop: some samples come twice"

@@ -21,7 +21,7 @@ def dry(app: App, path: Path, *words: Any) -> tuple[str, list[str]]:
 
 def test_grid_expands_to_every_combination_that_is_not_excluded(
     app: App, experiment: Write, tmp_path: Path
-) -> None:
+):
     grid = {"trainer.strategy": ["dp", "ddp"], "trainer.devices": [1, 2], "data.num_workers": [0]}
     exclude = [{"trainer.strategy": "dp", "trainer.devices": 1}]
     out, commands = dry(app, experiment(grid=grid, exclude=exclude))
@@ -33,7 +33,7 @@ def test_grid_expands_to_every_combination_that_is_not_excluded(
     assert not (tmp_path / "runs/compare").exists(), "a dry run writes nothing"
 
 
-def test_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: Write) -> None:
+def test_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: Write):
     ddp = {"trainer.strategy": "ddp", "trainer.devices": 2}
     path = experiment(variants={"one": {}, "two": ddp})
     for line in dry(app, path)[1]:
@@ -47,7 +47,7 @@ def test_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: 
     assert "warmup 1ep" not in one
 
 
-def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Write) -> None:
+def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Write):
     path = experiment(variants={"one": {}, "other": BF16})
     words = ["--repeats=4", "--max_epochs=7", "--data.flip=true", "--seed_everything=3"]
     out, commands = dry(app, path, *words)
@@ -59,7 +59,7 @@ def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Wri
 
 def test_another_data_class_drops_flags_of_the_experiments_class(
     app: App, experiment: Write, image_root: Path
-) -> None:
+):
     flags = {"data": "Synthetic", "data.images": 240, "model.optimizer": "SGD"}
     path = experiment(variants={"one": {}}, flags=flags | {"model.optimizer.lr": 0.01})
     config = image_root / "own.yaml"
@@ -72,7 +72,7 @@ def test_another_data_class_drops_flags_of_the_experiments_class(
         assert "--model.optimizer.lr 0.01" in command
 
 
-def test_two_nodes_are_two_commands_with_ranks(app: App, experiment: Write) -> None:
+def test_two_nodes_are_two_commands_with_ranks(app: App, experiment: Write):
     path = experiment(variants={"nodes": {"trainer.strategy": "ddp", "trainer.num_nodes": 2}})
     first, second = dry(app, path)[1]
     assert first.startswith("OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo python -m app fit")
@@ -107,7 +107,7 @@ WRONG = [
 @pytest.mark.parametrize(("settings", "message"), WRONG)
 def test_wrong_experiment_is_rejected(
     app: App, experiment: Write, settings: dict[str, Any], message: str
-) -> None:
+):
     assert message in app.error("compare", "--experiment", experiment(**settings))
 
 
@@ -124,12 +124,12 @@ REFUSED = [
 @pytest.mark.parametrize(("word", "message"), REFUSED)
 def test_flag_that_cannot_take_effect_is_rejected(
     app: App, experiment: Write, word: str, message: str
-) -> None:
+):
     path = experiment(variants={"a": {}, "b": BF16})
     assert message in app.error("compare", "--experiment", path, word)
 
 
-def test_small_form_keeps_flags_and_yields_to_the_command_line(app: App, experiment: Write) -> None:
+def test_small_form_keeps_flags_and_yields_to_the_command_line(app: App, experiment: Write):
     form = {"repeats": 3, "max_epochs": 4, "flags": {"data.images": 120}}
     path = experiment(**ONE, quick_form=form)
     out, (command,) = dry(app, path, "--quick=true", "--repeats=5")
@@ -140,5 +140,5 @@ def test_small_form_keeps_flags_and_yields_to_the_command_line(app: App, experim
 
 @pytest.mark.parametrize("quick", ["false", slow("true")])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_experiments_can_be_read(app: App, path: Path, quick: str) -> None:
+def test_shipped_experiments_can_be_read(app: App, path: Path, quick: str):
     dry(app, path, "--quick", quick)

@@ -54,7 +54,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, fit: Fit) -> None:
+def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, fit: Fit):
     """Only the last step of a logging window makes the host wait, at most five times.
 
     Lightning's LearningRateMonitor then also copies each of up to four rates to the GPU. In other
@@ -77,7 +77,7 @@ def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, fit: Fit
     assert copies <= 4 * windows, waits
 
 
-def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path) -> None:
+def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path):
     """The test's confusion matrix and predictions are written; Lightning prints no advice.
 
     Checkpoints are saved while the next batch is copied.
@@ -118,7 +118,7 @@ def bucket_of(layer: nn.Module) -> Any:
 @pytest.mark.parametrize(("count", "size"), [(8, 3), (8, 5), (6, 2), (6, 4), (7, 6), (None, 3)])
 def test_streams_wait_for_each_other(
     count: int | None, size: int, backend: str, fake_cuda: FakeCUDA, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Gradient averages over `count` virtual devices, or in a ring, race on no rank.
 
     gloo gets host memory only.
@@ -145,7 +145,7 @@ def test_streams_wait_for_each_other(
                 average.wait().mul_(2)
 
 
-def test_a_model_is_freed() -> None:
+def test_a_model_is_freed():
     """A live run wraps its model in DDP after each change of the ranks; no earlier one stays."""
     with rank_of(1, 0):
         network = nn.Linear(3, 2)
@@ -200,7 +200,7 @@ RACES = [read_too_early, freed_too_early, overwritten_too_early, timed_too_early
 
 
 @pytest.mark.parametrize("race", RACES)
-def test_races_are_found(race: Callable[[torch.cuda.Stream], None], fake_cuda: FakeCUDA) -> None:
+def test_races_are_found(race: Callable[[torch.cuda.Stream], None], fake_cuda: FakeCUDA):
     with FakeTensorMode(), pytest.raises(AssertionError, match=r"another stream|too early"):
         race(torch.cuda.Stream())
 
@@ -251,7 +251,7 @@ def ends(ranks: list[list[list[Call]]]) -> bool:
 
 
 @pytest.mark.parametrize("size", range(2, 9))
-def test_point_to_point_calls_end(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_point_to_point_calls_end(size: int, monkeypatch: pytest.MonkeyPatch):
     """The tree, for any share of the shards, and the ring neither block nor mix up their calls."""
     draw = random.Random(size)
     for length in (1, size, 3 * size + 1):
@@ -268,7 +268,7 @@ def test_point_to_point_calls_end(size: int, monkeypatch: pytest.MonkeyPatch) ->
             assert ends(calls_of(size, add, monkeypatch))
 
 
-def test_blocked_calls_are_found() -> None:
+def test_blocked_calls_are_found():
     send, receive = (True, 1, 4), (False, 1, 4)
     other_send, other_receive = (True, 0, 4), (False, 0, 4)
     assert not ends([[[send], [receive]], [[other_send], [other_receive]]])
@@ -297,6 +297,6 @@ def cost_of_a_rank(size: int) -> tuple[int, Counter[str]]:
     return calls, counting.counts
 
 
-def test_a_rank_of_many_costs_the_same() -> None:
+def test_a_rank_of_many_costs_the_same():
     cost_of_a_rank(64)  # the first call also imports modules
     assert cost_of_a_rank(64) == cost_of_a_rank(1024)

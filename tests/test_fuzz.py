@@ -104,7 +104,7 @@ def settle(command: str, argv: list[str]) -> None:
 @pytest.mark.slow
 @examples(2)
 @given(st.sampled_from(COMMANDS), flags)
-def test_command_lines(command: str, pairs: list[tuple[str, str]]) -> None:
+def test_command_lines(command: str, pairs: list[tuple[str, str]]):
     argv = ["--data=Synthetic"]
     for flag, value in pairs:
         argv += [f"--{flag}", value]
@@ -168,9 +168,7 @@ def read_experiment(path: Path) -> None:
 )
 @examples(1)
 @given(st.data())
-def test_files(
-    tmp_path_factory: pytest.TempPathFactory, read: Any, contents: Any, data: Any
-) -> None:
+def test_files(tmp_path_factory: pytest.TempPathFactory, read: Any, contents: Any, data: Any):
     path = tmp_path_factory.getbasetemp() / "example.yaml"
     content = yaml.safe_dump(data.draw(contents), allow_unicode=True)
     path.write_bytes(content.encode(errors="replace"))  # UTF-8 cannot encode all characters

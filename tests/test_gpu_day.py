@@ -27,7 +27,7 @@ def run_script(
     )
 
 
-def test_without_a_gpu_everything_is_skipped(tmp_path: Path) -> None:
+def test_without_a_gpu_everything_is_skipped(tmp_path: Path):
     done = run_script(tmp_path, "A", "dp")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())
@@ -43,7 +43,7 @@ def test_without_a_gpu_everything_is_skipped(tmp_path: Path) -> None:
 
 def test_an_item_that_fails_or_hangs_leaves_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     (tmp_path / "gpu_items.py").write_text(
         "import pathlib, sys, time\n"
         "pathlib.Path(sys.argv[2]).write_text('{\"a\": 1}')\n"
@@ -65,7 +65,7 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(
         assert {"logs/fails.log", "logs/fails.json", "logs/works.log"} <= set(archive.getnames())
 
 
-def test_a_call_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A call's limits add up to its deadline. An item that begins too late to finish is skipped."""
     now, limits = [0.0], {}
 
@@ -86,7 +86,7 @@ def test_a_call_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert limits == {"versions": 20, "step": 20}
 
 
-def test_a_machine_without_the_wheels(tmp_path: Path) -> None:
+def test_a_machine_without_the_wheels(tmp_path: Path):
     bare = tmp_path / "python3"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)

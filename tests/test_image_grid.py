@@ -12,7 +12,7 @@ from app.data.transforms import Transform
 from app.monitor.image_grid import draw_images, first_images
 
 
-def test_images_are_drawn_with_their_captions() -> None:
+def test_images_are_drawn_with_their_captions():
     """Five images make a grid of three columns: cells of 170 × 204 pixels, 16 pixels apart."""
     rows = [(torch.full((1, 2, 1), 200, dtype=torch.uint8), "кот\nцвет")] * 5
     with Image.open(io.BytesIO(draw_images(rows))) as picture:
@@ -21,7 +21,7 @@ def test_images_are_drawn_with_their_captions() -> None:
         assert picture.crop((16, 186, 186, 220)).getextrema()[0][0] == 0, "a caption"
 
 
-def test_first_images_are_what_the_network_gets() -> None:
+def test_first_images_are_what_the_network_gets():
     """Each shard has its images; an image that is mixed of two has two labels.
 
     Drawing uses no random stream.

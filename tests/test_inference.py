@@ -74,7 +74,7 @@ def model(trained: Path) -> Classifier:
     return load(trained, "cpu")
 
 
-def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
+def test_every_form_of_an_image(trained: Path, model: Classifier):
     """A resized image has the same prediction from a file, an array, a tensor and a batch."""
     folder = trained.parents[2] / "images/test/eel"
     file = folder / "01.png"
@@ -99,7 +99,7 @@ def test_every_form_of_an_image(trained: Path, model: Classifier) -> None:
     assert len(model.predict(torch.zeros((2, 3, 24, 24), dtype=torch.uint8))) == 2
 
 
-def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Path) -> None:
+def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/a.txt").write_text("text")
     empty = tmp_path / "bad/empty.jpg"
@@ -170,7 +170,7 @@ def test_new_images(
     tmp_path: Path,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """`predict` and `app.load` prepare new images as in training, whose images are gone.
 
     The probabilities are those of torchvision's usual transforms, also from two processes.
@@ -228,22 +228,20 @@ def test_new_images(
         ("--data.size 9 --ckpt_path RUN --data CIFAR10", "--data: the checkpoint sets how images"),
     ],
 )
-def test_new_images_are_refused(
-    flags: str, problem: str, trained: Path, app: App, tmp_path: Path
-) -> None:
+def test_new_images_are_refused(flags: str, problem: str, trained: Path, app: App, tmp_path: Path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     words = flags.replace("RUN", str(trained)).replace("NEW", str(tmp_path)).split()
     assert problem in app.error("predict", *words, f"--data.predict_dir={tmp_path}")
 
 
-def test_a_data_class_of_the_user_reads_new_images(fit: Fit, app: App, image_root: Path) -> None:
+def test_a_data_class_of_the_user_reads_new_images(fit: Fit, app: App, image_root: Path):
     words = f"--data user_code.TheirImages --data.root {image_root} --trainer.max_epochs 1"
     run = fit(*words.split(), *QUIET)
     app("predict", f"--ckpt_path={run}", f"--data.predict_dir={image_root}")
     assert "path: user_code.TheirImages" in (run / "predict_1/config.yaml").read_text()
 
 
-def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained: Path, app: App) -> None:
+def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained: Path, app: App):
     mistyped = trained.with_name("version_O")
     for command in ("fit", "validate", "test", "predict", "export"):
         for path in ("checkpoints/bst.ckpt", ""):
@@ -275,7 +273,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("name", "content"), DAMAGED, ids=str)
-def test_a_damaged_run_is_named(name: str, content: Any, trained: Path, tmp_path: Path) -> None:
+def test_a_damaged_run_is_named(name: str, content: Any, trained: Path, tmp_path: Path):
     shutil.copy(trained / "config.yaml", tmp_path)
     file = shutil.copy(trained / "checkpoints/best.ckpt", tmp_path)
     if isinstance(content, dict):
@@ -298,7 +296,7 @@ def test_export(
     app: App,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """The code that `export` prints predicts a photo of odd size as the model does.
 
     The weights of a large network lie in a second file, because ONNX limits the size of the first.
@@ -325,7 +323,7 @@ def test_export(
 @pytest.mark.parametrize(("kind", "file"), [("onnx", "model.onnx"), ("torch", "model.pt2")])
 def test_a_failed_export_keeps_the_earlier_file(
     kind: str, file: str, trained: Path, app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """On a full disk, or with other probabilities, only the earlier file is kept."""
     flags = ["export", "--ckpt_path", trained / "checkpoints/best.ckpt", "--format", kind]
     for name in (file, f"{file}.data"):
@@ -349,7 +347,7 @@ def test_a_failed_export_keeps_the_earlier_file(
 
 def test_export_needs_a_run_and_its_packages(
     app: App, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     assert "give --run.name, or a file's path" in app.error("export", "--ckpt_path=best")
     assert "did you mean --format" in app.error("export", "--fromat=onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
@@ -361,7 +359,7 @@ def test_export_needs_a_run_and_its_packages(
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """`app.fit` takes flags by the last part of their names, such as `images` for `--data.images`.
 
     Other names are short, such as `lr`. It prints the command's lines, and returns the new run's
@@ -394,7 +392,7 @@ def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert load(record.run_dir).image_shape == (3, 32, 32)
 
 
-def test_tensorboard(fit: Fit, tmp_path: Path) -> None:
+def test_tensorboard(fit: Fit, tmp_path: Path):
     """The flags in app/monitor/README.md write TensorBoard's files."""
     board = tmp_path / "board"
     logger = ["--trainer.logger+=TensorBoardLogger", f"--trainer.logger.save_dir={board}"]

@@ -41,18 +41,18 @@ def imported(module: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_import_only_from_lower_rooms(module: Path) -> None:
+def test_modules_import_only_from_lower_rooms(module: Path):
     entry = module.relative_to(ROOT / "app").parts[0].removesuffix(".py")
     lower = set(ROOMS[: ROOMS.index(entry) + 1])
     assert imported(module) <= lower, f"{module} imports from its own level or above"
 
 
-def test_the_package_maps_every_module() -> None:
+def test_the_package_maps_every_module():
     words = re.findall(r"\w+", (ROOT / "app/__init__.py").read_text())
     assert {path.stem for path in MODULES} <= {"__init__", *words}
 
 
-def test_contributing_names_existing_objects() -> None:
+def test_contributing_names_existing_objects():
     names = re.findall(r"`(app(?:\.\w+)+)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(names) > 20
     for name in names:

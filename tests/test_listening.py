@@ -17,7 +17,7 @@ FLAGS = tiny(203, 20, accelerator="cpu", max_epochs=100000, devices=1, num_nodes
 
 @SLOW
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_nodes_listen_on_given_address(scheme: str, tmp_path: Path) -> None:
+def test_nodes_listen_on_given_address(scheme: str, tmp_path: Path):
     place = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meet"
     flags = [*FLAGS, f"--cluster.init_method={place}", "--cluster.node_rank"]
     with started(tmp_path, *flags, "0") as run, started(tmp_path, *flags, "1") as other:
@@ -37,7 +37,7 @@ COMMANDS = {  # without fit, which `Running.trained` checks, and doctor, which t
 
 @SLOW
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_listen_on_loopback(name: str, tmp_path: Path) -> None:
+def test_commands_listen_on_loopback(name: str, tmp_path: Path):
     nodes = {"trainer.strategy": "ddp", "trainer.devices": 1, "trainer.num_nodes": 2}
     variants = {"ddp": {"trainer.devices": 2}, "nodes": nodes}
     (tmp_path / "tiny.yaml").write_text(json.dumps(TINY | {"variants": variants}))

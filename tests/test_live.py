@@ -95,7 +95,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("theirs"), THEIRS)
 
 
-def test_rank_zero_is_killed(images: Path, tmp_path: Path) -> None:
+def test_rank_zero_is_killed(images: Path, tmp_path: Path):
     run = train(tmp_path, IMAGES, ["backward:2:0"])
     assert_undisturbed(run, images)
     first = Record.load(run / "run.json").parts[0]
@@ -103,7 +103,7 @@ def test_rank_zero_is_killed(images: Path, tmp_path: Path) -> None:
     assert first.steps == 2
 
 
-def test_validation_is_repeated(theirs: Path, tmp_path: Path) -> None:
+def test_validation_is_repeated(theirs: Path, tmp_path: Path):
     assert_undisturbed(train(tmp_path, THEIRS, ["validation:5:1"]), theirs)
 
 
@@ -121,7 +121,7 @@ KILLS = [
 
 @SLOW
 @pytest.mark.parametrize(("what", "kills"), KILLS)
-def test_kills(what: str, kills: list[str], images: Path, theirs: Path, tmp_path: Path) -> None:
+def test_kills(what: str, kills: list[str], images: Path, theirs: Path, tmp_path: Path):
     flags = {"images": IMAGES, "theirs": THEIRS}[what]
     alone = {"images": images, "theirs": theirs}[what]
     assert_undisturbed(train(tmp_path, flags, kills), alone)
@@ -144,7 +144,7 @@ ONE = [*LIVE, "--trainer.devices=1"]
 
 
 @SLOW
-def test_a_machine_joins_and_leaves(tmp_path: Path) -> None:
+def test_a_machine_joins_and_leaves(tmp_path: Path):
     """The machine's Ctrl-C ends its ranks only; the first node's ends all."""
     with started(tmp_path, *LONG, *ONE) as run:
         address = address_of(run)
@@ -163,7 +163,7 @@ def test_a_machine_joins_and_leaves(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_the_first_node_is_lost(tmp_path: Path) -> None:
+def test_the_first_node_is_lost(tmp_path: Path):
     """The others save the newest step, and end with one line."""
     with started(tmp_path, *LONG, *ONE) as run:
         address = address_of(run)
@@ -177,7 +177,7 @@ def test_the_first_node_is_lost(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_any_moment(tmp_path: Path) -> None:
+def test_any_moment(tmp_path: Path):
     """Ranks are killed at random moments: in training, while they start, while they join."""
     flags = [*LIVE, "--trainer.devices=3", "--cluster.max_restarts=999"]
     with started(tmp_path, *LONG, *flags) as run:
@@ -204,12 +204,12 @@ REFUSED = {
 test_what_cannot_be_live = refusals(REFUSED, *IMAGES, *LIVE)
 
 
-def test_nobody_answers(app: App) -> None:
+def test_nobody_answers(app: App):
     assert "no live run answers there" in app.error("join", "127.0.0.1:9")
 
 
 @SLOW
-def test_torchrun_joins(tmp_path: Path) -> None:
+def test_torchrun_joins(tmp_path: Path):
     """Torchrun starts `join` once for a machine. 16-mixed scales the losses."""
     flags = [*LONG, "--trainer.precision=16-mixed"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -227,7 +227,7 @@ def test_torchrun_joins(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
-def test_a_job_joins_and_is_requeued(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_joins_and_is_requeued(slurm: Slurm, tmp_path: Path):
     """Each node is a job of its own; the second one is requeued, and joins again."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": PATHS}
     place = "10.77.0.1:29400"
@@ -259,7 +259,7 @@ def test_a_job_joins_and_is_requeued(slurm: Slurm, tmp_path: Path) -> None:
     assert_undisturbed_up_to_its_end(run, LONG)
 
 
-def test_nccl_is_aborted_when_a_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_aborted_when_a_rank_ends(monkeypatch: pytest.MonkeyPatch):
     """A fake stands in for NCCL, whose blocked calls end only if somebody aborts them."""
     aborted = threading.Event()
     monkeypatch.setattr("app.launch.failures.abort_process_group", aborted.set)
@@ -290,7 +290,7 @@ DEVICES = [(None, "0", "0"), (None, "3", "3"), ("2,5", "1", "5"), ("GPU-a,GPU-b"
 @pytest.mark.parametrize(("visible", "place", "device"), DEVICES)
 def test_each_rank_sees_its_own_gpu(
     visible: str | None, place: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

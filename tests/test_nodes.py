@@ -47,9 +47,7 @@ def tcp(port: int) -> str:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_nodes_meet_in_any_order(
-    scheme: str, order: tuple[int, ...], go: Go, tmp_path: Path
-) -> None:
+def test_nodes_meet_in_any_order(scheme: str, order: tuple[int, ...], go: Go, tmp_path: Path):
     file = tmp_path / "meet"
     method = tcp(free_port()) if scheme == "tcp" else f"file://{file}"
     came = {}
@@ -66,7 +64,7 @@ def test_nodes_meet_in_any_order(
 
 
 @SLOW
-def test_missing_node_is_named_until_timeout(go: Go, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_node_is_named_until_timeout(go: Go, capfd: pytest.CaptureFixture[str]):
     port = free_port()
     waiting = [go(tcp(port), node, nodes=3, timeout=9) for node in (0, 1)]
     for node in waiting:
@@ -82,7 +80,7 @@ def test_missing_node_is_named_until_timeout(go: Go, capfd: pytest.CaptureFixtur
     )
 
 
-def test_missing_node_0_times_out(go: Go) -> None:
+def test_missing_node_0_times_out(go: Go):
     port = free_port()
     with pytest.raises(
         UserError, match=rf"for node 0 of 2 at 127.0.0.1:{port} \(.*Connection refused\)"
@@ -90,7 +88,7 @@ def test_missing_node_0_times_out(go: Go) -> None:
         go(tcp(port), 1, timeout=1).result()
 
 
-def test_foreign_listener_is_rejected(go: Go) -> None:
+def test_foreign_listener_is_rejected(go: Go):
     """If a foreign program has the port, node 0 cannot listen on it, and the other node times out.
 
     The program is silent, or answers in another protocol.
@@ -110,7 +108,7 @@ def test_foreign_listener_is_rejected(go: Go) -> None:
                 waiting.result(15)
 
 
-def test_different_flags_of_nodes_are_rejected(go: Go) -> None:
+def test_different_flags_of_nodes_are_rejected(go: Go):
     port = free_port()
     host = go(tcp(port), 0, nodes=3, devices=2)
     first = go(tcp(port), 1, nodes=3, devices=2)
@@ -122,7 +120,7 @@ def test_different_flags_of_nodes_are_rejected(go: Go) -> None:
     assert host.result().master_port == first.result().master_port
 
 
-def test_node_may_join_again_after_timeout(go: Go) -> None:
+def test_node_may_join_again_after_timeout(go: Go):
     port = free_port()
     host = go(tcp(port), 0, nodes=3)
     with pytest.raises(UserError, match="waited 1 s"):
@@ -131,7 +129,7 @@ def test_node_may_join_again_after_timeout(go: Go) -> None:
     assert {other.result().master_port for other in others} == {host.result().master_port}
 
 
-def test_stale_file_is_replaced(go: Go, tmp_path: Path) -> None:
+def test_stale_file_is_replaced(go: Go, tmp_path: Path):
     file = tmp_path / "meet"
     method = f"file://{file}"
     file.write_text(json.dumps({"id": "dead", "address": "127.0.0.1", "port": free_port()}))
@@ -143,7 +141,7 @@ def test_stale_file_is_replaced(go: Go, tmp_path: Path) -> None:
     assert not file.exists()
 
 
-def test_file_that_cannot_be_created(go: Go, tmp_path: Path) -> None:
+def test_file_that_cannot_be_created(go: Go, tmp_path: Path):
     (tmp_path / "plain").write_text("no folder")
     with pytest.raises(FileExistsError, match="plain"):  # `app.cli` prints it as one line
         go(f"file://{tmp_path}/plain/meet", 0).result()
@@ -193,7 +191,7 @@ PRINTED = {
 
 
 @SLOW
-def test_nodes_agree(tmp_path: Path) -> None:
+def test_nodes_agree(tmp_path: Path):
     """All nodes follow node 0's decision; if one node rejects it, every node prints the reason."""
 
     def run(node: int) -> list[str]:
@@ -205,7 +203,7 @@ def test_nodes_agree(tmp_path: Path) -> None:
     assert [list(lines) for lines in zip(*outputs, strict=True)] == list(PRINTED.values())
 
 
-def test_lost_node_is_named_by_its_address() -> None:
+def test_lost_node_is_named_by_its_address():
     for message, name in (
         ("Connection closed by peer [10.0.0.20]:3456", "10.0.0.20"),
         ("Connection reset by peer, remote=[10.0.0.2]:1, local=[10.0.0.3]:2", "10.0.0.2"),

@@ -35,9 +35,7 @@ ROWS = {
     ("column", "order"),
     [("accuracy", "abc"), ("minutes", "bac"), ("name", "abc"), ("status", "cab")],
 )
-def test_runs_are_listed_by_a_column(
-    column: str, order: str, drawn: None, app: App, folder: Path
-) -> None:
+def test_runs_are_listed_by_a_column(column: str, order: str, drawn: None, app: App, folder: Path):
     lines = app("runs", folder, "--sort", column).splitlines()
     assert [" ".join(line.split()) for line in lines[4:7]] == [ROWS[name] for name in order]
     assert lines[-1] == f"curves  {folder}/runs.html"
@@ -53,7 +51,7 @@ def test_runs_are_listed_by_a_column(
         ('{"loss": 3}', "run.json is not the record of a run"),
     ],
 )
-def test_other_records_are_named(text: str, problem: str, app: App, folder: Path) -> None:
+def test_other_records_are_named(text: str, problem: str, app: App, folder: Path):
     (folder / "b/run.json").write_text(text)
     out = app("runs", folder)
     assert f"left out: {folder}/b/{problem}" in out.splitlines()[0]
@@ -68,7 +66,7 @@ MISTAKES = {
 test_mistakes = refusals(MISTAKES, command="runs")
 
 
-def test_settings_in_which_two_runs_differ(app: App, fit: Fit) -> None:
+def test_settings_in_which_two_runs_differ(app: App, fit: Fit):
     runs = [fit(*tiny(max_steps=1), f"--model.optimizer.lr={rate}") for rate in (0.1, 0.2)]
     out = app("runs", "--diff", *runs)
     assert [line.split() for line in out.splitlines()[4:-1]] == [

@@ -38,7 +38,7 @@ SMALL = tiny(72, 12, val_size=8)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "dp", "ddp_fork", slow("ddp")])
-def test_somebodys_own_model_and_data(strategy: str, tmp_path: Path) -> None:
+def test_somebodys_own_model_and_data(strategy: str, tmp_path: Path):
     flags = on_cpu(strategy, root=tmp_path, name="x")
     assert "does not log val_acc" in fork_app("fit", *THEIRS, *flags)
     run = tmp_path / "x/version_0"
@@ -48,7 +48,7 @@ def test_somebodys_own_model_and_data(strategy: str, tmp_path: Path) -> None:
 
 
 @SLOW
-def test_torch_checks_collective_calls(tmp_path: Path) -> None:
+def test_torch_checks_collective_calls(tmp_path: Path):
     """A gloo run in mixed precision completes with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
     torch's DDP would crash.
@@ -59,7 +59,7 @@ def test_torch_checks_collective_calls(tmp_path: Path) -> None:
 
 @SLOW
 @pytest.mark.parametrize("flag", ["fast_dev_run", "barebones"])
-def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path) -> None:
+def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path):
     flags = ["--data=Synthetic", *options(images=72, val_size=8, max_epochs=1)]
     flags += [*on_cpu("ddp", virtual_devices=2), f"--trainer.{flag}=true"]
     fork_fit(tmp_path, *flags)
@@ -78,7 +78,7 @@ COMMUNICATION = [
 
 
 @pytest.mark.parametrize(("message", "kind"), COMMUNICATION)
-def test_what_an_error_of_a_communication_tells(message: str, kind: type) -> None:
+def test_what_an_error_of_a_communication_tells(message: str, kind: type):
     """Errors of gloo and NCCL tell whether a rank is lost or silent; other messages tell neither.
 
     NCCL's messages are copied from its source, because no test here can provoke them.
@@ -86,13 +86,13 @@ def test_what_an_error_of_a_communication_tells(message: str, kind: type) -> Non
     assert type(lost(message)) is kind
 
 
-def test_what_cannot_be_pickled_is_named(app: App) -> None:
+def test_what_cannot_be_pickled_is_named(app: App):
     message = app.error("fit", *SMALL, "--model=user_code.CannotBePickled", *on_cpu("ddp_spawn"))
     assert "Can't pickle" in message
     assert "use --trainer.strategy ddp" in message
 
 
-def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) -> None:
+def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path):
     """A user's module has the same weights and validation loss on one and two ranks.
 
     `validate` loads its checkpoint.
@@ -110,7 +110,7 @@ def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path) 
     torch.testing.assert_close(*values)
 
 
-def test_lazy_layers(app: App, fit: Fit) -> None:
+def test_lazy_layers(app: App, fit: Fit):
     flags = tiny(32, 8, "user_code.Lazy", max_epochs=1)
     fit(*flags)
     assert "no predictions.csv for your own model or data" in app(
@@ -118,13 +118,13 @@ def test_lazy_layers(app: App, fit: Fit) -> None:
     )
 
 
-def test_dp_refuses_a_step_that_it_cannot_split(app: App, fit: Fit) -> None:
+def test_dp_refuses_a_step_that_it_cannot_split(app: App, fit: Fit):
     flags = [*THEIRS, "--model=user_code.SkipsForward"]
     assert "its step never calls self(batch)" in app.error("fit", *flags, *on_cpu("dp"))
     fit(*flags)
 
 
-def test_dp_keeps_the_running_statistics_of_replica_0_only() -> None:
+def test_dp_keeps_the_running_statistics_of_replica_0_only():
     """As in `nn.DataParallel`, only replica 0's buffers are kept.
 
     Attributes set by any replica are lost.
@@ -160,7 +160,7 @@ PRECISIONS = {  # precisions of the scores and of the images
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_replicas_compute_in_the_precision_that_was_asked_for(
     precision: str, strategy: str, app: App
-) -> None:
+):
     flags = on_cpu(strategy, precision=precision, max_steps=2)
     out = app("fit", *THEIRS, "--model=user_code.NotesPrecision", *flags)
     lines = {line for line in out.splitlines() if line.startswith("computed in")}
@@ -182,7 +182,7 @@ DTYPES = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", DTYPES)
-def test_every_precision(model: str, precision: str, fit: Fit) -> None:
+def test_every_precision(model: str, precision: str, fit: Fit):
     flags = [*SMALL, f"--model={model}", *MODELS[model], *options(crop_padding=4, flip=True)]
     # warn, because Adam's eps of 1e-8 is 0 in float16
     run = fit(*flags, *options(precision=precision, max_epochs=1, on_nonfinite="warn"))
@@ -193,7 +193,7 @@ SHAPES = ["--trainer.callbacks+=batch_shapes.BatchShapes", *SMALL]
 SHAPES += options(batch_size=30, max_epochs=1, test=False)
 
 
-def test_batch_shapes_under_dp(app: App) -> None:
+def test_batch_shapes_under_dp(app: App):
     out = app("fit", *SHAPES, *on_cpu("dp"))
     expected = []
     for n in (4, 15, 2):  # images per replica: half of 8 in the sanity check, then of 30 and of 4
@@ -204,7 +204,7 @@ def test_batch_shapes_under_dp(app: App) -> None:
 
 
 @SLOW
-def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
+def test_batch_shapes_under_ddp(tmp_path: Path):
     out = fork_app("fit", *SHAPES, *on_cpu("ddp_fork", root=tmp_path))
     lines = [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
     # (rank, images): first in the sanity check, then in the epoch
@@ -220,7 +220,7 @@ def test_batch_shapes_under_ddp(tmp_path: Path) -> None:
         assert {line.split(",")[0] for line in lines} == {"rank 0", "rank 1"}
 
 
-def test_batchnorm_on_a_single_image_is_refused(app: App, fit: Fit) -> None:
+def test_batchnorm_on_a_single_image_is_refused(app: App, fit: Fit):
     flags = tiny(30, 21, val_size=8, max_epochs=1, test=False)
     flags += ["--model.network=resnet18"]
     assert "--data.drop_last true" in app.error("fit", *flags)
@@ -231,7 +231,7 @@ def test_batchnorm_on_a_single_image_is_refused(app: App, fit: Fit) -> None:
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("auto", "16-mixed"), ("dp", "bf16-mixed"), ("ddp", "32-true")]
 )
-def test_on_cuda(strategy: str, precision: str, tmp_path: Path) -> None:
+def test_on_cuda(strategy: str, precision: str, tmp_path: Path):
     flags = [*SMALL, *options(accelerator="cuda", strategy=strategy, precision=precision)]
     for placement in ("memory", "device"):
         flags += options(placement=placement, name=placement)

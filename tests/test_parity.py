@@ -67,7 +67,7 @@ WAYS += [slow(*way) for way in MORE]
 
 
 @pytest.mark.parametrize(("single", "strategy", "devices"), WAYS, indirect=["single"])
-def test_parity(single: tuple[str, Path], strategy: str, devices: int, tmp_path: Path) -> None:
+def test_parity(single: tuple[str, Path], strategy: str, devices: int, tmp_path: Path):
     model, expected = single
     run = fork_fit(tmp_path, *MODELS[model], *RECORDED, *on_cpu(strategy, devices))
     # not 0, because metrics of the float64 runs of "adamw" are logged in float32
@@ -81,7 +81,7 @@ ACCUMULATED: list[Any] = [(4, "auto"), (2, "dp"), slow(2, "ddp_fork")]
 @pytest.mark.parametrize(("batches", "strategy"), ACCUMULATED)
 def test_accumulated_gradients(
     single: tuple[str, Path], batches: int, strategy: str, tmp_path: Path
-) -> None:
+):
     """Gradients accumulated over batches equal those of whole batches of 64.
 
     An epoch's last window has fewer and smaller batches, so that each must be weighted by its
@@ -93,7 +93,7 @@ def test_accumulated_gradients(
 
 
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
-def test_a_loop_by_hand(model: str, tmp_path: Path) -> None:
+def test_a_loop_by_hand(model: str, tmp_path: Path):
     """On one device, the app has a plain torch loop's losses and weights over the same batches."""
     flags = ["--seed_everything=7", *options(flip=False, crop_padding=0, precision="32-true")]
     run = fork_fit(tmp_path, *MODELS[model], *STEPS, *flags)

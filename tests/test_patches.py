@@ -42,12 +42,12 @@ def has(owner: object, path: str) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted({name for names in EXPECTED.values() for name in names}))
-def test_declared_private_name_exists(name: str) -> None:
+def test_declared_private_name_exists(name: str):
     module, _, path = name.partition(":")
     assert has(importlib.import_module(module), path)
 
 
-def test_private_names_of_libraries_are_declared() -> None:
+def test_private_names_of_libraries_are_declared():
     """A module declares each private name that it imports, reads, or overrides."""
     trees = {name: ast.parse(inspect.getsource(importlib.import_module(name))) for name in MODULES}
     ours = {
@@ -86,7 +86,7 @@ def test_private_names_of_libraries_are_declared() -> None:
     assert not undeclared
 
 
-def test_complaint_ignores_other_errors() -> None:
+def test_complaint_ignores_other_errors():
     assert complaint(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
     assert complaint(ValueError("Expected more than 1 value per channel when training")) is None
 
@@ -156,13 +156,13 @@ assert torch._dynamo.utils.__spec__.origin
 
 
 @SLOW
-def test_deferred_modules_work_when_used() -> None:
+def test_deferred_modules_work_when_used():
     """Plots and the FLOP counter work without torch's compiler; `torch.compile` imports it."""
     in_a_new_process(EAGER + PLOTS + COMPILES)
 
 
 @SLOW
-def test_submodule_of_compiler_is_imported_first() -> None:
+def test_submodule_of_compiler_is_imported_first():
     code = """
 from app.system.program import set_up
 set_up()
@@ -174,7 +174,7 @@ assert torch._dynamo.config is config and config.__spec__.origin and config.verb
 
 
 @SLOW
-def test_imports_have_no_side_effects() -> None:
+def test_imports_have_no_side_effects():
     code = """
 import os, logging, sys, warnings
 def state():

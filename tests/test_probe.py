@@ -30,7 +30,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--model.weights={file}"
 
 
-def test_regression_on_two_points() -> None:
+def test_regression_on_two_points():
     """Two opposite samples have opposite weights, a: 1 / (1 + exp 2a) = 2 · penalty · a."""
     penalty = PENALTIES[2]
     low, high = 0.0, 100.0
@@ -47,7 +47,7 @@ def test_regression_on_two_points() -> None:
 
 
 @pytest.mark.parametrize(("follows", "expected"), [(0, 1), (1, 0)])
-def test_validation_selects_the_penalty(follows: int, expected: int) -> None:
+def test_validation_selects_the_penalty(follows: int, expected: int):
     """A steep solution uses the small second feature, which is always right; a flat one cannot."""
     train = torch.tensor([[1, 0.1], [1, 0.1], [-1, 0.1], [-1, -0.1], [-1, -0.1], [1, -0.1]])
     labels = torch.tensor([1, 1, 1, 0, 0, 0])
@@ -57,7 +57,7 @@ def test_validation_selects_the_penalty(follows: int, expected: int) -> None:
     assert (weight @ val[0].double() + bias).argmax() == expected
 
 
-def test_head_solves_the_regression(fit: Fit, pretrained: str) -> None:
+def test_head_solves_the_regression(fit: Fit, pretrained: str):
     """At the head's first weights, the objective over plainly computed features has no slope."""
     run = fit(*FLAGS, pretrained, "--model.optimizer.lr=0", *options(val_size=0))
     state = {name.removeprefix("network."): value for name, value in weights(run).items()}
@@ -79,7 +79,7 @@ def test_head_solves_the_regression(fit: Fit, pretrained: str) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], FROZEN], ids=["whole", "frozen"])
-def test_ways_of_running_agree(flags: list[str], pretrained: str, tmp_path: Path) -> None:
+def test_ways_of_running_agree(flags: list[str], pretrained: str, tmp_path: Path):
     shards = options(virtual_devices=3)
     flags = [*FLAGS, pretrained, *flags]
     alone = fork_fit(tmp_path, *flags, *shards)
@@ -94,7 +94,7 @@ def test_ways_of_running_agree(flags: list[str], pretrained: str, tmp_path: Path
 
 def test_frozen_network_computes_features_once(
     fit: Fit, pretrained: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """81 training and 9 validation images are 5 and 1 batches. Two calls try shape and head."""
     forward = Mock(side_effect=Tiny.forward)
     monkeypatch.setattr(Tiny, "forward", lambda *args: forward(*args))
@@ -108,7 +108,7 @@ def test_frozen_network_computes_features_once(
 
 
 @pytest.mark.parametrize("flags", [options(virtual_devices=1), FROZEN], ids=["whole", "frozen"])
-def test_resumed_run_keeps_its_head(flags: list[str], fit: Fit, pretrained: str) -> None:
+def test_resumed_run_keeps_its_head(flags: list[str], fit: Fit, pretrained: str):
     saving = ["--last_checkpoint.every_n_train_steps=3", "--last_checkpoint.save_top_k=-1"]
     flags = [*FLAGS, pretrained, *flags, *saving, "--last_checkpoint.filename={step}"]
     run = fit(*flags)
@@ -116,7 +116,7 @@ def test_resumed_run_keeps_its_head(flags: list[str], fit: Fit, pretrained: str)
     assert difference(run / "checkpoints/step=9.ckpt", resumed / "checkpoints/step=9.ckpt") == 0
 
 
-def test_best_checkpoint_may_be_the_probe(app: App, pretrained: str, tmp_path: Path) -> None:
+def test_best_checkpoint_may_be_the_probe(app: App, pretrained: str, tmp_path: Path):
     flags = [*FLAGS, pretrained, "--model.optimizer.lr=0"]
     out = app("fit", *flags, "--trainer.enable_progress_bar=true", "--run.name=x")
     run = tmp_path / "runs" / "x" / "version_0"
@@ -126,7 +126,7 @@ def test_best_checkpoint_may_be_the_probe(app: App, pretrained: str, tmp_path: P
     assert torch.load(run / "checkpoints" / "best.ckpt")["global_step"] == 0
 
 
-def test_kept_statistics(fit: Fit, pretrained: str) -> None:
+def test_kept_statistics(fit: Fit, pretrained: str):
     """Training keeps BatchNorm's statistics by default, as those of the pretrained weights."""
     before = torch.load(pretrained.partition("=")[2])
     for flag, is_kept in (("auto", True), ("false", False)):
@@ -142,6 +142,6 @@ def test_kept_statistics(fit: Fit, pretrained: str) -> None:
         ("--model whitened", "the last layer of WhitenedCNN is not linear with a bias"),
     ],
 )
-def test_impossible_probe(app: App, flags: str, reason: str) -> None:
+def test_impossible_probe(app: App, flags: str, reason: str):
     message = app.error("fit", *FLAGS, *flags.split(), "--model.head=probe")
     assert message == f"error: --model.head probe: {reason}: leave the flag out"

@@ -41,11 +41,11 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("rows", "said"), ROWS)
-def test_slower(rows: Sequence[Sequence[float]], said: list[str]) -> None:
+def test_slower(rows: Sequence[Sequence[float]], said: list[str]):
     assert list(slower(rows, [0, 1, 1, 1]).values()) == said
 
 
-def test_figures_of_ranks() -> None:
+def test_figures_of_ranks():
     """Times are medians of windows; other programs take what rank zero's node has not used."""
     times = RankTimes(1.0)
     times.places = [(0, (0, 1)), (0, (0, 1)), (1, (0, 1))]
@@ -87,7 +87,7 @@ CHANCES = [
 @pytest.mark.parametrize(("places", "noise", "longer", "delay", "expected"), CHANCES)
 def test_chance_names_no_slow_rank(
     places: str, noise: float, longer: float, delay: float, expected: int
-) -> None:
+):
     """Rank 1 counts as slow in the expected number of 50 simulated runs, and rank 0 in none.
 
     In each of a run's 100 windows, rank 1 computes for `longer` seconds more, and waits `delay`
@@ -113,7 +113,7 @@ def test_chance_names_no_slow_rank(
 
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("devices", [2, slow(4)])
-def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path) -> None:
+def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path):
     """The run reports the last rank as slow, during training and at the end."""
     flags = [*DATA, *CPU, *DDP, *options(devices=devices, max_epochs=3, root=tmp_path)]
     out = fork_app("fit", "--data=stuck_code.SleepsInData", *flags)
@@ -135,7 +135,7 @@ def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path) -> None:
         assert slow["wait"] < row["wait"], "the others wait for it"
 
 
-def test_windows_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_by_hand(monkeypatch: pytest.MonkeyPatch):
     """Two epochs of two windows, and half a window; the first epoch's rates are not kept."""
     now = itertools.count(10)  # each look at the clock takes a second
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
@@ -206,7 +206,7 @@ HANGS = [
 
 
 @pytest.mark.parametrize(("flags", "place"), HANGS)
-def test_hung_rank_is_named(flags: list[str], place: str, tmp_path: Path) -> None:
+def test_hung_rank_is_named(flags: list[str], place: str, tmp_path: Path):
     """If a rank hangs, the run ends after the timeout, and names the rank and its line.
 
     The stacks of both ranks are written to files.
@@ -224,7 +224,7 @@ def test_hung_rank_is_named(flags: list[str], place: str, tmp_path: Path) -> Non
 
 
 @SLOW
-def test_slow_rank_leaves_no_stacks(tmp_path: Path) -> None:
+def test_slow_rank_leaves_no_stacks(tmp_path: Path):
     """A run with a slow rank completes, and leaves no stacks."""
     flags = [*DATA, *CPU, *DDP, "--trainer.max_epochs=3", "--cluster.timeout=4"]
     run = fork_fit(tmp_path, "--data=stuck_code.SleepsInData", *flags)
@@ -250,7 +250,7 @@ Current thread 0x3 (most recent call first):
 TORCH = '  File "/x/site-packages/torch/autograd/graph.py", line 5 in run\n'
 
 
-def test_stacks_name_hung_ranks(tmp_path: Path) -> None:
+def test_stacks_name_hung_ranks(tmp_path: Path):
     """`where` names hung ranks and the ranks that wait for them.
 
     It ignores a file that is not a rank's stacks.

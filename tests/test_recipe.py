@@ -61,7 +61,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize(("flags", "name"), NETWORKS.items())
-def test_network_by_name_or_import_path(flags: str, name: str, app: App, tmp_path: Path) -> None:
+def test_network_by_name_or_import_path(flags: str, name: str, app: App, tmp_path: Path):
     summary = options(enable_model_summary=True)
     out = app("fit", *QUICK, *flags.split(), *summary)
     run = tmp_path / f"runs/{name}-Synthetic/version_0"
@@ -74,7 +74,7 @@ def test_network_by_name_or_import_path(flags: str, name: str, app: App, tmp_pat
     app("test", f"--config={config}", *saved)
 
 
-def test_a_network_with_a_second_head() -> None:
+def test_a_network_with_a_second_head():
     assert make_network("googlenet", 3)(torch.rand(2, 3, 64, 64)).shape == (2, 3)
 
 
@@ -113,7 +113,7 @@ def make_text(num_classes: int) -> str:
 test_wrong_recipes_are_rejected = refusals(WRONG, *QUICK, "--model=ImageClassifier")
 
 
-def test_whitened_patches_are_uncorrelated() -> None:
+def test_whitened_patches_are_uncorrelated():
     """A patch's 12 whitened values are uncorrelated, of variance 1; their negatives follow."""
     images = torch.einsum(
         "ij,njhw->nihw", torch.rand(3, 3) + torch.eye(3), torch.randn(64, 3, 9, 9)
@@ -126,7 +126,7 @@ def test_whitened_patches_are_uncorrelated() -> None:
 
 
 @pytest.mark.parametrize(("views", "moves"), [("mirror", [0]), ("shift", [0, 1, -1])])
-def test_views_are_averaged(views: Literal["mirror", "shift"], moves: list[int]) -> None:
+def test_views_are_averaged(views: Literal["mirror", "shift"], moves: list[int]):
     model = ImageClassifier("whitened", 10, views=views).eval()
     images = functional.pad(torch.randn(4, 3, 30, 30), (1, 1, 1, 1))
     seen = [
@@ -142,9 +142,7 @@ def test_views_are_averaged(views: Literal["mirror", "shift"], moves: list[int])
 # ------------------------------------------------------------------------------------------------
 
 
-def test_weights_of_a_run_with_another_number_of_classes(
-    app: App, fit: Fit, tmp_path: Path
-) -> None:
+def test_weights_of_a_run_with_another_number_of_classes(app: App, fit: Fit, tmp_path: Path):
     folder = draw_images(tmp_path / "images", ("cat", "dog"), train=12)
     flags = ["--data=ImageFolder", f"--data.root={folder}", *f"{NETWORK} resnet18_cifar".split()]
     flags += options(max_epochs=1, test=False, accelerator="cpu")
@@ -193,7 +191,7 @@ CONTAINERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("origin", CONTAINERS)
-def test_weights_are_found_under_any_prefix(origin: str, tmp_path: Path) -> None:
+def test_weights_are_found_under_any_prefix(origin: str, tmp_path: Path):
     """Weights are found in any container and under any prefix; one line names the chosen set."""
     network = make_network("squeezenet1_1", 4)
     assert loaded(network, CONTAINERS[origin], tmp_path) == (
@@ -205,7 +203,7 @@ def test_weights_are_found_under_any_prefix(origin: str, tmp_path: Path) -> None
     assert_close(first, SQUEEZENET["features.0.weight"], rtol=0.01, atol=0)
 
 
-def test_weights_of_safetensors(tmp_path: Path) -> None:
+def test_weights_of_safetensors(tmp_path: Path):
     from safetensors.torch import save_file
 
     save_file(prefixed("model."), tmp_path / "x.safetensors")
@@ -214,7 +212,7 @@ def test_weights_of_safetensors(tmp_path: Path) -> None:
     assert line == "Weights of x: 52 tensors loaded from model"
 
 
-def test_weights_without_counters_and_head(tmp_path: Path) -> None:
+def test_weights_without_counters_and_head(tmp_path: Path):
     """Weights load without BatchNorm's counters, with floats in averages, and without a head.
 
     Old versions of torch have no counters, averages have floats, and a backbone has no head.
@@ -247,13 +245,13 @@ UNFIT |= {
 
 
 @pytest.mark.parametrize("problem", UNFIT)
-def test_weights_that_do_not_fit(problem: str, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit(problem: str, tmp_path: Path):
     """Weights lost by another kind, shape or name are rejected; the message names the first."""
     with pytest.raises(UserError, match=rf"^--model.weights x.pth.*{re.escape(problem)}"):
         loaded(make_network("squeezenet1_1", 10), UNFIT[problem], tmp_path)
 
 
-def test_files_without_weights_are_rejected(tmp_path: Path) -> None:
+def test_files_without_weights_are_rejected(tmp_path: Path):
     torch.save(nn.Linear(2, 2), tmp_path / "model.pth")
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "program.pth")
     torch.save(SQUEEZENET, tmp_path / "good.pth")
@@ -270,7 +268,7 @@ def test_files_without_weights_are_rejected(tmp_path: Path) -> None:
             read_weights(str(tmp_path / name), "")
 
 
-def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without a connection, the error names the file to download and the folder to put it into."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
@@ -285,7 +283,7 @@ def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in out
 
 
-def test_the_images_of_published_weights() -> None:
+def test_the_images_of_published_weights():
     """Image settings of published weights, such as mean and size, are known without a download."""
     known = image_settings("DEFAULT", "resnet50")
     assert known == {
@@ -297,7 +295,7 @@ def test_the_images_of_published_weights() -> None:
 
 
 @pytest.mark.parametrize(("freeze", "trained"), [(2, 59), (5, 38), ("backbone", 2)])
-def test_frozen_blocks_do_not_train(freeze: int | str, trained: int) -> None:
+def test_frozen_blocks_do_not_train(freeze: int | str, trained: int):
     model = ImageClassifier("resnet18", 10, freeze=freeze).train()
     assert sum(p.requires_grad for p in model.parameters()) == trained
     assert not model.network.bn1.training
@@ -308,7 +306,7 @@ def test_frozen_blocks_do_not_train(freeze: int | str, trained: int) -> None:
 # --------------------------------------------------------------------------------------------
 
 
-def test_parameter_groups() -> None:
+def test_parameter_groups():
     network = make_network("resnet18", 10)
     recipe = Recipe(
         no_decay="norm,bias",
@@ -322,7 +320,7 @@ def test_parameter_groups() -> None:
     assert {(round(g["lr"], 6), len(g["params"])) for g in groups} == {(0.001, 42), (0.064, 20)}
 
 
-def test_a_resumed_run_of_another_length_follows_its_own_schedule(fit: Fit) -> None:
+def test_a_resumed_run_of_another_length_follows_its_own_schedule(fit: Fit):
     flags = [*QUICK, *options(log_every_n_steps=1)]
     flags += ["--model.schedule=linear", "--model.optimizer.lr=1e-3"]
     fit(*flags)
@@ -332,7 +330,7 @@ def test_a_resumed_run_of_another_length_follows_its_own_schedule(fit: Fit) -> N
     assert rates.tolist() == pytest.approx([1e-3 * rate for rate in falling])
 
 
-def test_schedules_by_hand() -> None:
+def test_schedules_by_hand():
     by_hand = {
         "constant": [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1],
         "linear": [1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6],
@@ -344,7 +342,7 @@ def test_schedules_by_hand() -> None:
         assert [rate(name, 2, 8, step) for step in range(8)] == pytest.approx(expected), name
 
 
-def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path) -> None:
+def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path):
     flags = tiny(40, 8, "CIFARCNN", val_size=0, max_epochs=2, test=False, log_every_n_steps=1)
     flags += ["--model.schedule=cosine", "--model.warmup=1ep", "--model.freeze=1"]
     flags += ["--model.ema=0.9"]
@@ -357,7 +355,7 @@ def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path) -> None:
     assert rates.drop_duplicates().tolist() == pytest.approx(steps)
 
 
-def test_the_average_begins_with_the_weights_that_training_begins_with(fit: Fit) -> None:
+def test_the_average_begins_with_the_weights_that_training_begins_with(fit: Fit):
     flags = tiny(40, 8, "CIFARCNN", max_steps=2, precision="64-true", test=False)
     flags += ["--model.network=whitened", "--model.class_weights=balanced"]
     runs = [fit(*flags, f"--model.ema={decay}") for decay in (0.001, 0.999)]
@@ -368,7 +366,7 @@ def test_the_average_begins_with_the_weights_that_training_begins_with(fit: Fit)
 # ------------------------------------------------------------------------------
 
 
-def test_losses_of_labels_and_probabilities_agree() -> None:
+def test_losses_of_labels_and_probabilities_agree():
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     soft, factor = functional.one_hot(labels, 4).float(), torch.tensor([1.0, 2, 3, 4])
     for loss, smoothing in product(("cross_entropy", "smooth_l1"), (0.0, 0.2)):
@@ -380,7 +378,7 @@ def test_losses_of_labels_and_probabilities_agree() -> None:
             assert_close(weighted, criterion(logits, labels) * factor[labels])
 
 
-def test_mixing_by_hand() -> None:
+def test_mixing_by_hand():
     images, labels = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 4, 4), torch.tensor([0, 1, 2])
     mixed, targets = Mix(0.75, None)(images, labels, 3)
     assert_close(mixed[:, 0, 0, 0], torch.tensor([0.25, 1.25]))
@@ -392,7 +390,7 @@ def test_mixing_by_hand() -> None:
     assert 150 < Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))[True] < 250
 
 
-def test_balanced_classes_are_drawn_equally() -> None:
+def test_balanced_classes_are_drawn_equally():
     labels = torch.tensor([0] * 90 + [1] * 10)
     rows = torch.arange(100)
     weights = (1 / labels.bincount())[labels]
@@ -406,13 +404,13 @@ def test_balanced_classes_are_drawn_equally() -> None:
     assert 900 < drawn[0] < 1100
 
 
-def test_metrics_of_many_classes() -> None:
+def test_metrics_of_many_classes():
     names = ["val_loss", "val_acc", "val_f1"]
     assert sorted(CIFARCNN(num_classes=10).val_metrics) == sorted(names)
     assert sorted(CIFARCNN(num_classes=12).val_metrics) == sorted([*names, "val_top5"])
 
 
-def test_the_average_is_evaluated_and_saved(fit: Fit) -> None:
+def test_the_average_is_evaluated_and_saved(fit: Fit):
     flags = ["--model.ema=0.5", "--model.optimizer.lr=0.1"]
     run = fit(*tiny(40, 8, "CIFARCNN", max_epochs=2, test=False), *flags)
     last = torch.load(last_of(run), weights_only=True)

@@ -62,18 +62,18 @@ LEFTOVERS = [
 
 
 @pytest.mark.parametrize(("left", "message"), LEFTOVERS)
-def test_leftover_launcher_variables_are_rejected(left: dict[str, str], message: str) -> None:
+def test_leftover_launcher_variables_are_rejected(left: dict[str, str], message: str):
     """If a launcher's variables are left over, the error explains them."""
     assert message in fork_app.error("fit", *SMALL, env=left)
 
 
-def test_port_out_of_range() -> None:
+def test_port_out_of_range():
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999", "NODE_RANK": "0"}
     message = fork_app.error("fit", *SMALL, "--trainer.num_nodes=2", env=address)
     assert message == "error: MASTER_PORT=99999 in the environment: give a port, 1 to 65535"
 
 
-def test_taken_port(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_port(app: App, monkeypatch: pytest.MonkeyPatch):
     """A taken port is rejected if processes would meet there; a single process needs no port."""
     with socket.create_server(("", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
@@ -83,14 +83,14 @@ def test_taken_port(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", "1"), ("ddp_fork", "2")])
-def test_leftover_address_is_ignored(strategy: str, devices: str, tmp_path: Path) -> None:
+def test_leftover_address_is_ignored(strategy: str, devices: str, tmp_path: Path):
     flags = [*SMALL, *STEPS, *options(strategy=strategy, devices=devices, root=tmp_path)]
     out = fork_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"}, timeout=100)
     assert "MASTER_ADDR=192.0.2.1 is not used: this run is on one node" in out
 
 
 @SLOW
-def test_two_nodes_equal_one_device(app: App, fit: Fit, tmp_path: Path) -> None:
+def test_two_nodes_equal_one_device(app: App, fit: Fit, tmp_path: Path):
     """Two nodes train, test and predict like one device."""
     root = ["--run.root", str(tmp_path / "nodes")]
     for code, out in on_two_nodes("fit", *SMALL, *STEPS, *WAY, *root):
@@ -115,7 +115,7 @@ def test_two_nodes_equal_one_device(app: App, fit: Fit, tmp_path: Path) -> None:
 
 
 @SLOW
-def test_nodes_with_different_flags_are_rejected(tmp_path: Path) -> None:
+def test_nodes_with_different_flags_are_rejected(tmp_path: Path):
     """Every node rejects the run before the first step, and names the first flag that differs."""
     flags = [*SMALL, *STEPS, *WAY, f"--cluster.init_method=tcp://127.0.0.1:{free_port()}"]
     first = [*flags, "--cluster.node_rank=0"]
@@ -131,7 +131,7 @@ def test_nodes_with_different_flags_are_rejected(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_launcher_plugin_of_user(tmp_path: Path) -> None:
+def test_launcher_plugin_of_user(tmp_path: Path):
     """Processes that a user's own launcher has started share one run, as torchrun's do."""
     flags = [*SMALL, *STEPS, *options(strategy="ddp", devices=2)]
     flags += ["--trainer.plugins=user_code.OwnLauncher"]

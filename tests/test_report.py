@@ -50,7 +50,7 @@ def read(run: Path) -> Page:
     return Page((run / "report.html").read_text())
 
 
-def test_report_has_result_curves_and_settings(app: App, fit: Fit) -> None:
+def test_report_has_result_curves_and_settings(app: App, fit: Fit):
     run = fit(*SMALL, *WINDOWS, "--trainer.max_epochs=2", "--model.schedule=linear")
     source = (run / "report.html").read_text()
     assert "stroke: var(--2f62c9, #2f62c9)" in source
@@ -81,7 +81,7 @@ def test_report_has_result_curves_and_settings(app: App, fit: Fit) -> None:
     assert not list((run.parents[1] / "y").glob("**/report.html"))
 
 
-def test_other_programs_are_the_bottleneck_of_a_busy_cpu(fit: Fit) -> None:
+def test_other_programs_are_the_bottleneck_of_a_busy_cpu(fit: Fit):
     """Report and summary agree on a busy machine, and give a slow step's time in seconds."""
     run = fit(*SMALL, *WINDOWS)
     record = Record.load(run / "run.json")
@@ -99,7 +99,7 @@ def test_other_programs_are_the_bottleneck_of_a_busy_cpu(fit: Fit) -> None:
         assert ("; other programs took 1.8 of 2 cores" in lines) == (others > 1)
 
 
-def test_other_programs_may_slow_down_the_loading_for_a_gpu() -> None:
+def test_other_programs_may_slow_down_the_loading_for_a_gpu():
     times = {**dict.fromkeys(PHASES, 1.0), "data": 9.0, "launch": 1.0}
     assert bottleneck(times, True, "disk", "1 of 2 cores")[0] == "Other programs: 1 of 2 cores"
 
@@ -126,7 +126,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_no_text_of_a_picture_is_cut_or_covers_another(name: str) -> None:
+def test_no_text_of_a_picture_is_cut_or_covers_another(name: str):
     figure = PICTURES[name]()
     figure.draw_without_rendering()
     box = figure.get_tightbbox()
@@ -141,11 +141,11 @@ def test_no_text_of_a_picture_is_cut_or_covers_another(name: str) -> None:
 DURATIONS = {0: "0.0 s", 2e-5: "20 µs", 0.00739: "7.39 ms", 0.9996: "1.0 s", 250: "4:10"}
 
 
-def test_durations() -> None:
+def test_durations():
     assert {seconds: duration(seconds) for seconds in DURATIONS} == DURATIONS
 
 
-def test_accuracy_has_its_interval() -> None:
+def test_accuracy_has_its_interval():
     """By hand, with z² = 3.84: of 10, all are right: from 10 / (10 + 3.84) on."""
     assert accuracy(1, 10) == "100.0 % (72.2 to 100.0)"
 
@@ -160,7 +160,7 @@ VALIDATED = [
 @pytest.mark.parametrize("flags", VALIDATED)
 def test_without_a_test_the_report_shows_the_validation(
     flags: list[str], image_root: Path, tmp_path: Path
-) -> None:
+):
     """The best weights, averages here, classify each validation image once."""
     shutil.move(image_root / "test", image_root / "val")
     data = ["--data=ImageFolder", f"--data.root={image_root}", "--data.batch_size=9", *QUIET]
@@ -184,7 +184,7 @@ def test_without_a_test_the_report_shows_the_validation(
     assert sum(logged) == 2, "only those of the epochs"
 
 
-def test_a_run_does_not_read_its_record(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_read_its_record(fit: Fit, monkeypatch: pytest.MonkeyPatch):
     """Reading a record imports pydantic, which takes 0.1 s.
 
     A report written later from the record's file is the same, although the file has null for each
@@ -214,7 +214,7 @@ USER_CODE = [
 @pytest.mark.parametrize(("model", "data", "title", "use"), USER_CODE)
 def test_users_code_has_a_report(
     model: str, data: str, title: str, use: str | None, app: App, tmp_path: Path
-) -> None:
+):
     """The report is written whatever a user's module logs, and the printed command works.
 
     `fit` ends with a test if both module and data define one.
@@ -234,7 +234,7 @@ def test_users_code_has_a_report(
 
 def test_unwritable_report_prints_a_line(
     app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     """A report that cannot be written, or a damaged record, raises no error."""
     monkeypatch.setattr(
         "app.monitor.report.write_text", Mock(side_effect=OSError(28, "No space left on device"))
@@ -253,7 +253,7 @@ def test_unwritable_report_prints_a_line(
     )
 
 
-def test_pages_are_utf_8(tmp_path: Path) -> None:
+def test_pages_are_utf_8(tmp_path: Path):
     write_text(tmp_path / "page.html", "2 \xd7 \udcff")
     assert (tmp_path / "page.html").read_bytes() == "2 × ?".encode()
 
@@ -261,7 +261,7 @@ def test_pages_are_utf_8(tmp_path: Path) -> None:
 NAME = "<img src=x onerror=alert(1)> ![](http://e.com/a.png) [x](http://e.com) *_`|$\\"
 
 
-def test_names_are_shown_literally(tmp_path: Path, image_root: Path) -> None:
+def test_names_are_shown_literally(tmp_path: Path, image_root: Path):
     """Names are shown literally, even if they contain HTML, Markdown or mathematics."""
     section = Section(NAME, table([NAME, ""], [[NAME, 1]]), folded=True)
     assert Page(page(NAME, plain(NAME), [section], {})).text.count(NAME) == 6
@@ -279,7 +279,7 @@ def test_names_are_shown_literally(tmp_path: Path, image_root: Path) -> None:
     assert f"\n'{name},0," in (run / "confusion_matrix.csv").read_text()
 
 
-def test_tables_hold_no_formulas(tmp_path: Path) -> None:
+def test_tables_hold_no_formulas(tmp_path: Path):
     """Spreadsheets show a cell with an apostrophe as text. `read_csv` removes the apostrophe."""
     line = [
         "=A1",
@@ -303,7 +303,7 @@ def test_tables_hold_no_formulas(tmp_path: Path) -> None:
     assert read_csv(tmp_path / "x.csv") == [[str(cell) for cell in line]]
 
 
-def test_course_of_a_long_run_is_thinned() -> None:
+def test_course_of_a_long_run_is_thinned():
     """The course of a long run has a limited number of points, evenly spaced."""
     course = Series()
     for number in range(10 * MOST + 7):
@@ -317,7 +317,7 @@ def test_course_of_a_long_run_is_thinned() -> None:
 
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
-def test_in_a_browser(scheme: int, fit: Fit) -> None:
+def test_in_a_browser(scheme: int, fit: Fit):
     run = fit(*SMALL, *WINDOWS, "--trainer.max_epochs=3")
     flags = ["--window-size=1200,4000", f"--blink-settings=preferredColorScheme={scheme}"]
     colours = seen_colours(run / "report.html", *flags)

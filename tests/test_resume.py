@@ -73,7 +73,7 @@ def epochs(run: Path) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("model", [*list(MODELS)[:-1], slow("double-precision")])
-def test_resume_within_an_epoch_is_exact(model: str, fit: Fit) -> None:
+def test_resume_within_an_epoch_is_exact(model: str, fit: Fit):
     flags = [*MODELS[model], *STEPS, *RECORDING, *options(log_every_n_steps=5)]
     whole = fit(*flags, "--run.name=whole")
     saved = checkpoints(whole)
@@ -92,7 +92,7 @@ def test_resume_within_an_epoch_is_exact(model: str, fit: Fit) -> None:
     )
 
 
-def test_last_continues_a_finished_training(app: App, tmp_path: Path) -> None:
+def test_last_continues_a_finished_training(app: App, tmp_path: Path):
     """`--ckpt_path last` prolongs a training, and remembers the best checkpoint so far."""
     flags = [*PLAIN, *options(test=False, name="x")]
     runs = tmp_path / "runs/x"
@@ -118,7 +118,7 @@ def test_last_continues_a_finished_training(app: App, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["AccuracyFalls", "LossRises"])
-def test_resumed_run_remembers_the_best_checkpoint(model: str, fit: Fit) -> None:
+def test_resumed_run_remembers_the_best_checkpoint(model: str, fit: Fit):
     """A resumed run keeps the first epoch's checkpoint as the best: later metrics are worse."""
     flags = [f"--model=user_code.{model}", "--data=user_code.TheirData", "--run.name=x"]
     for count, resume in (("2", []), ("4", ["--ckpt_path=last"])):
@@ -126,7 +126,7 @@ def test_resumed_run_remembers_the_best_checkpoint(model: str, fit: Fit) -> None
     assert read(run / "checkpoints/best.ckpt")["epoch"] == 0
 
 
-def test_config_of_a_run_selects_that_run(app: App, fit: Fit, tmp_path: Path) -> None:
+def test_config_of_a_run_selects_that_run(app: App, fit: Fit, tmp_path: Path):
     """A run's config selects this run instead of the newest of its name.
 
     A finished training is rejected.
@@ -166,7 +166,7 @@ def positions(folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("loop", SAVES)
-def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path: Path) -> None:
+def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path: Path):
     """No checkpoint is written inside a window, because it would lose the first batches' gradients.
 
     A resumed run has not saved its first step, and an interval of time ends after any batch.
@@ -183,7 +183,7 @@ def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path
 @pytest.mark.parametrize("loop", ["straight", "lightning"])
 def test_a_stop_inside_an_accumulation_window_waits_for_its_end(
     loop: str, app: App, tmp_path: Path
-) -> None:
+):
     app("fit", *IN_WINDOWS, *options(name="x", loop=loop), *acts("stop", 7))
     assert positions(tmp_path) == {9}
     assert record_of(tmp_path / "runs/x/version_0")["steps"] == 3
@@ -193,7 +193,7 @@ def test_a_stop_inside_an_accumulation_window_waits_for_its_end(
     assert not [*(tmp_path / "runs/y").rglob("*.ckpt")]
 
 
-def test_checkpoints_inside_accumulation_windows_are_refused(app: App, fit: Fit) -> None:
+def test_checkpoints_inside_accumulation_windows_are_refused(app: App, fit: Fit):
     """A user's save, a validation's save, and a checkpoint of another batch count are rejected."""
     message = app.error("fit", *IN_WINDOWS, *acts("save", 7))
     assert "call it where (batch_idx + 1) % 3 is 0, or with weights_only=True" in message
@@ -220,7 +220,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("steps", "every"), [((1, 15, 16, 29), 0), ((15,), 5)], ids=str)
 def test_run_stopped_by_max_steps_resumes_exactly(
     steps: tuple[int, ...], every: int, whole: Path, fit: Fit
-) -> None:
+):
     """A run that stops and resumes several times has an uninterrupted run's weights and records.
 
     A checkpoint due after an epoch's last step is written at the epoch's end, with validation and
@@ -234,7 +234,7 @@ def test_run_stopped_by_max_steps_resumes_exactly(
     assert epochs(resumed) == epochs(whole)
 
 
-def test_early_stopping_saves_where_it_stops(fit: Fit) -> None:
+def test_early_stopping_saves_where_it_stops(fit: Fit):
     """Early stopping ends a run at a validation within an epoch.
 
     If `min_epochs` epochs are not complete, it waits for the end of the last one. Then checkpoints
@@ -250,7 +250,7 @@ def test_early_stopping_saves_where_it_stops(fit: Fit) -> None:
 
 
 @SLOW
-def test_resume_across_strategies(fit: Fit, tmp_path: Path) -> None:
+def test_resume_across_strategies(fit: Fit, tmp_path: Path):
     """A checkpoint of ddp resumes under ddp bit for bit, under other strategies up to rounding."""
     ddp = [*CNN, *STEPS, *on_cpu("ddp_fork")]
     saved = checkpoints(fork_fit(tmp_path, *ddp))
@@ -262,14 +262,14 @@ def test_resume_across_strategies(fit: Fit, tmp_path: Path) -> None:
         assert difference(final, checkpoints(run)[42]) < 1e-5
 
 
-def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, fit: Fit) -> None:
+def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, fit: Fit):
     saved = checkpoints(fit(*CNN, *STEPS, "--trainer.max_steps=10"))[7]
     assert "batch_size 32" in app.error(
         "fit", *CNN, *STEPS, "--data.batch_size=16", f"--ckpt_path={saved}"
     )
 
 
-def test_changed_settings_start_a_new_run(app: App, tmp_path: Path) -> None:
+def test_changed_settings_start_a_new_run(app: App, tmp_path: Path):
     """A changed setting, an earlier checkpoint, or a run in progress leads to a new run.
 
     One line gives the reason.
@@ -291,7 +291,7 @@ def test_changed_settings_start_a_new_run(app: App, tmp_path: Path) -> None:
     assert not any(record["parts"] for record in records)
 
 
-def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path: Path) -> None:
+def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path: Path):
     """`auto` takes the newest readable checkpoint, or none; a finished training is only tested."""
     flags = [*PLAIN, "--run.name=x", "--ckpt_path=auto", "--trainer.max_epochs"]
     runs = tmp_path / "runs/x"
@@ -315,7 +315,7 @@ def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path: Path) -> 
 FLAGS = [*PLAIN, *options(name="x", test=False), "--trainer.max_epochs"]
 
 
-def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path):
     """A damaged checkpoint is rejected by name or path; `auto` renames it and uses an earlier one.
 
     If no checkpoint is intact, `auto` rejects the run instead of starting it anew.
@@ -345,7 +345,7 @@ def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path) ->
     assert "give another --run.name to begin anew" in message
 
 
-def test_checkpoint_without_a_needed_part_is_rejected(app: App, fit: Fit, tmp_path: Path) -> None:
+def test_checkpoint_without_a_needed_part_is_rejected(app: App, fit: Fit, tmp_path: Path):
     good = read(last_of(fit(*FLAGS, "1")))
     bad = tmp_path / "bad.ckpt"
     trainer = Trainer(max_epochs=2, logger=False)
@@ -372,7 +372,7 @@ def test_checkpoint_without_a_needed_part_is_rejected(app: App, fit: Fit, tmp_pa
     assert "resuming from" in out, "from best.ckpt, though weights alone are newer"
 
 
-def test_last_is_found_without_the_record(app: App, fit: Fit) -> None:
+def test_last_is_found_without_the_record(app: App, fit: Fit):
     """`--ckpt_path last` finds the checkpoint's file if the record lacks it or is unreadable."""
     run = fit(*FLAGS, "1")
     record = record_of(run)
@@ -388,7 +388,7 @@ TUNED += ["--trainer.callbacks.unfreeze_backbone_at_epoch=1", "--trainer.callbac
 
 
 @pytest.mark.parametrize("steps", [3, 5, 8, 10])
-def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path: Path) -> None:
+def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path: Path):
     """A run stopped before, at or after the epoch that unfreezes the backbone goes on as whole."""
     whole = fork_fit(tmp_path / "whole", *TUNED)
     fork_fit(tmp_path, *TUNED, "--run.name=cut", f"--trainer.max_steps={steps}")
@@ -397,7 +397,7 @@ def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path: Path) 
     assert difference(whole, cut) == 0
 
 
-def test_unfrozen_layers_are_averaged_over_the_ranks(tmp_path: Path) -> None:
+def test_unfrozen_layers_are_averaged_over_the_ranks(tmp_path: Path):
     """DDP wraps the model again when a callback unfreezes layers, also with virtual devices."""
     two = on_cpu("ddp_fork")
     fork_fit(tmp_path, *TUNED, *two)  # it would end with "ranks differ"
@@ -406,7 +406,7 @@ def test_unfrozen_layers_are_averaged_over_the_ranks(tmp_path: Path) -> None:
     assert difference(alone, fork_fit(tmp_path, *flags, *two)) == 0
 
 
-def test_module_that_steps_its_own_optimizer(tmp_path: Path) -> None:
+def test_module_that_steps_its_own_optimizer(tmp_path: Path):
     """Lightning counts no steps, so batches count as steps, also in a resumed run."""
     flags = ["--model=saving_code.StepsItself", "--data=user_code.TheirData", "--run.name=x"]
     flags += [*options(root=tmp_path, test=False, accelerator="cpu"), "--trainer.max_epochs"]

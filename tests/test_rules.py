@@ -104,7 +104,7 @@ REFUSED = [
 @pytest.mark.parametrize(("settings", "launcher", "text"), REFUSED)
 def test_flags_that_cannot_work_are_rejected(
     settings: dict[str, Any], launcher: Launched | None, text: str, check: Check
-) -> None:
+):
     with pytest.raises(UserError, match=re.escape(text)):
         check(settings, launcher)
 
@@ -125,10 +125,10 @@ WORKS = [
 @pytest.mark.parametrize(("settings", "launcher"), WORKS)
 def test_flags_that_work_are_accepted(
     settings: dict[str, Any], launcher: Launched | None, check: Check
-) -> None:
+):
     check(settings, launcher)
 
 
-def test_resolving_allows_devices_that_this_machine_lacks() -> None:
+def test_resolving_allows_devices_that_this_machine_lacks():
     flags = ["--trainer.accelerator=cuda", "--trainer.devices=64"]
     assert resolve([*SMALL, *flags]).trainer.devices == "64"

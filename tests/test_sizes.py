@@ -29,7 +29,7 @@ def sample(path: Path) -> torch.Tensor:
     return v2.functional.pil_to_tensor(Image.open(path).convert("RGB"))
 
 
-def test_aspect_ratio_is_kept(image_root: Path) -> None:
+def test_aspect_ratio_is_kept(image_root: Path):
     """Evaluation images equal those of torchvision's Resize and CenterCrop.
 
     Only `squash` changes the aspect ratio.
@@ -62,7 +62,7 @@ def test_training_images_are_kept_larger(
     cache: Path,  # noqa: F811
     decoded: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """Cached images have a shorter side of 20 to 23 pixels, or of 20 for `--data.crop random`.
 
     Two workers decode them; a damaged image is skipped, and each row still holds its own image.
@@ -95,7 +95,7 @@ def test_training_images_are_kept_larger(
     assert decoded() == 0, "the second start, with another scale"
 
 
-def test_jpegs_have_the_pixels_of_pil(tmp_path: Path) -> None:
+def test_jpegs_have_the_pixels_of_pil(tmp_path: Path):
     """JPEG files of every kind get the same full-size pixels as from PIL.
 
     A truncated file raises PIL's error.
@@ -122,7 +122,7 @@ def corners(image: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tif"])
-def test_images_are_turned_upright(orientation: int, kind: str, tmp_path: Path) -> None:
+def test_images_are_turned_upright(orientation: int, kind: str, tmp_path: Path):
     """Pixels are those of PIL's exif_transpose, for each EXIF orientation.
 
     A JPEG image that is decoded at a reduced size keeps each corner at its place.
@@ -146,7 +146,7 @@ def test_images_are_turned_upright(orientation: int, kind: str, tmp_path: Path) 
         assert corners(image) == pytest.approx(corners(expected), abs=3)
 
 
-def test_broken_exif_is_ignored(tmp_path: Path) -> None:
+def test_broken_exif_is_ignored(tmp_path: Path):
     picture = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
     path = tmp_path / "x.png"
     for exif in (b"MM\0*\xff\xff\xff\xff", b"nonsense", b"II*\0\x08\0\0\0\xff\xff"):
@@ -154,7 +154,7 @@ def test_broken_exif_is_ignored(tmp_path: Path) -> None:
         assert torch.equal(pixels(open_image(str(path)), 3), sample(path))
 
 
-def test_large_jpegs_are_decoded_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_jpegs_are_decoded_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     large = tmp_path / "large.jpg"
     Image.fromarray(np.full((400, 800, 3), 77, np.uint8)).save(large)
     keep = Mock(side_effect=lambda image: image)
@@ -183,7 +183,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
 @pytest.mark.parametrize("variant", ["ddp_fork", "resumed", "decoded"])
 def test_every_variant_crops_and_augments_alike(
     alone: tuple[list[str], Path], variant: str, tmp_path: Path
-) -> None:
+):
     flags, expected = alone
     flags = [*flags]
     tolerance = 1e-12
@@ -212,13 +212,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)
-def test_conflicting_flags_are_refused(
-    flags: list[str], message: str, app: App, image_root: Path
-) -> None:
+def test_conflicting_flags_are_refused(flags: list[str], message: str, app: App, image_root: Path):
     assert message in app.error("fit", *folder(image_root), *flags)
 
 
-def test_augmentations_by_name(image_root: Path, fit: Fit, tmp_path: Path) -> None:
+def test_augmentations_by_name(image_root: Path, fit: Fit, tmp_path: Path):
     erasing = {"class_path": "RandomErasing", "init_args": {"p": 1.0, "value": 7}}
     settings = {"augment": ["TrivialAugmentWide", erasing, "user_code.Inverted"]}
     config = tmp_path / "augment.yaml"

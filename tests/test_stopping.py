@@ -62,7 +62,7 @@ SIGNALS += [slow(*case) for case in MORE]
 @pytest.mark.parametrize(("strategy", "name", "whom"), SIGNALS)
 def test_signal_during_training_saves_checkpoint(
     strategy: str, name: str, whom: str, tmp_path: Path
-) -> None:
+):
     flags = on_cpu(strategy)
     if strategy == "disk":
         flags = options(placement="disk", num_workers=2)
@@ -96,7 +96,7 @@ ENDS = [
 @pytest.mark.parametrize(("flags", "validations"), ENDS)
 def test_ctrl_c_in_first_epoch_can_resume(
     flags: list[str], validations: int, app: App, fit: Fit, tmp_path: Path
-) -> None:
+):
     """A run that gets Ctrl-C in the fourth step ends after it, whatever its callbacks do.
 
     The resumed run has the bits of an undisturbed one.
@@ -121,7 +121,7 @@ def test_ctrl_c_in_first_epoch_can_resume(
 
 
 @SLOW
-def test_ranks_stop_one_step_later(tmp_path: Path) -> None:
+def test_ranks_stop_one_step_later(tmp_path: Path):
     """One rank gets the signal in the fourth step; all ranks stop after the fifth.
 
     The agent does not restart the ranks, because the stop is no failure.
@@ -147,7 +147,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
-def test_task_zero_requeues_slurm_job(tmp_path: Path) -> None:
+def test_task_zero_requeues_slurm_job(tmp_path: Path):
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$0.said"\n')
     (tmp_path / "scontrol").chmod(0o755)
     task = {**dict.fromkeys(TASK, "0"), "SLURM_JOB_ID": "7"}
@@ -169,7 +169,7 @@ def test_task_zero_requeues_slurm_job(tmp_path: Path) -> None:
 
 @SLOW
 @pytest.mark.parametrize(("strategy", "name"), [("ddp", "SIGINT"), ("ddp_spawn", "SIGTERM")])
-def test_signal_during_start_ends_run(strategy: str, name: str, tmp_path: Path) -> None:
+def test_signal_during_start_ends_run(strategy: str, name: str, tmp_path: Path):
     with started(tmp_path, *SMALL, *on_cpu(strategy)) as run:
         awaited(lambda: len(family(run.mark)) > 2, 60)  # a rank, beside the multiprocessing tracker
         out = run.get(name, "group").end(code={"SIGINT": 130, "SIGTERM": 143}[name])
@@ -184,7 +184,7 @@ FOR_EVER = ["--trainer.max_epochs=100000"]
 
 
 @SLOW
-def test_failed_rank_is_reported_while_rank_zero_hangs(tmp_path: Path) -> None:
+def test_failed_rank_is_reported_while_rank_zero_hangs(tmp_path: Path):
     """The run reports rank 1's exception, although rank zero hangs as in NCCL."""
     with started(tmp_path, *SMALL, "--model=stuck_code.FailsWhileRankZeroIsStuck", *DDP) as run:
         out = run.end(code=1)
@@ -200,7 +200,7 @@ def test_failed_rank_is_reported_while_rank_zero_hangs(tmp_path: Path) -> None:
 
 @SLOW
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_no_process_outlives_the_main_one(strategy: str, tmp_path: Path) -> None:
+def test_no_process_outlives_the_main_one(strategy: str, tmp_path: Path):
     with started(tmp_path, *SMALL, *on_cpu(strategy), *FOR_EVER) as run:
         run.trained(3).get("SIGKILL", "main").end(30)
 
@@ -210,9 +210,7 @@ HUNG_UP = (129, "interrupted", "by SIGHUP")
 
 @SLOW
 @pytest.mark.parametrize(("strategy", "command"), [("auto", []), ("ddp", []), ("ddp", ["nohup"])])
-def test_closed_terminal_saves_checkpoint(
-    strategy: str, command: list[str], tmp_path: Path
-) -> None:
+def test_closed_terminal_saves_checkpoint(strategy: str, command: list[str], tmp_path: Path):
     """The run saves a checkpoint, as after SIGTERM. Under nohup, it completes."""
     flags = [*SMALL, *on_cpu(strategy), "--trainer.max_epochs=30", "--run.root", tmp_path]
     process, terminal = pty.fork()
@@ -248,7 +246,7 @@ def block(root: Path, saves: bool) -> None:
 )
 def test_a_rank_without_progress_ends_after_a_signal(
     saves: bool, code: int, status: str, tmp_path: Path
-) -> None:
+):
     """A rank that blocks in C code ends in time. A rank that saves does not."""
     process = multiprocessing.get_context("fork").Process(target=block, args=(tmp_path, saves))
     process.start()
@@ -259,7 +257,7 @@ def test_a_rank_without_progress_ends_after_a_signal(
 
 @SLOW
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_one_signal_ends_ranks_that_wait_for_each_other(strategy: str, tmp_path: Path) -> None:
+def test_one_signal_ends_ranks_that_wait_for_each_other(strategy: str, tmp_path: Path):
     with started(
         tmp_path, *SMALL, *on_cpu(strategy), "--model=stuck_code.WaitsElsewhere", *FOR_EVER
     ) as run:
@@ -274,7 +272,7 @@ MANY = [("auto", "test"), *(slow(*case) for case in STAGES)]
 
 
 @pytest.mark.parametrize(("strategy", "stage"), MANY)
-def test_first_of_many_signals_ends_run(strategy: str, stage: str, tmp_path: Path) -> None:
+def test_first_of_many_signals_ends_run(strategy: str, stage: str, tmp_path: Path):
     """The first of 300 SIGTERMs ends the run in order; the others do not disturb the end."""
     flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy), "--run.root", tmp_path]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]

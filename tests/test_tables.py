@@ -32,7 +32,7 @@ def table(image_root: Path) -> pd.DataFrame:
     return made
 
 
-def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, fit: Fit) -> None:
+def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, fit: Fit):
     """Training on a table has the same splits and losses as on the folder.
 
     Splits and columns may have other names.
@@ -51,7 +51,7 @@ def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, fit: Fit) ->
 
 def test_labels_are_read_again(
     image_root: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Labels are not cached: a changed label and another label column take effect.
 
     Classes are in numeric order.
@@ -74,7 +74,7 @@ def test_labels_are_read_again(
 rejection = partial(refusal, ImageTable)
 
 
-def test_wrong_cell_or_column_is_named(image_root: Path, table: pd.DataFrame) -> None:
+def test_wrong_cell_or_column_is_named(image_root: Path, table: pd.DataFrame):
     csv = image_root / "all.csv"
     columns = "but file, split, label: give one to --data."
     for flag, name in (("label_column", "species"), ("split_column", "fold")):
@@ -114,7 +114,7 @@ def test_wrong_cell_or_column_is_named(image_root: Path, table: pd.DataFrame) ->
     ids=["comma", "tab", "blank rows", "spaces", "quotes", "paths"],
 )
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path) -> None:
+def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path):
     for name in ("a.png", "b.png", "c.png"):
         (tmp_path / name).touch()
     (tmp_path / "t.csv").write_bytes(text.replace("{folder}", str(tmp_path)).encode(encoding))
@@ -168,7 +168,7 @@ def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path) -> None:
         ("file,label\na.png,c\udce4t\n", "invalid continuation byte): give a CSV file in UTF-8"),
     ],
 )
-def test_ambiguous_table_is_refused(text: str, problem: str, tmp_path: Path) -> None:
+def test_ambiguous_table_is_refused(text: str, problem: str, tmp_path: Path):
     (tmp_path / "a.png").touch()
     (tmp_path / "t.csv").write_bytes(text.encode(errors="surrogateescape"))
     columns = {}
@@ -177,7 +177,7 @@ def test_ambiguous_table_is_refused(text: str, problem: str, tmp_path: Path) -> 
     assert problem in rejection(tmp_path / "t.csv", **columns)
 
 
-def test_odd_names_of_classes(tmp_path: Path) -> None:
+def test_odd_names_of_classes(tmp_path: Path):
     """NA is a class, letters of both cases are two, and numbers are sorted by value."""
     for rows, names in (
         ("1,NA\n2,null\n3,a\n4,A\n5,nan\n", ["A", "NA", "a", "nan", "null"]),
@@ -197,9 +197,7 @@ def saved(image_root: Path) -> Path:
     return image_root / "saved"
 
 
-def test_a_data_set_of_hugging_face(
-    image_root: Path, saved: Path, app: App, tmp_path: Path
-) -> None:
+def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp_path: Path):
     """A data set on disk or in Parquet has the image folder's pixels and labels.
 
     Only its first run decodes the images.
@@ -222,7 +220,7 @@ def test_a_data_set_of_hugging_face(
         assert sorted(split.tensor().tolist()) == sorted(expected.tensor().tolist())
 
 
-def test_columns_of_hugging_face(saved: Path, image_root: Path) -> None:
+def test_columns_of_hugging_face(saved: Path, image_root: Path):
     made = datasets.load_from_disk(str(saved))
     kinds = [str(2 * label + 8) for label in made["train"]["label"]]
     renamed = made["train"].add_column("kind", kinds).remove_columns("label")
@@ -241,7 +239,7 @@ def test_columns_of_hugging_face(saved: Path, image_root: Path) -> None:
             HuggingFace(str(image_root / name))
 
 
-def test_rows_of_paths(image_root: Path) -> None:
+def test_rows_of_paths(image_root: Path):
     """A row's image may be a path, too.
 
     Only image formats are opened, whatever the path's suffix is.
@@ -288,7 +286,7 @@ TEXT = Value("string")
 )  # fmt: skip
 def test_labels_go_by_name(
     train: Any, test: Any, names: str, numbers: list[list[int]], tmp_path: Path
-) -> None:
+):
     """Each split of a data set of Hugging Face may number its classes differently."""
     source = HuggingFace(save(tmp_path, test=test, train=train), label_column="label").source
     assert source.class_names == names.split()
@@ -296,7 +294,7 @@ def test_labels_go_by_name(
 
 
 @pytest.mark.parametrize("missing", [None, -1])
-def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_path: Path) -> None:
+def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_path: Path):
     path = save(tmp_path, train=(BOTH, [0, 1]), test=(BOTH, [missing, missing]))
     assert HuggingFace(path).source.splits == ["train", "predict"]
 
@@ -326,13 +324,13 @@ def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_pa
 )  # fmt: skip
 def test_wrong_labels_of_hugging_face_are_refused(
     train: Any, test: Any, problem: str, tmp_path: Path
-) -> None:
+):
     path = save(tmp_path, train=train, **({"test": test} if test else {}))
     message = refusal(HuggingFace, Path(path), label_column="label")
     assert f"--data.path {path}: {problem}" in message
 
 
-def test_a_row_that_is_no_image(saved: Path, image_root: Path) -> None:
+def test_a_row_that_is_no_image(saved: Path, image_root: Path):
     """PIL would start Ghostscript to draw this image."""
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
     bad = {"image": [{"bytes": eps, "path": None}] * 3, "label": [0, 1, 0]}

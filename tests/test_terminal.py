@@ -17,7 +17,7 @@ from app.monitor.progress_bar import ProgressBar
 SMALL = tiny(200, 20)
 
 
-def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.MonkeyPatch):
     """Layers appear only with --verbose; the warning about a busy machine always appears."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     flags = ["fit", *SMALL[:-2], "--run.test=false", "--trainer.max_steps=1"]
@@ -34,7 +34,7 @@ def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.Mon
     assert "features.0" in app(*flags, "--verbose")
 
 
-def test_each_epoch_has_a_line(app: App) -> None:
+def test_each_epoch_has_a_line(app: App):
     """A run prints a line for each epoch, also into a pipe."""
     out = app("fit", *SMALL[:4], "--trainer.max_epochs=2", "--run.test=false")
     lines = [line for line in out.splitlines() if line.startswith("epoch ")]
@@ -49,7 +49,7 @@ def test_each_epoch_has_a_line(app: App) -> None:
     assert "left" not in lines[1]
 
 
-def test_bar_updates_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_updates_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPatch):
     """Our bar also updates after an epoch's last step. A user's own bar updates as usual."""
     noted: list[tuple[type, int]] = []
     metrics: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ def test_bar_updates_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPa
     assert noted == [(RichProgressBar, index) for index in (*range(9), *range(9))]
 
 
-def test_printed_commands_work(app: App, tmp_path: Path) -> None:
+def test_printed_commands_work(app: App, tmp_path: Path):
     root = ["--run.root", tmp_path / "my runs"]
     out = app("fit", *SMALL[:-2], "--trainer.max_epochs=1", *root)
     for label in ("use it", "train longer"):
@@ -87,7 +87,7 @@ def test_printed_commands_work(app: App, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", [">/dev/full", "2>&-", "<&- >&- 2>&-", "| head -1"])
-def test_output_that_cannot_be_written(output: str) -> None:
+def test_output_that_cannot_be_written(output: str):
     command = f"set -o pipefail; {sys.executable} -m app --help {output}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -98,7 +98,7 @@ def test_output_that_cannot_be_written(output: str) -> None:
 @SLOW
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 @pytest.mark.parametrize("output", [">/dev/full", "2>&1 | head -1"])
-def test_training_goes_on_without_its_output(strategy: str, output: str, tmp_path: Path) -> None:
+def test_training_goes_on_without_its_output(strategy: str, output: str, tmp_path: Path):
     flags = [*SMALL, *on_cpu(strategy, max_epochs=2, root=tmp_path)]
     command = f"set -o pipefail; {sys.executable} -m app fit {shlex.join(map(str, flags))} {output}"
     subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=200, check=True)

@@ -69,13 +69,13 @@ test_error_names_the_flag_of_the_failing_object = refusals(OBJECTS, *SMALL)
 
 
 @pytest.mark.parametrize("strategy", [slow("ddp"), "ddp_fork"])
-def test_error_of_all_ranks_is_printed_once(strategy: str, tmp_path: Path) -> None:
+def test_error_of_all_ranks_is_printed_once(strategy: str, tmp_path: Path):
     flags = on_cpu(strategy, root=tmp_path)
     message = fork_app.error("fit", *SMALL, *flags, *CROP.split())
     assert message.replace("rank 1: ", "") == TOO_LARGE  # the error of the rank that fails first
 
 
-def test_verbose_shows_frames_of_the_library(app: App) -> None:
+def test_verbose_shows_frames_of_the_library(app: App):
     for workers in ("0", "1"):
         out = app(
             "fit", *SMALL, *CROP.split(), f"--data.num_workers={workers}", "--verbose", code=2
@@ -95,7 +95,7 @@ CODE = [
 
 
 @pytest.mark.parametrize("flags", CODE)
-def test_traceback_of_user_code_is_short_and_printed_once(flags: str, tmp_path: Path) -> None:
+def test_traceback_of_user_code_is_short_and_printed_once(flags: str, tmp_path: Path):
     """The traceback is printed once, and has only the user's two frames and their caller."""
     out = fork_app("fit", *SMALL, "--run.root", tmp_path, *flags.split(), code=1)
     assert out.count("Traceback") == 1, out

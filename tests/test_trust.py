@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not (tmp_path / "ran").exists()
 
 
-def test_no_flag_accepts_functions_or_foreign_classes_of_the_libraries() -> None:
+def test_no_flag_accepts_functions_or_foreign_classes_of_the_libraries():
     script = Path(__file__).with_name("library_code.py")
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=200, check=True
@@ -94,7 +94,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("config", "message"), PLACES)
-def test_function_in_config_is_rejected(config: dict[str, object], message: str, app: App) -> None:
+def test_function_in_config_is_rejected(config: dict[str, object], message: str, app: App):
     Path("x.yaml").write_text(yaml.safe_dump(config))
     assert message in app.error("fit", *TINY, "--config=x.yaml")
 
@@ -112,12 +112,12 @@ OPEN = [
 @pytest.mark.parametrize(("name", "value", "message"), OPEN)
 def test_library_code_for_untyped_parameter_is_rejected(
     name: str, value: object, message: str, app: App
-) -> None:
+):
     given = value if isinstance(value, str) else json.dumps(value)
     assert message in app.error("fit", *TINY, "--model=mine.Mine", f"--model.{name}", given)
 
 
-def test_users_functions_and_library_networks_run(app: App) -> None:
+def test_users_functions_and_library_networks_run(app: App):
     """The default of a user's parameter may be a library's function."""
     layer = yaml.safe_dump(
         {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}
@@ -129,7 +129,7 @@ def test_users_functions_and_library_networks_run(app: App) -> None:
     assert "bias=True) <function act" in out
 
 
-def test_other_commands_reject_code_in_configs(app: App) -> None:
+def test_other_commands_reject_code_in_configs(app: App):
     """The config of somebody's run, and an experiment file, run no code either."""
     run = Path("theirs/version_0")
     (run / "checkpoints").mkdir(parents=True)
@@ -159,7 +159,7 @@ NETWORKS = [
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_network_by_name(name: str) -> None:
+def test_network_by_name(name: str):
     trusted_modules()
     assert make_network(name, 7).eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 7)
 
@@ -179,7 +179,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(("name", "message"), FOREIGN)
-def test_untrusted_network_is_rejected(name: str, message: str) -> None:
+def test_untrusted_network_is_rejected(name: str, message: str):
     """A folder without `__init__.py`, such as a downloaded run, is no module."""
     for path in ("evil/net.py", "yaml/x.py", "yaml/__init__.py"):
         Path(path).parent.mkdir(exist_ok=True)

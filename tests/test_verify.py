@@ -75,7 +75,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("variant", ["ddp", "dp"])
-def test_correct_training_passes(variant: str, tmp_path: Path) -> None:
+def test_correct_training_passes(variant: str, tmp_path: Path):
     """The last batch is smaller, and the shares have unequal sizes."""
     assert Runs(tmp_path, "Model", "Data").case(variant) == ({}, [])
 
@@ -118,21 +118,21 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_mistake_is_named_with_its_remedy(fault: str, tmp_path: Path) -> None:
+def test_mistake_is_named_with_its_remedy(fault: str, tmp_path: Path):
     model, data, variant = fault.split()
     reasons = Runs(tmp_path, model, data).case(variant)[1]
     assert FAULTS[fault] in "\n".join(cause.text for cause in reasons)
     assert all(cause.remedy for cause in reasons)
 
 
-def test_callback_state_that_no_checkpoint_holds_is_named(tmp_path: Path) -> None:
+def test_callback_state_that_no_checkpoint_holds_is_named(tmp_path: Path):
     average = "--trainer.callbacks+=faulty_code.Average"
     differing, reasons = Runs(tmp_path, "Model", "Data", average).case("resume")
     assert "evaluation" in differing
     assert "state that is in no checkpoint: Average.average" in [cause.text for cause in reasons]
 
 
-def test_fault_of_several_variants_is_reported_once() -> None:
+def test_fault_of_several_variants_is_reported_once():
     loss = {"loss": Difference("step 1", "")}
     two = Cause("the batch size is that of each rank: 16 samples", "divide it")
     four = Cause("the batch size is that of each rank: 32 samples", "divide it")
@@ -153,7 +153,7 @@ def test_fault_of_several_variants_is_reported_once() -> None:
     ]
 
 
-def test_cause_of_the_evaluation_does_not_explain_the_loss() -> None:
+def test_cause_of_the_evaluation_does_not_explain_the_loss():
     cause = Cause("each rank has its own val_loss", "log it", changes_loss=False)
     result = Result("ddp", [], differences={"loss": Difference("step 1", "")}, causes=[cause])
     assert "  the cause of the loss is not known" in result.explained()
@@ -161,7 +161,7 @@ def test_cause_of_the_evaluation_does_not_explain_the_loss() -> None:
 
 @SLOW
 @pytest.mark.usefixtures("forked_runs")
-def test_variant_with_its_own_batch_size_keeps_it() -> None:
+def test_variant_with_its_own_batch_size_keeps_it():
     """The other variants have the batch of one device, by --run.global_batch."""
     half = {"trainer.strategy": "ddp", "trainer.devices": 2, "data.batch_size": 4}
     outcome = same_training(
@@ -179,9 +179,7 @@ def test_variant_with_its_own_batch_size_keeps_it() -> None:
     )
 
 
-def test_failed_reference_fails_each_variant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_reference_fails_each_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     prover = Prover(Settings(), [], {"data": "Synthetic"}, tmp_path)
     failed = SimpleNamespace(status="failed", error="why", time_limit=None, wall_s=1.0)
     monkeypatch.setattr("app.lab.verify.proof.run_fit", lambda *_: failed)
@@ -207,7 +205,7 @@ NAMED = {  # model and data: the causes in ddp × 2
 @SLOW
 @pytest.mark.usefixtures("forked_runs")
 @pytest.mark.parametrize("names", NAMED)
-def test_each_mistake_in_a_users_code_is_named_and_only_it(names: str) -> None:
+def test_each_mistake_in_a_users_code_is_named_and_only_it(names: str):
     """The reference's samples are dealt to any loader, so they hide no other cause."""
     model, data = names.split()
     outcome = same_training(
@@ -226,7 +224,7 @@ OURS = ["--data=Synthetic", *options(images=203, batch_size=20, flip=True)]
 
 
 @SLOW
-def test_first_module_with_different_bits_is_named(app: App, tmp_path: Path) -> None:
+def test_first_module_with_different_bits_is_named(app: App, tmp_path: Path):
     flags = [*OURS, *options(virtual_devices=4, threads=1)]
     flags += ["--quick", "--steps=4", "--bits=true"]
     report, out = verdict(app, tmp_path, *flags, "--model=faulty_code.Jitters", code=1)
@@ -245,7 +243,7 @@ def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[st
     return json.loads(file.read_text()), out
 
 
-def test_wrong_gradient_beside_much_larger_ones_is_found() -> None:
+def test_wrong_gradient_beside_much_larger_ones_is_found():
     norms = {"large.weight": 1000.0, "small.weight": 1.0, "none.bias": 1e-9}
     there = pd.DataFrame([norms])
     scale = TINY * there.max(axis="columns")
@@ -256,7 +254,7 @@ def test_wrong_gradient_beside_much_larger_ones_is_found() -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 9])
-def test_id_of_a_sample_does_not_depend_on_its_padding(padding: int) -> None:
+def test_id_of_a_sample_does_not_depend_on_its_padding(padding: int):
     """If the padding is not 0, the batch's mask shows where it is."""
 
     def batch(*samples: list[int]) -> dict[str, Tensor]:
@@ -271,7 +269,7 @@ def test_id_of_a_sample_does_not_depend_on_its_padding(padding: int) -> None:
     assert first == again == longest != other
 
 
-def test_unstacked_batch_is_cut_into_samples() -> None:
+def test_unstacked_batch_is_cut_into_samples():
     targets = []
     samples = []
     dicts = []
@@ -295,7 +293,7 @@ def test_unstacked_batch_is_cut_into_samples() -> None:
 
 @SLOW
 @pytest.mark.usefixtures("drawn")
-def test_every_variant_passes_but_one_with_half_the_batch(app: App, tmp_path: Path) -> None:
+def test_every_variant_passes_but_one_with_half_the_batch(app: App, tmp_path: Path):
     file = tmp_path / "variants.yaml"
     file.write_text("half the batch: {data.batch_size: 10, trainer.devices: 1}\n")
     flags = [*OURS, f"--variants={file}", "--steps=20"]
@@ -312,7 +310,7 @@ def test_every_variant_passes_but_one_with_half_the_batch(app: App, tmp_path: Pa
 
 
 @SLOW
-def test_rounding_is_proven_in_float64(app: App, tmp_path: Path) -> None:
+def test_rounding_is_proven_in_float64(app: App, tmp_path: Path):
     """A high learning rate amplifies the rounding."""
     flags = ["--model.optimizer=Adam", "--model.optimizer.lr=0.01", *OURS]
     flags += ["--data.images=403", "--quick=true", "--steps=60"]
@@ -340,14 +338,14 @@ REFUSED = [
 @pytest.mark.parametrize(("flags", "message"), REFUSED)
 def test_impossible_flags_are_rejected_before_a_run(
     flags: list[str], message: str, app: App, tmp_path: Path
-) -> None:
+):
     assert message in app.error("verify", *OURS, *flags)
     assert not list(tmp_path.rglob("version_*"))
 
 
 @SLOW
 @pytest.mark.usefixtures("forked_runs")
-def test_same_training_shows_why_a_variant_does_not_run() -> None:
+def test_same_training_shows_why_a_variant_does_not_run():
     flags = CPU | {"trainer.use_distributed_sampler": "false"}
     outcome = same_training(
         "faulty_code.PartlyUsed", "faulty_code.Data", quick=True, steps=8, flags=flags

@@ -55,7 +55,7 @@ WAYS = [("ddp", 1), ("ddp", 2), ("ddp_fork", 3), slow("ddp_spawn", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS)
-def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> None:
+def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path):
     run = train(tmp_path, SHARDED, ranks, f"--trainer.strategy={strategy}")
     assert digest(run) == digest(alone)
     assert (run / "metrics.csv").read_text() == (alone / "metrics.csv").read_text()
@@ -64,7 +64,7 @@ def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path) -> No
 
 
 @SLOW
-def test_the_fast_recipe(tmp_path: Path) -> None:
+def test_the_fast_recipe(tmp_path: Path):
     """A run that stops on one process and resumes on two has an uninterrupted run's bits."""
     flags = ["--config=configs/speed/cifar10_cpu.yaml", "--model.warmup=1ep"]
     flags += tiny(90, 20, val_size=10, virtual_devices=4, threads=1, max_epochs=3, test=False)
@@ -74,7 +74,7 @@ def test_the_fast_recipe(tmp_path: Path) -> None:
     assert digest(rest) == digest(whole)
 
 
-def test_elastic(alone: Path, tmp_path: Path) -> None:
+def test_elastic(alone: Path, tmp_path: Path):
     """A run has the same bits if it stops on three processes, resumes on two, and ends on one."""
     run = train(tmp_path, SHARDED, 3, "--trainer.max_steps=3")
     run = train(tmp_path, SHARDED, 2, "--trainer.max_steps=8", "--ckpt_path", last_of(run))
@@ -83,7 +83,7 @@ def test_elastic(alone: Path, tmp_path: Path) -> None:
 
 
 @SLOW
-def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
+def test_a_restart_with_fewer_workers(tmp_path: Path):
     """After torchrun loses one of two nodes, the other ends with an uninterrupted run's bits."""
     flags = [*SHARDED, "--trainer.max_epochs=20", "--last_checkpoint.every_n_train_steps=3"]
     torchrun = [
@@ -111,15 +111,13 @@ def test_a_restart_with_fewer_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flag", "before"), [("virtual_devices", 5), ("threads", 1)])
-def test_a_checkpoint_of_other_shards_or_threads(
-    flag: str, before: int, alone: Path, app: App
-) -> None:
+def test_a_checkpoint_of_other_shards_or_threads(flag: str, before: int, alone: Path, app: App):
     flags = [f"--run.{flag}=4", "--trainer.max_epochs=4", "--ckpt_path", last_of(alone)]
     assert f"give --run.{flag} {before}" in app.error("fit", *SHARDED, *flags)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_one_order_of_additions(count: int) -> None:
+def test_one_order_of_additions(count: int):
     """In any order of addition, the shards' sum has the same bits and includes every shard."""
     tree, values = Tree(count), torch.randn(count, generator=torch.Generator().manual_seed(1))
     sums = set()
@@ -146,7 +144,7 @@ def plain(
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
 
 
-def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path) -> None:
+def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path):
     """A plain Lightning module has the same weights and logged losses on three processes as on one.
 
     The module has BatchNorm and dropout, and its data has random crops and colours.
@@ -159,7 +157,7 @@ def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path) -> None:
     assert_frame_equal(logged, read_csv(alone / "metrics.csv")[names], check_exact=True)
 
 
-def test_anybodys_buffers(tmp_path: Path) -> None:
+def test_anybodys_buffers(tmp_path: Path):
     """InstanceNorm's statistics and a user's buffers have the same bits on one and three processes.
 
     Buffers that differ between shards are averaged.
@@ -172,7 +170,7 @@ def test_anybodys_buffers(tmp_path: Path) -> None:
     assert 0 < buffers["mean"] < 1
 
 
-def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) -> None:
+def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path):
     """A run that stops mid-epoch on two processes and ends on one has one process's weights."""
     flags, alone = plain
     part = train(tmp_path, flags, 2, "--trainer.max_steps=4")
@@ -181,7 +179,7 @@ def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_shares_without_virtual_devices(accumulated: int, tmp_path: Path) -> None:
+def test_shares_without_virtual_devices(accumulated: int, tmp_path: Path):
     """Without virtual devices, two ranks have the weights of one, also with a smaller last batch.
 
     Each rank's mean loss is weighted by its share, and a rank without a sample takes part.
@@ -234,14 +232,14 @@ class LogsItsOwn(PlainModel):
         self.log("val_loss", self(batch[0]).sum())
 
 
-def test_a_value_of_a_rank(tmp_path: Path) -> None:
+def test_a_value_of_a_rank(tmp_path: Path):
     """Lightning advises sync_dist for validation_step's logged value, not for training_step's."""
     flags = [*THEIRS.split(), "--model=test_virtual_devices.LogsItsOwn", *QUIET]
     flags += on_cpu("ddp_fork", root=tmp_path, max_epochs=1, virtual_devices=2, test=False)
     assert set(re.findall(r"self.log\('(\w+)'", fork_app("fit", *flags))) == {"val_loss"}
 
 
-def test_an_integer_that_differs_between_shards(app: App) -> None:
+def test_an_integer_that_differs_between_shards(app: App):
     flags = tiny(40, 8, "user_code.CountsLabels", max_epochs=1, virtual_devices=2)
     message = (
         "training_step sets the buffer seen, of torch.int64, to different values on the shards"
@@ -249,7 +247,7 @@ def test_an_integer_that_differs_between_shards(app: App) -> None:
     assert message in app.error("fit", *flags)
 
 
-def test_shards_that_log_in_another_order(fit: Fit) -> None:
+def test_shards_that_log_in_another_order(fit: Fit):
     settings = options(max_epochs=1, test=False, virtual_devices=2, log_every_n_steps=1)
     run = fit(*tiny(40, 8, "user_code.LogsInAnyOrder"), *settings)
     logged = read_csv(run / "metrics.csv")[["first", "second"]].dropna()

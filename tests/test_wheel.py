@@ -10,7 +10,7 @@ from harness import QUIET, ROOT, SLOW
 
 
 @SLOW
-def test_installed_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
+def test_installed_wheel_works_in_an_empty_folder(tmp_path: Path):
     source = tmp_path / "source"
     installed = tmp_path / "installed"
     empty = tmp_path / "empty"
