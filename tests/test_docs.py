@@ -243,6 +243,8 @@ def reader(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of a reader who follows the documents; it is the current folder."""
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
+    # without a network, each download would be tried again for 20 s
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for file in place.glob("*.py"):  # imported from an earlier folder
         monkeypatch.delitem(sys.modules, file.stem, raising=False)
     return place
