@@ -126,7 +126,9 @@ def test_from_scratch_without_a_connection(
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
     monkeypatch.chdir(tmp_path)
-    few = options(max_epochs=1, limit_train_batches=1, limit_val_batches=0, test=False)
+    few = options(
+        max_epochs=1, limit_train_batches=1, limit_val_batches=0, test=False, batch_size=2
+    )
     out = app("fit", "--data", image_root, *few)
     file = tmp_path / "hub" / "checkpoints"
     line = next(line for line in out.splitlines() if line.startswith("Training from scratch"))
