@@ -265,6 +265,7 @@ class Judge:
             file.write_text(mutant["text"])
             code, out = run_tests(place, ["-n", "0", "-x", *tests], 120 + 10 * self.limit)
             file.write_text(source)
+            assert "ERROR: not found" not in out, out
             if code == 0:
                 break
             named = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", out, re.MULTILINE)
@@ -275,7 +276,7 @@ class Judge:
                 row["verdict"] = "killed"
                 row["by"] = test or f"exit code {code}"
             else:
-                tests.remove(test)
+                tests += ["--deselect", test]
         self.places.put(place)
         self.rows[mutant["name"]] = row
         with self.results.open("a") as results:
