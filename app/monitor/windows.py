@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -35,8 +36,9 @@ class Windows:
         self.epoch_rates: list[float] = []
         self.course = Series()
         self.rate: float | None = None
-        self.first_step: float | None = None
-        self.last_step = 0.0
+        self.first_step: Any = None
+        # a run that resumes at an epoch's end, before its validation, begins neither epoch nor step
+        self.last_step = self._epoch_start = time.perf_counter()
         self._steps_before = 0
 
     def begin_training(self, trainer: Trainer) -> None:
@@ -80,7 +82,6 @@ class Windows:
         self.begin_window(trainer)
         self.last_step = self._start
         if samples:
-            assert self.first_step is not None
             is_first = self.rate is None
             self.rate = samples / (self._start - start)
             self.epoch_rates.append(self.rate)
