@@ -72,7 +72,9 @@ class Ends(ENDS):  # type: ignore[misc, valid-type]
     """
 
     def __init__(self, stage: str, way: str, rank: int = 1) -> None:
-        self.stage, self.way, self.rank = stage, way, rank
+        self.stage = stage
+        self.way = way
+        self.rank = rank
 
     def _reach(self, stage: str, trainer: Trainer) -> None:
         if stage == self.stage and trainer.global_rank == min(self.rank, trainer.world_size - 1):

@@ -2,27 +2,24 @@
 
 It computes on FakeTensors, and counts operations that make the host wait.
 
-Streams that race fail the test: see `Streams`.
+Streams that race fail the test: see `fake_streams`.
 """
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # FakeTensors need the real module; app.cli would defer its import
+from fake_streams import Event, Future, Stream, Streams, is_on_cuda
 from lightning.pytorch.trainer import call
 from torch import Tensor, distributed
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -45,159 +42,6 @@ SIZES: dict[
     aten.bincount.default: lambda values, weights=None, minlength=0: [minlength],
     aten.nonzero.default: lambda values: [0, values.ndim],
 }
-
-
-class Stream:
-    """Queue of a device's operations; also the host's operations.
-
-    Attributes:
-        done: For each stream, the number of its operations that end before this stream's next
-            operation begins.
-    """
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.done: Counter[Stream] = Counter()
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.done |= other.done
-
-
-@dataclass
-class Memory:
-    """Memory of a tensor and its views.
-
-    Attributes:
-        owner: Stream that allocated the memory. Its next operations may reuse the memory once the
-            tensor is freed.
-        writes: Number of each stream's last write.
-        uses: Number of each stream's last read or write.
-        kept_for: Streams that `record_stream` has named.
-    """
-
-    owner: Stream
-    writes: Counter[Stream] = field(default_factory=Counter)
-    uses: Counter[Stream] = field(default_factory=Counter)
-    kept_for: set[Stream] = field(default_factory=set)
-
-
-class Streams:
-    """Check of the order of operations on different streams.
-
-    A stream must wait for other streams before it reads what they write, or writes what they use. A
-    tensor that another stream still uses may be freed only after `record_stream`.
-
-    Attributes:
-        host: The host, which uses pinned memory while a stream copies it.
-        current: The current stream.
-    """
-
-    def __init__(self) -> None:
-        self.host = Stream()
-        self.current = Stream()
-        self._memory: dict[StorageWeakRef, Memory] = {}
-
-    @contextmanager
-    def using(self, stream: Stream) -> Iterator[None]:
-        """Make a stream the current one."""
-        before = self.current
-        self.current = stream
-        yield
-        self.current = before
-
-    def memory(self, tensor: Tensor, owner: Stream) -> Memory:
-        return self._memory.setdefault(StorageWeakRef(tensor.untyped_storage()), Memory(owner))
-
-    def use(self, stream: Stream, read: Any, written: Any) -> None:
-        """Count an operation of a stream, and check its order."""
-        stream.wait_stream(self.host)  # which issues it
-        stream.done[stream] += 1
-        self._check_freed()
-        for tensors, is_write in ((read, False), (written, True)):
-            for tensor in tree_leaves(tensors):
-                if not (is_on_cuda(tensor) or getattr(tensor, "pinned", False)):
-                    continue
-                memory = self.memory(tensor, stream)
-                before = memory.uses if is_write else memory.writes
-                assert before <= stream.done, (
-                    "a stream uses a tensor without waiting for another stream"
-                )
-                memory.uses[stream] = stream.done[stream]
-                if is_write:
-                    memory.writes[stream] = stream.done[stream]
-
-    def _check_freed(self) -> None:
-        for storage, memory in list(self._memory.items()):
-            if storage.expired():
-                del self._memory[storage]
-                pending = {
-                    stream
-                    for stream in memory.uses
-                    if memory.uses[stream] > memory.owner.done[stream]
-                }
-                is_kept = (
-                    memory.owner is self.host
-                )  # torch keeps pinned memory until its copies have ended
-                assert is_kept or pending <= memory.kept_for, (
-                    "a tensor is freed while another stream uses it"
-                )
-
-    def record(self, tensor: Tensor, stream: Stream) -> None:
-        """Replacement for `Tensor.record_stream`."""
-        self.memory(tensor, self.current).kept_for.add(stream)
-
-    def exchange(self, operations: Sequence[distributed.P2POp]) -> list[Any]:
-        """Replacement for `batch_isend_irecv`.
-
-        NCCL communicates on a stream of its own, gloo only from the host.
-        """
-        link = Stream()
-        link.wait_stream(self.current)
-        for operation in operations:
-            tensor = operation.tensor
-            assert is_on_cuda(tensor) == (distributed.get_backend() == "nccl")
-            if operation.op is distributed.isend:
-                self.use(link, read=tensor, written=())
-            else:
-                self.use(link, read=(), written=tensor)
-        return [SimpleNamespace(wait=lambda: self.current.wait_stream(link))]
-
-
-class Event:
-    """Event for timing: its time can be read only after the host has waited for the device."""
-
-    def __init__(self, streams: Streams, **_: Any) -> None:
-        self.streams = streams
-
-    def record(self) -> None:
-        self.done = Counter(self.streams.current.done)
-
-    def elapsed_time(self, later: "Event") -> float:
-        for event in (self, later):
-            assert event.done <= self.streams.host.done, "an elapsed time is read too early"
-        return 1.0
-
-
-class Future:
-    """Future whose result is on a device.
-
-    The stream that waits for it continues after the stream that set it.
-    """
-
-    def __init__(self, streams: Streams, devices: Any = None) -> None:
-        self.streams = streams
-        self.ready = Stream()
-
-    def set_result(self, result: Any) -> None:
-        self.result = result
-        self.ready.wait_stream(self.streams.current)
-
-    def set_exception(self, error: Exception) -> None:
-        raise error
-
-    def wait(self) -> Any:
-        self.streams.current.wait_stream(self.ready)
-        self.streams.record(self.result, self.streams.current)
-        return self.result
 
 
 class FakeCUDA:
@@ -231,10 +75,6 @@ class FakeCUDA:
             for (where, line, kind), count in sorted(self.notes.items())
             if where == place
         }
-
-
-def is_on_cuda(value: Any) -> bool:
-    return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
 
 
 def fake_device(args: Any) -> torch.device:

@@ -269,8 +269,10 @@ def test_point_to_point_calls_end(size: int, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_blocked_calls_are_found():
-    send, receive = (True, 1, 4), (False, 1, 4)
-    other_send, other_receive = (True, 0, 4), (False, 0, 4)
+    send = (True, 1, 4)
+    receive = (False, 1, 4)
+    other_send = (True, 0, 4)
+    other_receive = (False, 0, 4)
     assert not ends([[[send], [receive]], [[other_send], [other_receive]]])
     assert ends([[[send, receive]], [[other_send, other_receive]]])
     with pytest.raises(AssertionError):
