@@ -1,5 +1,6 @@
 """`--run.virtual_devices`: the same bits on any number of processes."""
 
+import copy
 import random
 import re
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact_code import Linear, samples
 from forked import fork_app, fork_fit
 from harness import (
     QUIET,
@@ -30,7 +32,8 @@ from harness import (
 from pandas import read_csv
 from pandas.testing import assert_frame_equal
 from plain_code import PlainModel
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from app.record import Record
 from app.training.tree import Tree
@@ -225,6 +228,53 @@ REFUSED_OF_USERS = {
 
 test_what_cannot_be_sharded = refusals(REFUSED, *SHARDED)
 test_code_of_a_user_that_cannot_be_sharded = refusals(REFUSED_OF_USERS, "--run.virtual_devices=5")
+
+
+class Normalized(Linear):
+    """Linear classifier of normalized vectors. It logs a batch's largest number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return self.layer(self.norm(vectors))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("largest", batch[0].max(), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_shards_by_hand(accumulated: int, fit: Fit):
+    """Each shard starts from the same buffers; its values are weighed by its samples."""
+    flags = [*QUIET, "--model=test_virtual_devices.Normalized", "--data=exact_code.Ordinary"]
+    flags += options(count=33, global_batch=9, test=False, max_epochs=2, virtual_devices=2)
+    run = fit(*flags, *options(accumulate_grad_batches=accumulated))
+    model = Normalized()
+    optimizer = model.configure_optimizers()
+    vectors, labels = samples(33, 0).tensors
+    batches = list(zip(vectors.split(9), labels.split(9), strict=True))
+    for epoch in range(2):
+        largest = 0.0
+        for first in range(0, 4, accumulated):
+            window = batches[first : first + accumulated]
+            total = sum(len(labels) for _, labels in window)
+            optimizer.zero_grad()
+            for vectors, labels in window:
+                before = copy.deepcopy(model.norm.state_dict())
+                means = torch.zeros(2, 4)
+                for x, y in zip(vectors.tensor_split(2), labels.tensor_split(2), strict=True):
+                    model.norm.load_state_dict(before)
+                    cross_entropy(model(x), y, reduction="sum").div(total).backward()
+                    statistics = torch.stack([model.norm.running_mean, model.norm.running_var])
+                    means += statistics * len(y) / len(labels)
+                    largest += x.max().item() * len(y) / 33
+                model.norm.running_mean, model.norm.running_var = means
+            optimizer.step()
+        logged = read_csv(run / "metrics.csv")["largest"].dropna()
+        assert logged.iloc[epoch] == pytest.approx(largest)
+    torch.testing.assert_close(weights(run), dict(model.state_dict()), rtol=0, atol=1e-6)
 
 
 class LogsItsOwn(PlainModel):
