@@ -1,12 +1,17 @@
 """Advice of `compare`, on made-up results with known answers."""
 
+from math import nan
 from typing import Any
 
 import pandas as pd
 import pytest
+from jsonargparse import Namespace
 
 from app.lab.compare.advice import ACCURACY, Verdict, verdict
-from app.lab.compare.results import COLUMNS
+from app.lab.compare.results import COLUMNS, tabulate
+from app.lab.compare.runner import Outcome
+from app.lab.variant import Variant
+from app.record import DataSet, DeviceMemory, Epoch, Record, Throughput
 
 
 def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
@@ -81,8 +86,10 @@ def test_no_verdict_from_single_runs():
 
 def test_variants_that_tie_share_the_first_place():
     """Variants that are as fast as the fastest share the first place."""
-    near = FOUR | {"variant": "near", "samples_per_s": 3590.0}
+    near = FOUR | {"variant": "near", "samples_per_s": 3590.0, "n": 2}
+    touching = ONE | {"samples_per_s_max": 3564.0}  # the slowest run of `four`
     assert judged(ONE, FOUR, near).places == {"four": 1, "near": 1, "one": 3}
+    assert judged(touching, FOUR).places == {"four": 1, "one": 1}
 
 
 CPU = {"accelerator": "cpu", "threads": 4}
@@ -129,7 +136,7 @@ LIMITS = [
         {"launch_ms": 19.0},
         "one is limited by launch overhead: ",
     ),  # on a GPU: it waits while the host launches kernels
-    ({"memory_main_percent": 97.0}, "Memory limits one"),
+    ({"memory_main_percent": 80.0}, "Memory limits one"),
     ({}, "one is limited by the model's own computation: "),
 ]
 
@@ -160,6 +167,38 @@ def test_less_accurate_variant_does_not_win():
 
 def test_advice_without_results():
     assert "Nothing was measured" in told(ONE | {"samples_per_s": float("nan")})
+
+
+def test_table_by_hand(monkeypatch: pytest.MonkeyPatch):
+    """Figures are medians of the runs; two standard errors of 0.8 on 200 images are 0.08."""
+    monkeypatch.setattr("app.lab.compare.results.usable_cores", lambda: 4)
+    outcomes = []
+    for name, replicas, rates, accuracy in (
+        ("one", 2, (90, 100, 130), 0.8),
+        ("two", 4, (160, 150, 210), 0.73),
+        ("three", 8, (50, 50, 50), 0.71),
+    ):
+        records = []
+        for rate in rates:
+            records.append(
+                Record(
+                    replicas=replicas, throughput=Throughput(rate), global_batch_size=64,
+                    threads=1, data=DataSet("x", 10, {"val": 200}),
+                    epochs=[Epoch(0, val_acc=0.9), Epoch(1, val_acc=accuracy)],
+                    peak_memory=[DeviceMemory(n, "cpu", n + 1, total_gib=8) for n in range(3)],
+                )
+            )  # fmt: skip
+        outcomes.append(Outcome(Variant(name, [], Namespace()), records, "measured"))
+    columns = ["samples_per_s", "samples_per_s_max", "n", "replica_batch", "speed_up", "efficiency"]
+    columns += ["best_acc", "less_accurate", "memory_main_percent", "memory_others_percent"]
+    rows = tabulate(outcomes, "one")[columns].to_numpy().tolist()
+    assert rows[0] == pytest.approx([100, 130, 3, 32, 1, nan, 0.9, 0, 12.5, 37.5], nan_ok=True)
+    assert rows[1:] == [
+        [160, 210, 3, 16, 1.6, 0.8, 0.9, 0, 12.5, 37.5],
+        [50, 50, 3, 8, 0.5, 0.125, 0.9, 1, 12.5, 37.5],
+    ]
+    monkeypatch.setattr("app.lab.compare.results.usable_cores", lambda: 2)
+    assert tabulate(outcomes, "one")["efficiency"].isna().all(), "the baseline uses all cores"
 
 
 A = {**ONE, "variant": "a", "val_images": 200.0, "train_s": 90.0, "others_cores": 4.0}

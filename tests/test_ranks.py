@@ -61,6 +61,18 @@ def test_figures_of_ranks():
     assert not any(row.slow for row in times.ranks)
 
 
+def test_times_of_a_step():
+    """Data: until the computation; wait: for the others' gradients; compute: the rest."""
+    trainer: Any = SimpleNamespace(
+        world_size=1, node_rank=0, strategy=SimpleNamespace(root_device=torch.device("cpu"))
+    )
+    times = RankTimes(1.0)
+    times.begin(trainer)
+    times.share(trainer, [(0.5, 1, 3, 3.25, 4)] * 2)
+    (row,) = times.ranks
+    assert (row.data, row.compute, row.wait) == (500, 2750, 250)
+
+
 PLACES = {
     "shared": [(0, (0, 1)), (0, (0, 1))],
     "pinned": [(0, (0,)), (0, (1,))],

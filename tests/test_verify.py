@@ -18,7 +18,7 @@ from app.lab.verify import same_training
 from app.lab.verify.causes import Case, Cause, causes
 from app.lab.verify.differences import TINY, TOLERANCE, Difference, Recorded, _first, differences
 from app.lab.verify.proof import Prover, Settings
-from app.lab.verify.recording import contents, singles, tensors
+from app.lab.verify.recording import FOLDER, contents, singles, tensors
 from app.lab.verify.verdict import Result, Verdict
 
 VARIANTS = {
@@ -241,6 +241,86 @@ def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[st
     )
     assert ended == code, out
     return json.loads(file.read_text()), out
+
+
+STEP = {
+    "epoch": 0,
+    "samples": [["a", "b"]],
+    "labels": [],
+    "counts": [2],
+    "losses": [1.0],
+    "loss": 1.0,
+    "rates": [0.1],
+    "gradients": {"w": 2.0},
+}
+RANK = {
+    "weighs": False,
+    "steps": [STEP, STEP],
+    "evaluation": ["v", "w"],
+    "metrics": {"acc": 0.5},
+    "attributes": {},
+    "optimizers": {"momentum": 0.9},
+    "digests": {"w": 1},
+    "weights": {"w": torch.tensor([1.0, 4.0])},
+    "parameters": ["w"],
+}
+
+
+def second(**values: Any) -> dict[str, Any]:
+    """Return a rank's facts with a change of its second step."""
+    return RANK | {"steps": [STEP, STEP | values]}
+
+
+CHANGES: list[tuple[int, dict[str, Any], dict[str, str]]] = [  # rank, its facts, and differences
+    (0, RANK, {}),
+    (
+        1,
+        second(samples=[["a", "c"]]),
+        {"samples": "step 2: 4 samples, 3 of them among the 4 of the reference"},
+    ),
+    (
+        0,
+        second(rates=[0.2]),
+        {"learning rate": "step 2: learning rate of group 0 0.2, 0.1 in the reference"},
+    ),
+    (1, second(loss=3.0), {"loss": "step 2: 2, 1 in the reference"}),
+    (0, second(gradients={"w": 3.0}), {"gradients": "step 2: norm of w 3, 2 in the reference"}),
+    (
+        0,
+        RANK | {"weights": {"w": torch.tensor([1.0, 5.0])}},
+        {"weights": "w: differs by up to 0.25"},
+    ),
+    (1, RANK | {"digests": {"w": 2}}, {"weights": "w: differs between ranks"}),
+    (
+        1,
+        RANK | {"evaluation": ["v", "v"]},
+        {"evaluation": "samples: 1 samples too many, 1 too few, of 4"},
+    ),
+    (
+        1,
+        RANK | {"metrics": {"acc": 0.75}},
+        {"evaluation": "rank 1: acc 0.75, 0.5 in the reference"},
+    ),
+    (
+        0,
+        RANK | {"optimizers": {"momentum": 0.8}},
+        {"optimizer": "rank 0: momentum 0.8, 0.9 in the reference"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("rank", "facts", "expected"), CHANGES)
+def test_differences_by_hand(
+    rank: int, facts: dict[str, Any], expected: dict[str, str], tmp_path: Path
+):
+    runs = []
+    for name, changed in (("reference", RANK), ("variant", facts)):
+        folder = tmp_path / name / FOLDER
+        folder.mkdir(parents=True)
+        torch.save(changed if rank == 0 else RANK, folder / "rank_0.pt")
+        torch.save(changed if rank == 1 else RANK, folder / "rank_1.pt")
+        runs.append(Recorded(tmp_path / name))
+    assert {column: str(place) for column, place in differences(*runs).items()} == expected
 
 
 def test_wrong_gradient_beside_much_larger_ones_is_found():

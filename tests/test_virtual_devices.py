@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from exact_code import Linear, samples
 from forked import fork_app, fork_fit
 from harness import (
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from app.record import Record
+from app.training.buffers import Buffers
 from app.training.tree import Tree
 
 SHARDED = tiny(90, 20, "CIFARCNN", virtual_devices=5, threads=1, flip=True)
@@ -275,6 +277,18 @@ def test_shards_by_hand(accumulated: int, fit: Fit):
         logged = read_csv(run / "metrics.csv")["largest"].dropna()
         assert logged.iloc[epoch] == pytest.approx(largest)
     torch.testing.assert_close(weights(run), dict(model.state_dict()), rtol=0, atol=1e-6)
+
+
+def test_buffers_of_a_step():
+    """States of metrics accumulate over shards; each shard starts from the same other buffers."""
+    module = PlainModel()
+    module.accuracy = torchmetrics.classification.BinaryAccuracy()
+    buffers = Buffers(module)
+    assert [name.rpartition(".")[2] for name in buffers.names] == [
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    ]
 
 
 class LogsItsOwn(PlainModel):
