@@ -21,7 +21,7 @@ from app.errors import UserError
 from app.modules import ImageClassifier
 from app.modules.execution import IMPLEMENTATION
 from app.modules.weights import checkpoint_of
-from app.record import Record
+from app.record import Record, reaches
 from app.record.words import listed
 from app.system.lightning_patches import is_stopped
 from app.system.patches import expects
@@ -346,7 +346,7 @@ def check_checkpoint(
         (epochs, trainer.max_epochs, "epochs"),
         (steps, trainer.max_steps, "steps"),
     ):
-        if not may_be_finished and limit is not None and 0 <= limit <= done:
+        if not may_be_finished and reaches(done, limit):
             raise UserError(
                 f"--ckpt_path {path} has been trained for {done} {unit}, "
                 f"as many as --trainer.max_{unit} {limit}: give more"

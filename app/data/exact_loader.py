@@ -380,11 +380,8 @@ class Exactness(Callback):
             sampler = whole(loader.dataset)  # type: ignore[arg-type]
         if batches.drop_last and name in ("val", "test"):  # drop what one process drops
             sampler = Flat(BatchSampler(sampler, batches.batch_size, drop_last=True))
-        virtual_devices = None
-        parts = trainer.world_size
-        if is_training and self.virtual_devices is not None:
-            virtual_devices = self.virtual_devices
-            parts = self.virtual_devices
+        virtual_devices = self.virtual_devices if is_training else None
+        parts = virtual_devices or trainer.world_size
         batch_size = batches.batch_size * parts
         if is_training and self.global_batch is not None:
             batch_size = int(self.global_batch)  # jsonargparse's subclass of int cannot be saved

@@ -224,9 +224,9 @@ def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:
         steps: Steps of the whole run.
         step: The step, from 0.
     """
-    if step < warmup and schedule == "onecycle":
-        return 1 - 0.96 * _falling(step / warmup)
     if step < warmup:
+        if schedule == "onecycle":
+            return 1 - 0.96 * _falling(step / warmup)
         return (step + 1) / (warmup + 1)
     done = min((step - warmup) / (steps - warmup), 1.0)
     return {

@@ -2,7 +2,6 @@
 
 import math
 import time
-from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -36,7 +35,7 @@ class Windows:
         self.epoch_rates: list[float] = []
         self.course = Series()
         self.rate: float | None = None
-        self.first_step: Any = None
+        self.first_step: float | None = None
         # a run that resumes at an epoch's end, before its validation, begins neither epoch nor step
         self.last_step = self._epoch_start = time.perf_counter()
         self._steps_before = 0
@@ -85,6 +84,7 @@ class Windows:
             is_first = self.rate is None
             self.rate = samples / (self._start - start)
             self.epoch_rates.append(self.rate)
+            assert self.first_step is not None
             self.course.add(self._start - self.first_step, self.rate)
             if not is_first and trainer.current_epoch >= self._warmup_epochs:
                 self.rates.append(self.rate)

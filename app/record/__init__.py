@@ -339,12 +339,12 @@ class Record(Part):
     def finished(self) -> bool:
         """Whether training reached the requested epochs or steps."""
         epochs = max((row.epoch + 1 for row in self.epochs if row.whole), default=0)
-        return _reaches(epochs, self.max_epochs) or self.ended_by_steps
+        return reaches(epochs, self.max_epochs) or self.ended_by_steps
 
     @property
     def ended_by_steps(self) -> bool:
         """Whether training reached the requested steps."""
-        return _reaches(self.steps, self.max_steps)
+        return reaches(self.steps, self.max_steps)
 
     @property
     def accelerator(self) -> str:
@@ -382,6 +382,6 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _reaches(reached: int, limit: int | None) -> bool:
+def reaches(reached: int, limit: int | None) -> bool:
     """Return whether a limit is reached; None and negative numbers are no limits."""
     return limit is not None and 0 <= limit <= reached
