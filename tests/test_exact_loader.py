@@ -12,7 +12,7 @@ from harness import QUIET, on_cpu, options, record_of, refusals, weights
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, Sampler, SequentialSampler
 
-from app.data.exact_loader import why_not
+from app.data.exact_loader import EvaluationSampler, why_not
 
 THEIRS = ["--model=exact_code.Linear", "--run.name=x", *QUIET]
 THEIRS += options(enable_model_summary=True, accelerator="cpu", test=False, threads=1, max_epochs=2)
@@ -173,12 +173,27 @@ LEFT: list[Any] = [  # loaders that stay with Lightning: the stage, its loader, 
     ("val", DataLoader(SIX, sampler=Endless()), "has a sampler of its own (Endless)"),
     ("test", DataLoader(SIX, sampler=[0, 1]), "has a sampler of its own (list)"),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2]] * 2), "has batches of several sizes"),
+    ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2, 3], [4]]), None),
 ]
 
 
 @pytest.mark.parametrize(("stage", "loader", "reason"), LEFT)
-def test_loader_that_stays_with_lightning(stage: str, loader: Any, reason: str):
+def test_loader_that_stays_with_lightning(stage: str, loader: Any, reason: str | None):
     assert why_not(loader, stage, 2) == reason
+
+
+SHARES = [  # number of samples, global batch, and the samples of two ranks
+    (9, 4, [[[0, 1], [4, 5], [7]], [[2, 3], [6], [8]]]),  # the last two batches share 5 samples
+    (7, 3, [[[0, 1], [3, 4], [6]], [[2], [5]]]),
+]
+
+
+@pytest.mark.parametrize(("count", "batch_size", "shares"), SHARES)
+def test_shares_of_an_evaluation(count: int, batch_size: int, shares: list[list[list[int]]]):
+    for rank, expected in enumerate(shares):
+        order = {"batch_size": batch_size, "rank": rank, "world_size": 2, "empty": "skip"}
+        sampler = EvaluationSampler(SequentialSampler(range(count)), **order)
+        assert [[index for index, _ in shards[0]] for shards in sampler] == expected
 
 
 def test_what_is_not_exact_is_said(tmp_path: Path):
