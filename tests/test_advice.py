@@ -198,7 +198,10 @@ def test_table_by_hand(monkeypatch: pytest.MonkeyPatch):
         [50, 50, 3, 8, 0.5, 0.125, 0.9, 1, 12.5, 37.5],
     ]
     monkeypatch.setattr("app.lab.compare.results.usable_cores", lambda: 2)
-    assert tabulate(outcomes, "one")["efficiency"].isna().all(), "the baseline uses all cores"
+    outcomes[1].status = "slow"
+    table = tabulate(outcomes, "one")
+    assert table["efficiency"].isna().all(), "the baseline uses all cores"
+    assert table["best_acc"].isna().tolist() == [False, True, False]
 
 
 A = {**ONE, "variant": "a", "val_images": 200.0, "train_s": 90.0, "others_cores": 4.0}

@@ -2,11 +2,13 @@
 
 import inspect
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from forked import fork_app, fork_fit
 from harness import QUIET, SLOW, options, record, slow
 
 from app.launch.watchdog import where
+from app.monitor import rank_times
 from app.monitor.rank_times import RankTimes, slower
 from app.monitor.windows import Windows
 
@@ -61,8 +64,14 @@ def test_figures_of_ranks():
     assert not any(row.slow for row in times.ranks)
 
 
-def test_times_of_a_step():
-    """Data: until the computation; wait: for the others' gradients; compute: the rest."""
+def test_times_of_a_step(monkeypatch: pytest.MonkeyPatch):
+    """Data: until the computation; wait: for the others' gradients; compute: the rest.
+
+    In 10 s, all programs took 5 s on the cores, of which the rank took 2.
+    """
+    for name, values in (("busy", [70.0, 75.0]), ("own", [1.0, 3.0])):
+        monkeypatch.setattr(f"app.monitor.rank_times.{name}_seconds", Mock(side_effect=values))
+    monkeypatch.setattr("time.perf_counter", Mock(side_effect=[3.0, 13.0]))
     trainer: Any = SimpleNamespace(
         world_size=1, node_rank=0, strategy=SimpleNamespace(root_device=torch.device("cpu"))
     )
@@ -71,6 +80,17 @@ def test_times_of_a_step():
     times.share(trainer, [(0.5, 1, 3, 3.25, 4)] * 2)
     (row,) = times.ranks
     assert (row.data, row.compute, row.wait) == (500, 2750, 250)
+    assert times.others_cores == 0.3
+    rank_times.busy_seconds.assert_called_with(tuple(sorted(os.sched_getaffinity(0))))
+
+
+def test_ranks_have_a_group_on_the_host(monkeypatch: pytest.MonkeyPatch):
+    """A GPU's group cannot exchange figures in the host's memory."""
+    monkeypatch.setattr("app.monitor.rank_times.host_group", Mock())
+    times = RankTimes(1.0)
+    for world_size in (1, 2, 2):
+        times.connect(SimpleNamespace(world_size=world_size))
+    rank_times.host_group.assert_called_once_with(1.0)
 
 
 PLACES = {

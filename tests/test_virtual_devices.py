@@ -233,18 +233,26 @@ test_code_of_a_user_that_cannot_be_sharded = refusals(REFUSED_OF_USERS, "--run.v
 
 
 class Normalized(Linear):
-    """Linear classifier of normalized vectors. It logs a batch's largest number."""
+    """Linear classifier of normalized vectors, with their moving mean.
+
+    It logs the loss that callbacks get, and the largest number of a batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, vectors: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * vectors.mean(0)
         return self.layer(self.norm(vectors))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("largest", batch[0].max(), on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("loss", outputs["loss"], on_step=False, on_epoch=True)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -252,43 +260,51 @@ def test_shards_by_hand(accumulated: int, fit: Fit):
     """Each shard starts from the same buffers; its values are weighed by its samples."""
     flags = [*QUIET, "--model=test_virtual_devices.Normalized", "--data=exact_code.Ordinary"]
     flags += options(count=33, global_batch=9, test=False, max_epochs=2, virtual_devices=2)
-    run = fit(*flags, *options(accumulate_grad_batches=accumulated))
+    flags += options(accumulate_grad_batches=accumulated, limit_val_batches=0)
+    run = fit(*flags)
     model = Normalized()
     optimizer = model.configure_optimizers()
     vectors, labels = samples(33, 0).tensors
     batches = list(zip(vectors.split(9), labels.split(9), strict=True))
     for epoch in range(2):
-        largest = 0.0
+        means = {"loss": 0.0, "largest": 0.0}
         for first in range(0, 4, accumulated):
             window = batches[first : first + accumulated]
             total = sum(len(labels) for _, labels in window)
             optimizer.zero_grad()
             for vectors, labels in window:
-                before = copy.deepcopy(model.norm.state_dict())
-                means = torch.zeros(2, 4)
+                before = copy.deepcopy(dict(model.named_buffers()))
+                after = dict.fromkeys(before, 0.0)
                 for x, y in zip(vectors.tensor_split(2), labels.tensor_split(2), strict=True):
-                    model.norm.load_state_dict(before)
-                    cross_entropy(model(x), y, reduction="sum").div(total).backward()
-                    statistics = torch.stack([model.norm.running_mean, model.norm.running_var])
-                    means += statistics * len(y) / len(labels)
-                    largest += x.max().item() * len(y) / 33
-                model.norm.running_mean, model.norm.running_var = means
+                    model.load_state_dict(before, strict=False)
+                    loss = cross_entropy(model(x), y, reduction="sum")
+                    loss.div(total).backward()
+                    for name, buffer in model.named_buffers():
+                        after[name] += buffer.double() * len(y) / len(labels)
+                    means["loss"] += loss.item() / accumulated / 33
+                    means["largest"] += x.max().item() * len(y) / 33
+                model.load_state_dict(after, strict=False)
             optimizer.step()
-        logged = read_csv(run / "metrics.csv")["largest"].dropna()
-        assert logged.iloc[epoch] == pytest.approx(largest)
+        logged = read_csv(run / "metrics.csv")[[*means]].dropna()
+        assert dict(logged.iloc[epoch]) == pytest.approx(means)
     torch.testing.assert_close(weights(run), dict(model.state_dict()), rtol=0, atol=1e-6)
 
 
 def test_buffers_of_a_step():
     """States of metrics accumulate over shards; each shard starts from the same other buffers."""
-    module = PlainModel()
+    module = Normalized()
     module.accuracy = torchmetrics.classification.BinaryAccuracy()
     buffers = Buffers(module)
-    assert [name.rpartition(".")[2] for name in buffers.names] == [
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
-    ]
+    assert buffers.names[:2] == ["mean", "norm.running_mean"]
+    assert len(buffers.names) == 4
+    buffers.save()
+    module.norm(torch.rand(2, 4))
+    assert buffers.changed() == [1, 2, 3]
+    module.mean.add_(1)
+    assert buffers.changed() == [0, 1, 2, 3]
+    buffers.restore([0, 1])
+    assert buffers.changed() == [1, 2, 3]
+    assert module.mean.sum() == module.norm.running_mean.sum() == 0
 
 
 class LogsItsOwn(PlainModel):
