@@ -117,6 +117,16 @@ def test_weighted_losses_are_means_over_optimizer_steps(
     assert list(sums.values()) == pytest.approx(means)
 
 
+EVEN = [(8, 4, 2, False, True), (8, 4, 3, False, False), (9, 4, 2, False, False)]
+EVEN += [(9, 4, 2, True, True)]
+
+
+@pytest.mark.parametrize(("count", "batch_size", "ranks", "drop_last", "is_even"), EVEN)
+def test_even_shares(count: int, batch_size: int, ranks: int, drop_last: bool, is_even: bool):
+    order = GlobalOrder(count, batch_size, drop_last=drop_last, world_size=ranks)
+    assert order.is_uneven != is_even
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_flips_alternate_on_any_number_of_ranks(world_size: int):
     loaders = []

@@ -67,3 +67,4 @@ def test_warn_continues(app: App, tmp_path: Path):
     assert "not finite since epoch 1: the run has diverged" in out
     written = record(tmp_path / "runs")
     assert (written["status"], written["not_finite_since"]) == ("completed", 0)
+    assert written["not_finite_step"] == 7

@@ -1,5 +1,6 @@
 """`--run.find_lr`: the training after the search is the one with the found rate given by hand."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ def test_a_found_rate_is_like_one_given_by_hand(way: list[str], tmp_path: Path):
     found = fork_fit(tmp_path / "found", *LINEAR, *way, *FIND)
     record = record_of(found)
     assert record["found_lr"]["suggestion"] == record["lr"] == 0.001
+    assert record["found_lr"]["loss"][0] == pytest.approx(math.log(3))  # of three classes
     assert "    lr: 0.5\n" in (found / "config.yaml").read_text(), "as typed"
     by_hand = fork_fit(tmp_path / "hand", *LINEAR, *way, "--model.lr=0.001")
     assert difference(found, by_hand) == 0
