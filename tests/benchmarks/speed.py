@@ -32,7 +32,6 @@ ITEMS = {
     "shards": (1, "shards_plain shards_ours"),
     "live": (1, "live_off live_on"),
     "one": (CORES, "one_plain one_ours"),
-    "crops": (1, "crops_torchvision crops_ours"),
 }
 
 
