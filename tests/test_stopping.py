@@ -122,16 +122,17 @@ def test_ctrl_c_in_first_epoch_can_resume(
 
 @SLOW
 def test_ranks_stop_one_step_later(tmp_path: Path):
-    """One rank gets the signal in the fourth step; all ranks stop after the fifth.
+    """One rank gets the signal in the third step; all ranks stop after the fourth.
 
     The agent does not restart the ranks, because the stop is no failure.
     """
     flags = [*SMALL, *DDP, *options(max_epochs=2, test=False), "--cluster.max_restarts=2"]
-    with started(tmp_path, *flags, "--model=user_code.StopsOneRank") as run:
+    flags += ["--trainer.callbacks+=dying_code.Ends", "--trainer.callbacks.stage=step"]
+    with started(tmp_path, *flags, "--trainer.callbacks.way=SIGTERM") as run:
         run.end(code=143)
     record = run.record
-    assert (record["status"], record["error"], record["steps"]) == ("interrupted", "by SIGTERM", 5)
-    assert torch.load(last_of(run.directory), weights_only=True)["global_step"] == 5
+    assert (record["status"], record["error"], record["steps"]) == ("interrupted", "by SIGTERM", 4)
+    assert torch.load(last_of(run.directory), weights_only=True)["global_step"] == 4
 
 
 ASKS = """\

@@ -200,14 +200,6 @@ class StopsItself(CIFARCNN):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-class StopsOneRank(CIFARCNN):
-    """CIFARCNN whose rank 1 sends itself SIGTERM in the fourth step."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 3 and self.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 class CannotBePickled(CIFARCNN):
     """CIFARCNN with a lambda as an attribute, which pickle rejects."""
 

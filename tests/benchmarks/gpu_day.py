@@ -91,7 +91,13 @@ def main(chosen: Sequence[str], folder: Path) -> None:
     reason = why_not()
     rows: list[dict[str, Any]] = []
     for item in items:
-        row = {"item": item, "status": f"skipped: {reason}", "seconds": 0.0, "figures": {}, "end": []}
+        row = {
+            "item": item,
+            "status": f"skipped: {reason}",
+            "seconds": 0.0,
+            "figures": {},
+            "end": [],
+        }
         if not reason:
             row = run(item, limits[item] * PATIENCE, folder)
         rows.append(row)
