@@ -73,8 +73,6 @@ def test_help_pages_of_settings(page: list[str], flag: str, app: App):
     assert flag in app("fit", *page)
 
 
-
-
 def test_order_of_flags_does_not_matter(app: App, tmp_path: Path):
     """Configs and classes are read first, wherever they are in the command line."""
     (tmp_path / "c.yaml").write_text("model: {class_path: FashionMLP, init_args: {repeats: 2}}\n")
