@@ -27,16 +27,8 @@ from app.record import PHASES, DataSet, Epoch, Record
 from app.system.machine import own_seconds
 
 
-def comparing(
-    path: Path, *words: str, env: dict[str, str] | None = None
-) -> AbstractContextManager[Running]:
-    root = path.parent / "runs"
-    return running("compare", "--experiment", path, "--root", root, *words, env=env)
-
-
-def compare(path: Path, *words: str, env: dict[str, str] | None = None) -> str:
-    with comparing(path, *words, env=env) as process:
-        return process.end(400, code=0)
+def comparing(path: Path) -> AbstractContextManager[Running]:
+    return running("compare", "--experiment", path, "--root", path.parent / "runs")
 
 
 def folder_of(path: Path) -> Path:
@@ -218,7 +210,11 @@ def test_no_verdict_on_a_busy_machine(
 
 
 @SLOW
-def test_killed_comparison_continues(experiment: Callable[..., Path]):
+def test_killed_comparison_continues(
+    app: App, experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    """The tracker gets every run."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
     path = experiment(variants={"one": {}, "dp": DP})
     runs = folder_of(path) / "runs/repeat_1"
     with comparing(path) as process:
@@ -228,11 +224,15 @@ def test_killed_comparison_continues(experiment: Callable[..., Path]):
     record = runs / "one/version_0/run.json"
     first = record.stat().st_mtime
 
-    assert "1 runs are done already" in compare(path)
+    assert "1 runs are done already" in app("compare", "--experiment", path)
     assert record.stat().st_mtime == first
     assert {name: row["n"] for name, row in by_name(path).items()} == {"one": 1, "dp": 1}
-    compare(path, "--fresh")
-    assert (folder_of(path).with_name("version_1") / "runs").is_dir()
+    out = app("compare", "--experiment", path, "--fresh", "--wandb")
+    folder = folder_of(path).with_name("version_1")
+    assert f"find {folder} -name 'offline-run-*' -exec wandb sync {{}} +" in out
+    assert len(list(folder.glob("runs/repeat_1/*/version_0/wandb/offline-run-*"))) == 2
+    config = (folder / "runs/repeat_1/one/version_0/config.yaml").read_text()
+    assert yaml.safe_load(config)["run"]["group"] == "tiny/version_1"
 
 
 @SLOW
@@ -282,17 +282,6 @@ def test_title_counts_curves_that_coincide_with_the_baseline(
 def test_nothing_can_run(app: App, experiment: Callable[..., Path]):
     path = experiment(flags={"data": "CIFAR10", "data.root": "/nowhere"}, variants={"one": {}})
     assert "no CIFAR10 in" in app.error("compare", "--experiment", path)
-
-
-@SLOW
-def test_tracker_gets_every_run(experiment: Callable[..., Path]):
-    path = experiment(variants={"one": {}, "two": BF16})
-    out = compare(path, "--wandb", env={"WANDB_MODE": "offline"})
-    folder = folder_of(path)
-    assert f"find {folder} -name 'offline-run-*' -exec wandb sync {{}} +" in out
-    assert len(list(folder.glob("runs/repeat_1/*/version_0/wandb/offline-run-*"))) == 2
-    config = (folder / "runs/repeat_1/one/version_0/config.yaml").read_text()
-    assert yaml.safe_load(config)["run"]["group"] == "tiny/version_0"
 
 
 @SLOW

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -19,6 +18,7 @@ from forked import fork_app
 from harness import QUIET, App, Fit, draw_images, on_cpu, options, tiny
 from matplotlib.cbook import get_sample_data
 from PIL import Image
+from test_tables import saved, table  # noqa: F401
 from torchvision.transforms import InterpolationMode, v2
 
 import app as package
@@ -35,22 +35,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a run on image files of different sizes."""
     folder = tmp_path_factory.mktemp("trained")
     images = draw_images(folder / "images", NAMES, train=12, test=4)
-    flags = [f"--run.root={folder / 'runs'}", "--run.name=x", *QUIET, f"--data.root={images}"]
-    flags += [
-        "--data=ImageFolder",
-        "--model=my_networks.Wide",
-        "--data.size=24",
-        "--data.resize=28",
-        "--data.interpolation=bicubic",
-    ]
-    flags += map(str, options(max_epochs=1, accelerator="cpu"))
+    flags = [f"--data={images}", "--model=my_networks.Wide", *QUIET]
+    flags += options(size=24, resize=28, interpolation="bicubic", batch_size=9, max_epochs=1)
+    flags += options(accelerator="cpu", test=False, root=folder / "runs", name="x")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
         Path("my_networks.py").write_text(WIDE)
         from app.cli import main
 
-        assert main(["fit", *flags, "--data.batch_size=9", "--run.test=false"]) == 0
+        assert main(["fit", *flags]) == 0
         yield folder / "runs/x/version_0"
         sys.modules.pop("my_networks", None)
 
@@ -151,12 +145,12 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Pat
 GREY = "--model=FashionMLP --model.repeats=1"
 ODD = "--data.size=28 --data.resize=30 --data.interpolation=bicubic --data.channels=1"
 SOURCES = [
-    ("CIFAR10", "cifar_root", "--data.root=ROOT --model.weights=ROOT/lenet.pth"),
-    ("FashionMNIST", "fashion_root", f"--data.root=ROOT {GREY}"),
+    ("CIFAR10", "cifar_root", "--data.root=data --model.weights=lenet.pth"),
+    ("FashionMNIST", "fashion_root", f"--data.root=data {GREY}"),
     ("Synthetic", "image_root", "--data.images=30"),
-    ("ImageFolder", "image_root", f"--data.root=ROOT {GREY} {ODD} --data.batch_size=0.5"),
-    ("ImageTable", "image_root", "--data.csv=ROOT/all.csv --data.mean=[0.1,0.2,0.3]"),
-    ("HuggingFace", "image_root", "--data.path=ROOT/saved"),
+    ("ImageFolder", "image_root", f"--data.root=images {GREY} {ODD} --data.batch_size=0.5"),
+    ("ImageTable", "table", "--data.csv=images/all.csv --data.mean=[0.1,0.2,0.3]"),
+    ("HuggingFace", "saved", "--data.path=images/saved"),
 ]
 
 
@@ -176,19 +170,13 @@ def test_new_images(
     The probabilities are those of torchvision's usual transforms, also from two processes.
     """
     monkeypatch.chdir(tmp_path)
-    root = request.getfixturevalue(fixture)
-    if source == "ImageTable":
-        rows = [f"{file},{file.parent.name}" for file in root.glob("train/*/*")]
-        (root / "all.csv").write_text("\n".join(["file,label", *rows]))
-    if source == "HuggingFace":
-        made = datasets.load_dataset(
-            "imagefolder", data_dir=str(root), cache_dir=str(root / "kept")
-        )
-        made.save_to_disk(root / "saved")
-    torch.save(CIFARCNN().network.state_dict(), root / "lenet.pth")
-    words = f"{flags} --trainer.max_epochs=1 --run.test=false".replace("ROOT", str(root)).split()
+    request.getfixturevalue(fixture)
+    torch.save(CIFARCNN().network.state_dict(), "lenet.pth")
+    words = [*flags.split(), *options(max_epochs=1, test=False)]
     run = fit(f"--data={source}", *words, *QUIET)
-    shutil.rmtree(root)
+    Path("lenet.pth").unlink()
+    for place in ("data", "images"):
+        shutil.rmtree(place, ignore_errors=True)
     new = draw_images(Path("new"), ("a", "b[red]"), x=11)
     predict = ["predict", f"--ckpt_path={run}", *QUIET, "--run.top_k=2", "--data.predict_dir"]
     if source == "ImageFolder":
@@ -199,16 +187,16 @@ def test_new_images(
         out = app(*predict, new)
         assert re.search(r"\nnew/x/b\[red\]/00.jpg  \w.* \d+\.\d%", out)
     assert "… and 2 more" in out
-    table = pd.read_csv(run / "predict_1/predictions.csv", index_col="file")
+    predicted = pd.read_csv(run / "predict_1/predictions.csv", index_col="file")
     files = sorted(map(str, new.rglob("*.*")))
-    assert list(table.index) == files
+    assert list(predicted.index) == files
     model = load(run, "cpu")
     images = torch.load(run / "checkpoints/best.ckpt", weights_only=True)["images"]
     channels, _, size = images["image_shape"]
     kind = InterpolationMode(images.get("interpolation", "bilinear"))
     steps = [v2.PILToTensor(), v2.Resize(images.get("resize") or size, kind), v2.CenterCrop(size)]
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(images["mean"], images["std"])]
-    for row, prediction in zip(table.itertuples(), model.predict(files, k=2), strict=True):
+    for row, prediction in zip(predicted.itertuples(), model.predict(files, k=2), strict=True):
         picture = Image.open(row.Index).convert({1: "L", 3: "RGB"}[channels])
         shares, labels = model.module(v2.Compose(steps)(picture)[None]).softmax(1)[0].topk(2)
         names = tuple(images["class_names"][label] for label in labels)
