@@ -27,8 +27,15 @@ from app.record import PHASES, DataSet, Epoch, Record
 from app.system.machine import own_seconds
 
 
-def comparing(path: Path) -> AbstractContextManager[Running]:
-    return running("compare", "--experiment", path, "--root", path.parent / "runs")
+def comparing(path: Path, *words: str) -> AbstractContextManager[Running]:
+    root = path.parent / "runs"
+    env = {"WANDB_MODE": "offline"}
+    return running("compare", "--experiment", path, "--root", root, *words, env=env)
+
+
+def compare(path: Path, *words: str) -> str:
+    with comparing(path, *words) as process:
+        return process.end(400, code=0)
 
 
 def folder_of(path: Path) -> Path:
@@ -210,11 +217,8 @@ def test_no_verdict_on_a_busy_machine(
 
 
 @SLOW
-def test_killed_comparison_continues(
-    app: App, experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
-    """The tracker gets every run."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_killed_comparison_continues(experiment: Callable[..., Path]):
+    """A comparison continues, or begins anew; its tracker gets every run."""
     path = experiment(variants={"one": {}, "dp": DP})
     runs = folder_of(path) / "runs/repeat_1"
     with comparing(path) as process:
@@ -224,10 +228,10 @@ def test_killed_comparison_continues(
     record = runs / "one/version_0/run.json"
     first = record.stat().st_mtime
 
-    assert "1 runs are done already" in app("compare", "--experiment", path)
+    assert "1 runs are done already" in compare(path)
     assert record.stat().st_mtime == first
     assert {name: row["n"] for name, row in by_name(path).items()} == {"one": 1, "dp": 1}
-    out = app("compare", "--experiment", path, "--fresh", "--wandb")
+    out = compare(path, "--fresh", "--wandb")
     folder = folder_of(path).with_name("version_1")
     assert f"find {folder} -name 'offline-run-*' -exec wandb sync {{}} +" in out
     assert len(list(folder.glob("runs/repeat_1/*/version_0/wandb/offline-run-*"))) == 2
