@@ -72,18 +72,7 @@ class Clock(Callback):
             Path(os.environ["CLOCK"]).write_text(json.dumps(figures))
 
 
-def cost_of(command: list[str], **settings: Any) -> dict[str, float]:
-    """Run a command, and return its CPU seconds and its duration."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    began = time.perf_counter()
-    subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, **settings)
-    seconds = time.perf_counter() - began
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"cpu_s": cpu, "seconds": seconds}
-
-
-def ours(flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
+def ours(flags: str) -> Callable[[], dict[str, float]]:
     """Return a contender that measures `python -m app fit` with these flags."""
 
     def contender() -> dict[str, float]:
@@ -91,11 +80,9 @@ def ours(flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
             environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
             environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
             words = f"{FIT} {flags} --run.root {folder}".split()
-            command = [sys.executable, "-m", "app", *words]
-            if not clock:
-                return cost_of(command, env=environment)
-            cost = cost_of([*command, "--trainer.callbacks+=contenders.Clock"], env=environment)
-            return cost | json.loads(Path(environment["CLOCK"]).read_text())
+            command = [sys.executable, "-m", "app", *words, "--trainer.callbacks+=contenders.Clock"]
+            subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, env=environment)
+            return json.loads(Path(environment["CLOCK"]).read_text())
 
     contender.__doc__ = f"`fit {' '.join(flags.split())}`"
     return contender
@@ -208,15 +195,6 @@ def lenet_raw() -> dict[str, float]:
 lenet_ours = ours(LENET)
 
 
-def start_import() -> dict[str, float]:
-    """`python -c "import lightning"`."""
-    return cost_of([sys.executable, "-c", "import lightning"])
-
-
-start_ours = ours("--data Synthetic --data.images 640 --trainer.max_steps 1", clock=False)
-start_quickstart = ours("--config configs/quickstart.yaml --run.test true", clock=False)
-
-
 DDP = f"""
 --model CIFARCNN --data Synthetic --data.images 12800 --data.val_size 0 --data.batch_size 64
 --trainer.max_epochs 3 {UNTOUCHED} {QUIET}
@@ -314,9 +292,6 @@ loader_lightning = ours(f"{ORDINARY} --run.loader lightning")
 loader_exact = ours(ORDINARY)
 shards_plain = ours(f"{SHARDED} {TWO}")
 shards_ours = ours(f"{SHARDED} {TWO} --run.virtual_devices 8")
-# without and with a copy of the state after each step
-live_off = shards_ours
-live_on = ours(f"{SHARDED} {TWO} --run.virtual_devices 8 --cluster.live true")
 one_plain = ours(SHARDED)
 one_ours = ours(f"{SHARDED} --run.virtual_devices 1")
 

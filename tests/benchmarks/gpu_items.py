@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torchvision
-from harness import QUIET, ROOT, difference, free_port, losses, options, record_of, tiny
+from harness import QUIET, ROOT, difference, free_port, losses, options, record_of, start_app, tiny
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
@@ -60,18 +60,8 @@ def note(name: str, value: Any) -> None:
 
 def start(*args: Any, env: dict[str, str] | None = None) -> tuple[int, str]:
     """Run `python -m app …` in a separate process; return exit code and output."""
-    command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
-    limit = 150 if CPU else 65
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **(env or {})},
-            timeout=limit, check=False, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        out = (error.stdout or b"").decode(errors="replace")
-        return 124, f"{out}\nnot done after {limit} s"
-    return done.returncode, done.stdout
+    variables = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **(env or {})}
+    return start_app.run("--verbose", *args, timeout=150 if CPU else 65, env=variables)
 
 
 def fit(name: str, *flags: str | Path, alone: bool = False) -> Path:
