@@ -73,11 +73,11 @@ def test_the_second_start_decodes_nothing(
     out = app("fit", *flags)
     assert decoded() == 36 + 12, "train and test"
     assert f"Decoding 36 images, once, into {cache}" in out
-    assert multiprocessing.active_children() == []
     for more in ([], options(placement="disk", augment="RandomHorizontalFlip")):
         out = app("fit", *flags, "--data.num_workers=1", *more)
         assert decoded() == 0
         assert "Decoding" not in out
+        assert multiprocessing.active_children() == []
     new = ["--ckpt_path=last", "--data.predict_dir", image_root / "train/eel"]
     app("predict", *flags, *new)
     assert decoded() == 12

@@ -75,16 +75,13 @@ def test_every_form_of_an_image(trained: Path, model: Classifier):
     array = np.asarray(Image.open(file))
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     one = model.predict(file)
-    assert model.predict(Image.open(file)) == one._replace(file=None)
-    assert (
-        one
-        == model.predict(str(file))
-        == model.predict(folder)[1]
-        == model.predict([file, folder])[0]
-    )
+    nameless = one._replace(file=None)
+    assert one == model.predict(str(file)) == model.predict(folder)[1]
+    assert model.predict([file, folder])[0] == one
+    assert model.predict(Image.open(file)) == nameless
     for form in (array, tensor):
-        assert model.predict(form) == one._replace(file=None)
-        assert model.predict(form[None]) == model.predict([form]) == [one._replace(file=None)]
+        assert model.predict(form) == nameless
+        assert model.predict(form[None]) == model.predict([form]) == [nameless]
     for mode in ("1", "L", "P", "RGBA", "CMYK"):
         picture = Image.open(file).convert(mode)
         assert model.predict([picture]) == model.predict([np.asarray(picture.convert("RGB"))])
@@ -96,8 +93,7 @@ def test_every_form_of_an_image(trained: Path, model: Classifier):
 def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/a.txt").write_text("text")
-    empty = tmp_path / "bad/empty.jpg"
-    empty.parent.mkdir()
+    empty = tmp_path / "empty.jpg"
     empty.touch()
     for images, problem in (
         ("gone.jpg", "gone.jpg cannot be read"),
@@ -119,27 +115,30 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Pat
         model.predict(np.zeros((8, 8, 3), np.uint8), k=4)
     with pytest.raises(UserError, match=r"gone.* no such file"):
         package.load(tmp_path / "gone")
-    torch.save(
-        torch.load(trained / "checkpoints/best.ckpt", weights_only=True), tmp_path / "x.ckpt"
-    )
+
+
+def test_classifier_beside_a_config(trained: Path, tmp_path: Path):
+    """A checkpoint is loaded with the config beside it, if this is of its network and trusted."""
+    path = shutil.copy(trained / "checkpoints/best.ckpt", tmp_path)
     with pytest.raises(UserError, match=r"config.yaml: there is no such file"):
-        load(tmp_path / "x.ckpt")
-    config = (trained / "config.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(config)
-    assert load(tmp_path / "x.ckpt").class_names == NAMES, "a checkpoint beside its config"
-    (tmp_path / "config.yaml").write_text(config.replace("width: 8", "width: 9"))
-    with pytest.raises(UserError, match="is of another network"):
-        load(tmp_path / "x.ckpt")
-    for code in (
-        "class_path: os.system",
-        "class_path: app.modules.ImageClassifier\n  init_args: {network: os.system}",
+        load(path)
+    config = Path(shutil.copy(trained / "config.yaml", tmp_path))
+    assert load(path).class_names == NAMES
+    whole = config.read_text()
+    for text, problem in (
+        (whole.replace("width: 8", "width: 9"), "is of another network"),
+        ("model: {class_path: os.system}", "os.system.* is not trusted: give --trust os"),
+        (
+            "model: {class_path: app.modules.ImageClassifier, init_args: {network: os.system}}",
+            "os.system.* is not trusted: give --trust os",
+        ),
     ):
-        (tmp_path / "config.yaml").write_text(f"model:\n  {code}\n")
-        with pytest.raises(UserError, match=r"os.system.* is not trusted: give --trust os"):
-            load(tmp_path / "x.ckpt")
-    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+        config.write_text(text)
+        with pytest.raises(UserError, match=problem):
+            load(path)
+    torch.save({"state_dict": {}}, path)
     with pytest.raises(UserError, match="has no class names"):
-        load(tmp_path / "x.ckpt")
+        load(path)
 
 
 GREY = "--model=FashionMLP --model.repeats=1"

@@ -227,7 +227,7 @@ def test_closed_terminal_saves_checkpoint(strategy: str, command: list[str], tmp
     assert Path(saved["checkpoint"]["last"]).exists()
 
 
-def block(root: Path, saves: bool) -> None:
+def block_while_saving(root: Path) -> None:
     """Wait in C code, as in a collective call, after a SIGTERM."""
     signals.GRACE = signals.START_GRACE = 1
     library = CDLL(None)
@@ -239,21 +239,17 @@ def block(root: Path, saves: bool) -> None:
     Record(status="running").save(root / "run.json")
     with watched(60.0, root / "stacks", 0), signals.ended_in_time():
         trainer = MagicMock(strategy=Mock(save_checkpoint=wait))
-        Trainer.save_checkpoint(trainer, "last.ckpt") if saves else wait()
+        Trainer.save_checkpoint(trainer, "last.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("saves", "code", "status"), [(False, 143, "interrupted"), (True, 0, "running")]
-)
-def test_a_rank_without_progress_ends_after_a_signal(
-    saves: bool, code: int, status: str, tmp_path: Path
-):
-    """A rank that blocks in C code ends in time. A rank that saves does not."""
-    process = multiprocessing.get_context("fork").Process(target=block, args=(tmp_path, saves))
+def test_a_rank_that_saves_goes_on_after_a_signal(tmp_path: Path):
+    """A rank that blocks in C code without saving ends: see the next test."""
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=block_while_saving, args=[tmp_path])
     process.start()
     process.join(60)
-    assert process.exitcode == code
-    assert record_of(tmp_path)["status"] == status
+    assert process.exitcode == 0
+    assert record_of(tmp_path)["status"] == "running"
 
 
 @SLOW

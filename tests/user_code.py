@@ -143,7 +143,7 @@ class TwoLoaders(TheirData):
     """TheirData with two validation loaders."""
 
     def val_dataloader(self) -> Any:
-        return [super(TwoLoaders, self).val_dataloader() for _ in range(2)]
+        return [super().val_dataloader(), super().val_dataloader()]
 
 
 class NoValidation(TheirData):

@@ -18,7 +18,18 @@ from typing import Any
 
 import torch
 import torchvision
-from harness import QUIET, ROOT, difference, free_port, losses, options, record_of, start_app, tiny
+from harness import (
+    QUIET,
+    ROOT,
+    difference,
+    free_port,
+    losses,
+    newest_run,
+    options,
+    record_of,
+    start_app,
+    tiny,
+)
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
@@ -68,12 +79,12 @@ def fit(name: str, *flags: str | Path, alone: bool = False) -> Path:
     """Train, and return the run's directory.
 
     Args:
-        name: Name of the run.
+        name: Name of the run's folder.
         flags: Flags of `fit`.
         alone: Whether to train in a separate process, because the training may leave CUDA unusable.
     """
     torch.backends.cudnn.benchmark = False  # an earlier training may have set it
-    words = ["fit", *options(root=PLACE, name=name), *QUIET, *ON, *map(str, flags)]
+    words = ["fit", *options(root=PLACE / name), *QUIET, *ON, *map(str, flags)]
     if alone:
         code, out = start(*words)
         print(out)
@@ -81,12 +92,7 @@ def fit(name: str, *flags: str | Path, alone: bool = False) -> Path:
         code = main(["--verbose", *words])
     if code:
         raise SystemExit(f"{name}: exit code {code}")
-    return newest(name)
-
-
-def newest(name: str) -> Path:
-    """Return the directory of the newest run of a name."""
-    return max((PLACE / name).glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    return newest_run(PLACE / name)
 
 
 def rate(name: str, *flags: str | Path, alone: bool = False) -> None:
@@ -184,7 +190,7 @@ def resnet() -> None:
     if CPU:
         return
     rate("bf16", *flags, *BF16)
-    note("bf16: GiB", record_of(newest("bf16"))["peak_memory"][0])
+    note("bf16: GiB", record_of(newest_run(PLACE / "bf16"))["peak_memory"][0])
     rate("TF32", *flags, *TF32)
     rate("16-mixed", *flags, *FLOAT16)
     rate("bf16, channels_last off", *flags, *BF16, "--model.channels_last=false")
@@ -240,8 +246,7 @@ def same_bits() -> None:
 
     One rank of `ddp` uses NCCL. Two or three ranks, each a "node", share the device and use gloo.
     """
-    flags = tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, threads=1, root=PLACE)
-    flags += ON
+    flags = [*tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, threads=1), *ON]
     virtual = options(virtual_devices=3)
     plain, sharded = fit("auto", *flags), fit("auto-virtual", *flags, *virtual)
     ways = {"ddp-virtual": (1, "ddp"), "gloo-virtual": (2, "ddp")}
@@ -251,7 +256,7 @@ def same_bits() -> None:
 
     def train(name: str) -> None:
         ranks, strategy = ways[name]
-        way = [*flags, *options(name=name, strategy=strategy, devices=1)]
+        way = [*flags, *options(root=PLACE / name, strategy=strategy, devices=1)]
         expected = plain
         if "virtual" in name:
             way += virtual
@@ -267,7 +272,7 @@ def same_bits() -> None:
         print(*(out for _, out in done), sep="\n----\n")
         note(f"{name}: exit codes", [code for code, _ in done])
         assert not any(code for code, _ in done), name
-        run = newest(name)
+        run = newest_run(PLACE / name)
         apart = float(abs(losses(run) - losses(expected)).max())
         note(f"{name}: largest difference of losses", apart)
         note(f"{name}: largest difference of weights", difference(run, expected))
