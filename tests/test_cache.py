@@ -313,24 +313,18 @@ def test_pickles_are_checked_once_and_opened_once(
 
 
 @SLOW
+@pytest.mark.usefixtures("fashion_root", "image_root")
 @pytest.mark.parametrize(
-    ("data", "strategy", "count"),
+    ("data", "root", "strategy", "count"),
     [
-        (["FashionMNIST", "--model=FashionMLP"], "ddp_fork", 60),
-        (["ImageFolder", "--model=CIFARCNN"], "ddp_spawn", 36),
+        ("FashionMNIST --model=FashionMLP", "data", "ddp_fork", 60),
+        ("ImageFolder --model=CIFARCNN", "images", "ddp_spawn", 36),
     ],
 )
 def test_ranks_share_one_file(
-    data: list[str],
-    strategy: str,
-    count: int,
-    fashion_root: Path,
-    image_root: Path,
-    cache: Path,
-    tmp_path: Path,
+    data: str, root: str, strategy: str, count: int, cache: Path, tmp_path: Path
 ):
-    roots = {"FashionMNIST": fashion_root, "ImageFolder": image_root}
-    flags = ["--data", *data, "--data.root", roots[data[0]], *STEPS, *UNTESTED]
+    flags = ["--data", *data.split(), "--data.root", tmp_path / root, *STEPS, *UNTESTED]
     flags += options(batch_size=8, cache=cache, root=tmp_path)
     flags += ["--trainer.callbacks+=user_code.SaysWhereImagesLie"]
     flags += [f"--trainer.callbacks.directory={tmp_path}"]

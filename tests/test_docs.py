@@ -331,21 +331,20 @@ def small(command: str) -> list[str] | None:
     settings = resolve([kind, *flags])
     if settings.model.init_args.get("weights") == "DEFAULT":  # needs a download
         return None
-    if kind == "fit":
-        longer = "--ckpt_path" in flags or settings.model.init_args.get(
-            "warmup"
-        )  # warm-ups last up to two epochs
-        flags += ["--trainer.max_epochs", "3" if longer else "1", "--run.test", "false"]
     name = settings.data.class_path.rpartition(".")[2]
-    if name in ("CIFAR10", "FashionMNIST") and kind == "fit":
-        for flag in ("--data", "--data.root"):
-            while flag in flags:
-                del flags[flags.index(flag) : flags.index(flag) + 2]
-        flags += ["--data", "Synthetic", "--data.like", name]
-    if name in ("CIFAR10", "FashionMNIST", "Synthetic") and kind == "fit":
-        flags += ["--data.images", "24"]
-    if name != "MyData" or settings.data.init_args.get("batch_size"):
-        flags += ["--data.batch_size", "12"] * (kind == "fit")
+    if kind == "fit":
+        # warm-ups last up to two epochs
+        longer = "--ckpt_path" in flags or settings.model.init_args.get("warmup")
+        flags += ["--trainer.max_epochs", "3" if longer else "1", "--run.test", "false"]
+        if name in ("CIFAR10", "FashionMNIST"):
+            for flag in ("--data", "--data.root"):
+                while flag in flags:
+                    del flags[flags.index(flag) : flags.index(flag) + 2]
+            flags += ["--data", "Synthetic", "--data.like", name]
+        if name in ("CIFAR10", "FashionMNIST", "Synthetic"):
+            flags += ["--data.images", "24"]
+        if name != "MyData" or settings.data.init_args.get("batch_size"):
+            flags += ["--data.batch_size", "12"]
     strategy = settings.trainer.strategy
     if isinstance(strategy, str) and strategy.startswith("ddp"):
         flags = ["ddp_fork" if word in ("ddp", "ddp_spawn") else word for word in flags]

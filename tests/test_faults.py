@@ -43,6 +43,7 @@ from app.errors import UserError
 
 pytestmark = [SLOW, pytest.mark.usefixtures("drawn")]
 FIT = tiny(700, 16, test=False)
+SHORT = [*FIT, *options(max_epochs=1, strategy="ddp", devices=2)]
 SAVES = ["--last_checkpoint.every_n_train_steps=3", "--trainer.log_every_n_steps=5"]
 Tally = Callable[[str, int], None]
 
@@ -126,7 +127,7 @@ def test_killed_inside_accumulation_windows(server: ForkServer, tmp_path: Path, 
 
 def test_two_processes_killed_at_random_moments(tmp_path: Path, tally: Tally):
     seed = random.Random(3)
-    flags = [*FIT, *SAVES, *options(max_epochs=3, strategy="ddp", devices=2)]
+    flags = [*SHORT, *SAVES, "--trainer.max_epochs=3"]
     results = []
     for kills in (0, TIMES):
         root = tmp_path / str(kills)
@@ -258,11 +259,10 @@ def test_flipped_bits(server: ForkServer, tmp_path: Path, tally: Tally):
 def test_strangers_on_the_ports(tmp_path: Path, tally: Tally):
     """Whatever a stranger sends to the ports of a run under `ddp` has no effect."""
     seed = random.Random(19)
-    flags = [*FIT, *options(max_epochs=1, strategy="ddp", devices=2)]
     count = 0
     results = []
     for is_disturbed in (False, True):
-        with started(tmp_path / str(is_disturbed), *flags) as run:
+        with started(tmp_path / str(is_disturbed), *SHORT) as run:
             while is_disturbed and run.process.poll() is None:
                 for pid in family(run.mark):
                     with suppress(psutil.Error, OSError):
@@ -281,11 +281,10 @@ def test_starts_and_stops(tmp_path: Path, tally: Tally):
     """No run hangs or leaves a process or file, whether it completes or Ctrl-C ends it."""
     seed = random.Random(11)
     count = 2 * TIMES
-    flags = [*FIT, *options(max_epochs=1, strategy="ddp", devices=2)]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     for turn in range(count):
-        with started(tmp_path / "runs", *flags, env={"TMPDIR": str(temporary)}) as run:
+        with started(tmp_path / "runs", *SHORT, env={"TMPDIR": str(temporary)}) as run:
             if turn % 2:
                 time.sleep(seed.uniform(0.5, 9.0))
                 run.get("SIGINT", "group")

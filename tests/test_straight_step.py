@@ -112,10 +112,9 @@ class Pickles(Callback):
 
 SMALL = tiny(64, 16)
 PICKLED = {
-    "all callbacks": [*SMALL, *RECIPE, "--run.wandb=offline"],
+    "all callbacks, and dp": [*SMALL, *RECIPE, *on_cpu("dp"), "--run.wandb=offline"],
     "Lightning's loop": [*SMALL, *options(loop="lightning")],
     "virtual devices": [*SMALL, *options(virtual_devices=2)],
-    "dp": [*SMALL, *options(strategy="dp", devices=2)],
     "a user's loaders": ["--model=user_code.TheirModel", "--data=user_code.TheirData"],
 }
 
