@@ -51,7 +51,6 @@ MORE = [
     ("ddp", "SIGTERM", "all"),
     ("ddp_spawn", "SIGINT", "group"),
     ("ddp", "SIGINT", "group"),
-    ("ddp", "SIGHUP", "main"),
     ("ddp_spawn", "SIGHUP", "group"),
     ("ddp_spawn", "SIGTERM", "main"),
     ("ddp_fork", "SIGINT", "main"),

@@ -147,25 +147,24 @@ def overhead_stock() -> dict[str, float]:
     """Lightning's Trainer with its progress bar, CSV file and checkpoints."""
     network, batches = _tiny()
 
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network
-
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+    class Module(OrdinaryModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
             self.log("train_loss", loss, prog_bar=True)
             return loss
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters())
+
+    module = Module()
+    module.network = network
 
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         os.environ["CLOCK"] = f"{folder}/clock.json"
         logger = CSVLogger(folder)
         trainer = Trainer(max_epochs=4, accelerator="cpu", callbacks=[clock], logger=logger)
-        trainer.fit(Module(), batches)
+        trainer.fit(module, batches)
     return clock.figures(len(batches))
 
 
