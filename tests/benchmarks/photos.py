@@ -42,9 +42,8 @@ def pretrained(weights: str, classes: int) -> Any:
     """Return the network with a new head."""
     import timm
 
-    overlay = {"file": weights}
     return timm.create_model(
-        NETWORK, pretrained=True, num_classes=classes, pretrained_cfg_overlay=overlay
+        NETWORK, pretrained=True, num_classes=classes, pretrained_cfg_overlay={"file": weights}
     )
 
 
