@@ -193,14 +193,14 @@ def losses(run_dir: Path) -> np.ndarray:
 
 
 def record_of(run: Path) -> dict[str, Any]:
-    """Return a run's record."""
-    return json.loads((run / "run.json").read_text())
+    """Return a run's record, without epochs if it has none yet."""
+    file = run / "run.json"
+    return json.loads(file.read_text()) if file.exists() else {"epochs": []}
 
 
 def record(root: Path, version: int = 0) -> dict[str, Any]:
     """Return the record of the only run below a folder, without epochs if it has none yet."""
-    run = next(root.glob(f"*/version_{version}/run.json"), None)
-    return record_of(run.parent) if run else {"epochs": []}
+    return record_of(next(root.glob(f"*/version_{version}"), root))
 
 
 def last_of(run: Path) -> Path:
@@ -295,22 +295,14 @@ def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
     if browser is None:
         pytest.skip("there is no chromium")
     with tempfile.TemporaryDirectory() as folder:
-        fixed = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-        command = [
-            browser,
-            *fixed,
-            *flags,
-            f"--user-data-dir={folder}/profile",
-            f"--screenshot={folder}/seen.png",
-        ]
-        done = subprocess.run(
-            [*command, page.as_uri()], capture_output=True, text=True, timeout=100, check=True
-        )
+        command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", *flags]
+        command += ["--enable-logging=stderr", f"--user-data-dir={folder}/profile"]
+        command += [f"--screenshot={folder}/seen.png", page.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
         assert "CONSOLE" not in done.stderr, done.stderr
         with Image.open(f"{folder}/seen.png") as picture:
-            return {
-                colour: count for count, colour in picture.convert("RGB").getcolors(1 << 22) or []
-            }
+            counts = picture.convert("RGB").getcolors(1 << 22) or []
+        return {colour: count for count, colour in counts}
 
 
 def family(mark: str) -> set[int]:
@@ -377,9 +369,7 @@ class Running:
 
     @property
     def record(self) -> dict[str, Any]:
-        return (
-            record_of(self.directory) if (self.directory / "run.json").exists() else {"epochs": []}
-        )
+        return record_of(self.directory)
 
     def get(self, name: str, whom: str) -> "Running":
         """Send a signal to the first process (`main`), its group (`group`), or all (`all`)."""

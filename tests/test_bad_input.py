@@ -41,9 +41,6 @@ FLAGS = {
     "--trust 'x y'": "--trust x y: give the name of a module",
     "--run.name a\x1b[31mb": r"--run.name a\x1b[31mb: contains a control character",
     "--run.name 'a\nb'": "--run.name a b: contains a control character: leave it out",
-    "--model.optimizer torch.hub.load": (
-        "--model.optimizer torch.hub.load: expected a subclass of Optimizer"
-    ),
     "--model.scheduler torch.optim.Adam": (
         "--model.scheduler torch.optim.Adam: expected a subclass of LRSch"
     ),
@@ -170,22 +167,6 @@ def test_output_on_an_ascii_terminal():
         "fit", *TINY[:-4], *timer, "--run.root", Path.cwd(), env={"PYTHONIOENCODING": "ascii"}
     )
     assert r"3 \xd7 32 \xd7 32" in out
-
-
-VARIABLES = [
-    ("MASTER_PORT", "MASTER_PORT=5x in the environment", "give a whole number, or unset it"),
-    ("APP_AGENT", "APP_AGENT=5x in the environment", "left over from another run: unset APP_AGENT"),
-]
-
-
-@pytest.mark.parametrize(("name", "problem", "remedy"), VARIABLES)
-def test_odd_or_left_variables_are_rejected(
-    name: str, problem: str, remedy: str, app: App, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(name, "5x")
-    line = app.error("fit", *TINY)
-    assert problem in line
-    assert remedy in line
 
 
 def test_deleted_folder_is_reported(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

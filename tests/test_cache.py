@@ -73,11 +73,11 @@ def test_the_second_start_decodes_nothing(
     out = app("fit", *flags)
     assert decoded() == 36 + 12, "train and test"
     assert f"Decoding 36 images, once, into {cache}" in out
-    assert multiprocessing.active_children() == []
     for more in ([], options(placement="disk", augment="RandomHorizontalFlip")):
         out = app("fit", *flags, "--data.num_workers=1", *more)
         assert decoded() == 0
         assert "Decoding" not in out
+        assert multiprocessing.active_children() == []
     new = ["--ckpt_path=last", "--data.predict_dir", image_root / "train/eel"]
     app("predict", *flags, *new)
     assert decoded() == 12
@@ -313,24 +313,18 @@ def test_pickles_are_checked_once_and_opened_once(
 
 
 @SLOW
+@pytest.mark.usefixtures("fashion_root", "image_root")
 @pytest.mark.parametrize(
-    ("data", "strategy", "count"),
+    ("data", "root", "strategy", "count"),
     [
-        (["FashionMNIST", "--model=FashionMLP"], "ddp_fork", 60),
-        (["ImageFolder", "--model=CIFARCNN"], "ddp_spawn", 36),
+        ("FashionMNIST --model=FashionMLP", "data", "ddp_fork", 60),
+        ("ImageFolder --model=CIFARCNN", "images", "ddp_spawn", 36),
     ],
 )
 def test_ranks_share_one_file(
-    data: list[str],
-    strategy: str,
-    count: int,
-    fashion_root: Path,
-    image_root: Path,
-    cache: Path,
-    tmp_path: Path,
+    data: str, root: str, strategy: str, count: int, cache: Path, tmp_path: Path
 ):
-    roots = {"FashionMNIST": fashion_root, "ImageFolder": image_root}
-    flags = ["--data", *data, "--data.root", roots[data[0]], *STEPS, *UNTESTED]
+    flags = ["--data", *data.split(), "--data.root", tmp_path / root, *STEPS, *UNTESTED]
     flags += options(batch_size=8, cache=cache, root=tmp_path)
     flags += ["--trainer.callbacks+=user_code.SaysWhereImagesLie"]
     flags += [f"--trainer.callbacks.directory={tmp_path}"]

@@ -73,17 +73,6 @@ def test_help_pages_of_settings(page: list[str], flag: str, app: App):
     assert flag in app("fit", *page)
 
 
-def test_printed_config_can_be_read(app: App, tmp_path: Path):
-    out = app(
-        "fit", *SMALL, "--model", "FashionMLP", "--data.like", "FashionMNIST", "--print_config"
-    )
-    config = yaml.safe_load(out)
-    assert config["model"]["init_args"]["loss"] == "smooth_l1"
-    assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.Adam"
-    (tmp_path / "c.yaml").write_text(out)
-    app("fit", "--config", tmp_path / "c.yaml", "--trainer.max_epochs", "1")
-
-
 def test_order_of_flags_does_not_matter(app: App, tmp_path: Path):
     """Configs and classes are read first, wherever they are in the command line."""
     (tmp_path / "c.yaml").write_text("model: {class_path: FashionMLP, init_args: {repeats: 2}}\n")

@@ -1,13 +1,11 @@
 """The shipped files for clusters and sweeps; tests/test_slurm.py runs slurm.sbatch."""
 
-import itertools
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-import textwrap
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import yaml
 from forked import ForkServer
-from harness import QUIET, ROOT, SLOW, App, free_port, output_of, record_of, tiny
+from harness import QUIET, ROOT, SLOW, App, free_port, options, output_of, record, record_of, tiny
 from packaging.specifiers import SpecifierSet
 from test_tracker import inspect
 
@@ -23,32 +21,24 @@ CLUSTER = ROOT / "configs/cluster"
 SMALL = [*tiny(60, 12, accelerator="cpu", test=False), "--model.network=lenet"]
 
 
-def run_nodes(
-    commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], cwd: Path
-) -> list[str]:
-    """Run the nodes' commands at the same time, and return their outputs.
+def run_nodes(command: Sequence[str], variables: Sequence[dict[str, str]]) -> list[str]:
+    """Run a command on all nodes at once, each with its variables, and return their outputs.
 
     Raises:
         AssertionError: When a command fails.
         TimeoutExpired: When a command does not end in time.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    with ThreadPoolExecutor(len(commands)) as pool:
+    with ThreadPoolExecutor(len(variables)) as pool:
         nodes = [
             pool.submit(
-                subprocess.run, command, cwd=cwd, timeout=100, text=True,
+                subprocess.run, command, cwd=ROOT, timeout=100, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 env={**os.environ, "PATH": path, **environment},
             )
-            for command, environment in zip(commands, variables, strict=True)
+            for environment in variables
         ]  # fmt: skip
     return [output_of(node.result().returncode, node.result().stdout) for node in nodes]
-
-
-def epochs(root: Path) -> list[tuple[int, int]]:
-    """Return the world size and number of epochs of each run, in the order of their folders."""
-    records = [record_of(path.parent) for path in sorted(root.glob("*/version_*/run.json"))]
-    return [(record["world_size"], len(record["epochs"])) for record in records]
 
 
 def test_slurm_script():
@@ -69,34 +59,28 @@ def test_containers(app: App):
     Sources of instructions and sections: docs.docker.com/reference/dockerfile,
     apptainer.org/docs/user/latest.
     """
-    text = (CLUSTER / "Dockerfile").read_text()
-    docker: dict[str, list[str]] = {}
-    for name, rest in re.findall(r"^([A-Z]+) (.*)", text, flags=re.MULTILINE):
-        docker.setdefault(name, []).append(rest)
-    head, *fields = re.split(
-        r"^%(\w+)\n", (CLUSTER / "apptainer.def").read_text(), flags=re.MULTILINE
-    )
-    bodies = [textwrap.dedent(body).strip() for body in fields[1::2]]
-    sections = dict(zip(fields[::2], bodies, strict=True))
-    assert sections.keys() == {"files", "post", "environment", "runscript"}
-    header = dict(re.findall(r"^(\w+): (.*)", head, flags=re.MULTILINE))
-    assert header == {"Bootstrap": "docker", "From": docker["FROM"][0]}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    version = docker["FROM"][0].removeprefix("python:").removesuffix("-slim")
-    assert SpecifierSet(project["requires-python"]).contains(version)
-
     files = ["pyproject.toml", project["readme"], *project["license-files"], "app", "configs"]
-    for lines in (docker["COPY"], sections["files"].splitlines()):
+    docker = re.findall(r"^([A-Z]+) (.*)", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
+    names, (image, *copies, install, command) = zip(*docker, strict=True)
+    assert names == ("FROM", "COPY", "COPY", "COPY", "RUN", "CMD")
+    version = image.removeprefix("python:").removesuffix("-slim")
+    assert SpecifierSet(project["requires-python"]).contains(version)
+    assert install == "pip install --no-cache-dir /lab"
+    arguments = json.loads(command)
+    assert arguments[:3] == ["python", "-m", "app"]
+    app(*arguments[3:])
+
+    apptainer = re.sub(r"#.*\n *", "", (CLUSTER / "apptainer.def").read_text())
+    head, copied, post, environment, script = re.split(r"%\w+\n", apptainer)
+    assert re.findall(r"%\w+", apptainer) == ["%files", "%post", "%environment", "%runscript"]
+    assert head.split() == ["Bootstrap:", "docker", "From:", image]
+    for lines in (copies, copied.split("\n")):
         assert " ".join(line.rpartition(" ")[0].strip() for line in lines).split() == files
     assert all((ROOT / file).exists() for file in files)
-    assert docker["RUN"] == [sections["post"]] == ["pip install --no-cache-dir /lab"]
-    subprocess.run(
-        ["sh", "-n"], input="\n".join(sections.values()), text=True, check=True, timeout=20
-    )
-    assert sections["runscript"] == 'exec python -m app "$@"'
-    (command,) = map(json.loads, docker["CMD"])
-    assert command[:3] == ["python", "-m", "app"]
-    app(*command[3:])
+    assert post.strip() == install
+    assert environment.strip() == "export PYTHONNOUSERSITE=1"
+    assert script.strip() == 'exec python -m app "$@"'
 
 
 @SLOW
@@ -129,13 +113,13 @@ def test_kubernetes_train_job(tmp_path: Path):
         for word in trainer["command"]
         if "--data.root" not in word
     ]
+    nodes = trainer["numNodes"]
     meeting = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
-    counts = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": "1"}
-    pods = [
-        {**meeting, **counts, "PET_NODE_RANK": str(rank)} for rank in range(trainer["numNodes"])
-    ]
-    run_nodes([[*command, *SMALL, "--trainer.max_epochs=1"]] * len(pods), pods, ROOT)
-    assert epochs(tmp_path / "runs") == [(2, 1)]
+    meeting |= {"PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "1"}
+    pods = [{**meeting, "PET_NODE_RANK": str(rank)} for rank in range(nodes)]
+    run_nodes([*command, *SMALL, "--trainer.max_epochs=1"], pods)
+    made = record(tmp_path / "runs")
+    assert (made["world_size"], len(made["epochs"])) == (2, 1)
 
 
 @SLOW
@@ -147,18 +131,19 @@ def test_skypilot(tmp_path: Path):
     assert f"--run.root {bucket[0]} " in task["run"]
     script = task["run"].replace(bucket[0], str(tmp_path)).replace("29400", str(free_port()))
     flags = shlex.join([*task["envs"]["FLAGS"].split(), *SMALL])
+    command = ["bash", "-eu", "-c", script]
     nodes = task["num_nodes"]
     machines = {"SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
     machines["SKYPILOT_NODE_IPS"] = "\n".join(["127.0.0.1"] * nodes)
     for count in (1, 2):
         common = {**task["envs"], **machines, "FLAGS": f"{flags} --trainer.max_epochs {count}"}
         ranks = [{**common, "SKYPILOT_NODE_RANK": str(rank)} for rank in range(nodes)]
-        outputs = run_nodes([["bash", "-eu", "-c", script]] * nodes, ranks, ROOT)
+        outputs = run_nodes(command, ranks)
     assert "resuming from" in outputs[0]
-    assert epochs(tmp_path)[-1] == (2, 2)
-    alone = {**common, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}
-    alone["FLAGS"] = "--print_config"
-    assert "num_nodes: 1" in run_nodes([["bash", "-eu", "-c", script]], [alone], ROOT)[0]
+    made = record(tmp_path)
+    assert (made["world_size"], len(made["epochs"])) == (2, 2)
+    alone = {**ranks[0], "SKYPILOT_NUM_NODES": "1", "FLAGS": "--print_config"}
+    assert "num_nodes: 1" in run_nodes(command, [alone])[0]
 
 
 @SLOW
@@ -169,56 +154,35 @@ def test_sweep(tmp_path: Path):
 
     sweep = yaml.safe_load((ROOT / "configs/sweep.yaml").read_text())
     assert (sweep["method"], sweep["metric"]) == ("grid", {"name": "val_acc", "goal": "maximize"})
-    values = {
-        name: setting.get("values", [setting.get("value")])
-        for name, setting in sweep["parameters"].items()
-    }
-    trials = [
-        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
-    ]
-    assert len(trials) == 3
+    rates = sweep["parameters"]["model.optimizer.lr"]["values"]
+    assert len(rates) == 3
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    small = [
-        "--data.images=60",
-        "--data.batch_size=12",
-        "--trainer.max_epochs=1",
-        "--run.test=false",
-    ]
+    small = options(images=60, batch_size=12, max_epochs=1, test=False)
     with ForkServer(tmp_path, limit=None) as server:
-        for number, trial in enumerate(trials):
-            parameters = {
-                name: {"value": value} for name, value in sorted(trial.items())
-            }  # sorted, as the server does
+        for number, rate in enumerate(rates):
+            chosen = sweep["parameters"] | {"model.optimizer.lr": {"value": rate}}
+            parameters = dict(sorted(chosen.items()))  # as the server sorts them
             path = tmp_path / f"trial{number}.yaml"
             save_config_file_from_dict(str(path), parameters)
-            args = create_sweep_command_args({"args": parameters})
-            macros = {
-                "${env}": ["/usr/bin/env"],
-                "${interpreter}": ["python"],
-                "${args}": args["args"],
-            }
-            command = [
-                word
-                for macro in create_sweep_command(sweep["command"])
-                for word in macros.get(macro, [macro])
-            ]
+            args = create_sweep_command_args({"args": parameters})["args"]
+            macros = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"], "${args}": args}
+            command = []
+            for macro in create_sweep_command(sweep["command"]):
+                command += macros.get(macro, [macro])
             assert command[:5] == ["/usr/bin/env", "python", "-m", "app", "fit"]
             env = {
                 "WANDB_MODE": "offline",
                 "WANDB_RUN_ID": f"trial{number}",
                 "WANDB_SWEEP_ID": "sweep",
+                "WANDB_SWEEP_PARAM_PATH": str(path),
             }
-            env["WANDB_SWEEP_PARAM_PATH"] = str(path)
             output_of(*server.run(*command[4:], *small, *QUIET, env=env))
-    for number, trial in enumerate(trials):
-        run = tmp_path / f"runs/sweep/version_{number}"
-        record = record_of(run)
-        assert (record["tracker"], record["world_size"]) == (f"trial{number}", 2)
-        file, tracked = inspect(run)
-        assert file.parent.name.endswith(f"-trial{number}")
-        assert "val_acc" in tracked["summary"]
-        assert tracked["config"]["model.optimizer.lr"] == trial["model.optimizer.lr"], (
-            "what the agent has given"
-        )
-        optimizer = tracked["config"]["model"]["init_args"]["optimizer"]
-        assert optimizer["init_args"]["lr"] == trial["model.optimizer.lr"], "what was run"
+            run = tmp_path / f"runs/sweep/version_{number}"
+            made = record_of(run)
+            assert (made["tracker"], made["world_size"]) == (f"trial{number}", 2)
+            file, tracked = inspect(run)
+            assert file.parent.name.endswith(f"-trial{number}")
+            assert "val_acc" in tracked["summary"]
+            assert tracked["config"]["model.optimizer.lr"] == rate, "what the agent has given"
+            optimizer = tracked["config"]["model"]["init_args"]["optimizer"]
+            assert optimizer["init_args"]["lr"] == rate, "what was run"

@@ -4,7 +4,7 @@ import functools
 import sys
 
 import pytest
-from harness import QUIET, App, Fit
+from harness import QUIET, Fit
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CUDAAccelerator
 
@@ -89,11 +89,6 @@ def test_switch_needs_no_value(flag: str, end: str, value: bool):
     settings = resolve(["fit", "--data", "Synthetic", *words, "--data.cutout", "3"])[section]
     assert settings.get("init_args", settings)[name] is value
     assert split_flags(words) == ([], [(f"--{flag}", str(value).lower())])
-
-
-def test_quick_needs_no_value(app: App):
-    message = app.error("compare", "--quick", "--data.flip", "--nope")
-    assert "--nope: there is no such flag" in message
 
 
 @pytest.mark.parametrize(

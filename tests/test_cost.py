@@ -34,6 +34,7 @@ LENET = ["--model=CIFARCNN", "--data=Synthetic", *options(images=1280, batch_siz
 AUGMENTED = options(crop_padding=4, flip=True, cutout=8, images=640)
 TWO_EPOCHS = options(max_epochs=2, accelerator="cpu", test=False)
 STEP = ImageClassifier.training_step.__code__
+Counts = Callable[..., list[Any]]  # type of the fixtures that count per step
 
 
 class Counting(TorchDispatchMode):
@@ -61,67 +62,72 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
     patch.setattr(GlobalBatches, "set_epoch", replacement)
 
 
-def calls_per_step(
-    fit: Fit,
-    patch: pytest.MonkeyPatch,
-    *flags: str | Path,
-    counts: Callable[[CodeType], bool] = lambda code: True,
-) -> list[int]:
-    """Return the Python calls per step of the second epoch; `training_step` begins a step.
+@pytest.fixture
+def calls_per_step(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """Return a function that counts the Python calls per step of a run's second epoch.
 
-    `counts` says for a function's code whether its calls count, those of C functions included.
+    `training_step` begins a step. `counts` says for a function's code whether its calls count,
+    those of C functions included.
     """
-    count, marks = 0, []
 
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal count
-        if event in ("call", "c_call"):
-            if event == "call" and frame.f_code is STEP:
-                marks.append(count)
-            count += counts(frame.f_code)
+    def count(
+        *flags: str | Path, counts: Callable[[CodeType], bool] = lambda code: True
+    ) -> list[int]:
+        calls, marks = 0, []
 
-    in_second_epoch(patch, lambda: sys.setprofile(profile))
-    gc.disable()  # otherwise, calls of hypothesis's callback at each collection would be counted
-    try:
-        fit(*TWO_EPOCHS, *flags)
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return [after - before for before, after in itertools.pairwise(marks)]
+        def profile(frame: FrameType, event: str, arg: Any) -> None:
+            nonlocal calls
+            if event in ("call", "c_call"):
+                if event == "call" and frame.f_code is STEP:
+                    marks.append(calls)
+                calls += counts(frame.f_code)
 
-
-def operations_per_step(
-    fit: Fit, patch: pytest.MonkeyPatch, *flags: str | Path
-) -> list[Counter[str]]:
-    """Count the second epoch's tensor operations per step; `training_step` begins a step."""
-    mode, marks = Counting(), []
-    training_step = ImageClassifier.training_step
-
-    @wraps(
-        training_step
-    )  # keeps the module's name: Lightning copies the loss of a user's training step
-    def step(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
-        marks.append(mode.counts.copy())
-        return training_step(self, batch, batch_idx)
-
-    def counting(read: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            mode.counts["_local_scalar_dense"] += 1
-            return read(self, *args, **kwargs)
-
-        return counted
-
-    with patch.context() as temporary:  # undone at the end, so that a test can count twice
-        # patched, because on a CPU they dispatch no operation
-        for name in ("tolist", "cpu", "numpy"):
-            temporary.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
-        temporary.setattr(ImageClassifier, "training_step", step)
-        in_second_epoch(temporary, lambda: (marks.clear(), mode.__enter__()))
+        in_second_epoch(monkeypatch, lambda: sys.setprofile(profile))
+        gc.disable()  # otherwise, calls of hypothesis's callback would be counted
         try:
             fit(*TWO_EPOCHS, *flags)
         finally:
-            mode.__exit__(None, None, None)
-    return [after - before for before, after in itertools.pairwise(marks)]
+            sys.setprofile(None)
+            gc.enable()
+        return [after - before for before, after in itertools.pairwise(marks)]
+
+    return count
+
+
+@pytest.fixture
+def operations_per_step(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """Return a function that counts the tensor operations per step of a run's second epoch."""
+    training_step = ImageClassifier.training_step
+
+    def count(*flags: str | Path) -> list[Counter[str]]:
+        mode, marks = Counting(), []
+
+        # keeps the module's name: Lightning copies the loss of a user's training step
+        @wraps(training_step)
+        def step(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+            marks.append(mode.counts.copy())
+            return training_step(self, batch, batch_idx)
+
+        def counting(read: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                mode.counts["_local_scalar_dense"] += 1
+                return read(self, *args, **kwargs)
+
+            return counted
+
+        with monkeypatch.context() as patch:  # undone at the end, so that a test can count twice
+            # patched, because on a CPU they dispatch no operation
+            for name in ("tolist", "cpu", "numpy"):
+                patch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+            patch.setattr(ImageClassifier, "training_step", step)
+            in_second_epoch(patch, lambda: (marks.clear(), mode.__enter__()))
+            try:
+                fit(*TWO_EPOCHS, *flags)
+            finally:
+                mode.__exit__(None, None, None)
+        return [after - before for before, after in itertools.pairwise(marks)]
+
+    return count
 
 
 def raw_operations() -> int:
@@ -157,27 +163,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # for comparison, calls per step: stock Trainer 3,750, or 4,169 with bar, CSV and checkpoints;
 # hand-written loop 209
-def test_python_calls(fit: Fit, monkeypatch: pytest.MonkeyPatch):
+def test_python_calls(calls_per_step: Counts):
     """A step averages at most 1,000 Python calls. Callbacks that override nothing add none."""
-    calls = calls_per_step(fit, monkeypatch, *MLP)
+    calls = calls_per_step(*MLP)
     assert mean(calls) <= 1000
     idle = "--trainer.callbacks+=lightning.pytorch.Callback"
-    assert calls_per_step(fit, monkeypatch, *MLP, idle, idle) == calls
+    assert calls_per_step(*MLP, idle, idle) == calls
 
 
-def test_python_calls_of_the_fast_config(fit: Fit, monkeypatch: pytest.MonkeyPatch):
+def test_python_calls_of_the_fast_config(calls_per_step: Counts):
     config = ["--config", ROOT / "configs/fast.yaml"]
-    assert mean(calls_per_step(fit, monkeypatch, *MLP, *config)) <= 800
+    assert mean(calls_per_step(*MLP, *config)) <= 800
 
 
-def test_timing_a_rank_is_a_percent(fit: Fit, monkeypatch: pytest.MonkeyPatch):
+def test_timing_a_rank_is_a_percent(calls_per_step: Counts):
     """The step clock takes at most 1 % of a step's Python calls, its epoch-end calls excepted."""
 
     def ours(code: CodeType) -> bool:
         is_clock = code.co_filename.endswith(("step_clock.py", "rank_times.py"))
         return is_clock and code.co_name.startswith("on_train_batch")
 
-    assert 0 < mean(calls_per_step(fit, monkeypatch, *MLP, counts=ours)) <= 0.01 * 560
+    assert 0 < mean(calls_per_step(*MLP, counts=ours)) <= 0.01 * 560
 
 
 def check_reads(steps: list[Counter[str]]) -> None:
@@ -186,16 +192,16 @@ def check_reads(steps: list[Counter[str]]) -> None:
     assert reading == [100 - 72 - 1], "72 steps of the first epoch; a window is 50"
 
 
-def test_operations(fit: Fit, monkeypatch: pytest.MonkeyPatch):
+def test_operations(operations_per_step: Counts):
     """LeNet's step has at most 8 operations more than a hand-written one.
 
     Crop, flip and cutout add at most 14. Only the last step of a logging window reads the device.
     """
-    steps = operations_per_step(fit, monkeypatch, *LENET)
+    steps = operations_per_step(*LENET)
     check_reads(steps)
     plain = median(step.total() for step in steps)
     assert plain - raw_operations() <= 8
-    augmented = operations_per_step(fit, monkeypatch, *LENET, *AUGMENTED)
+    augmented = operations_per_step(*LENET, *AUGMENTED)
     assert median(step.total() for step in augmented) - plain <= 14
 
 
@@ -206,8 +212,8 @@ FLOAT16 = ["--trainer.plugins=user_code.Float16"]
 @pytest.mark.parametrize(
     "flags", [options(strategy="dp", devices=2), [*FLOAT16, *FUSED]], ids=["dp", "float16"]
 )
-def test_reads_of_the_device(flags: list[str], fit: Fit, monkeypatch: pytest.MonkeyPatch):
-    check_reads(operations_per_step(fit, monkeypatch, *LENET, *flags))
+def test_reads_of_the_device(flags: list[str], operations_per_step: Counts):
+    check_reads(operations_per_step(*LENET, *flags))
 
 
 class CountsReads(CIFARCNN):
@@ -245,9 +251,9 @@ def test_reads_of_the_device_by_two_processes(tmp_path: Path):
         assert reads[28] == reads[-1], "and after it"
 
 
-def test_a_recipe_costs_half_a_step_at_most(fit: Fit, monkeypatch: pytest.MonkeyPatch):
-    plain = calls_per_step(fit, monkeypatch, *LENET, *AUGMENTED)
-    rich = calls_per_step(fit, monkeypatch, *LENET, *AUGMENTED, *RECIPE)
+def test_a_recipe_costs_half_a_step_at_most(calls_per_step: Counts, operations_per_step: Counts):
+    plain = calls_per_step(*LENET, *AUGMENTED)
+    rich = calls_per_step(*LENET, *AUGMENTED, *RECIPE)
     assert median(rich) <= 1.5 * median(plain)
-    steps = operations_per_step(fit, monkeypatch, *LENET, *AUGMENTED, *RECIPE)
+    steps = operations_per_step(*LENET, *AUGMENTED, *RECIPE)
     assert median(step["_local_scalar_dense"] for step in steps) == 0

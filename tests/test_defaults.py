@@ -56,14 +56,11 @@ def test_weights_of_the_user_are_not_downloaded(
     published.assert_not_called()
 
 
-def test_a_frozen_network_gets_no_augmentation(image_root: Path):
-    _, data, _ = chosen("--data", image_root, "--model.freeze", "backbone")
-    assert (data.size, data.crop, data.flip) == (224, "none", False)
-
-
-def test_images_in_memory_get_no_crop(image_root: Path):
-    _, data, _ = chosen("--data", image_root, "--data.placement", "memory")
-    assert (data.crop, data.flip) == ("none", True)
+def test_frozen_networks_get_no_augmentation_and_images_in_memory_no_crop(image_root: Path):
+    _, frozen, _ = chosen("--data", image_root, "--model.freeze", "backbone")
+    assert (frozen.size, frozen.crop, frozen.flip) == (224, "none", False)
+    _, in_memory, _ = chosen("--data", image_root, "--data.placement", "memory")
+    assert (in_memory.crop, in_memory.flip) == ("none", True)
 
 
 def test_settings_of_the_user_remain(image_root: Path):

@@ -126,8 +126,11 @@ def words_of(command: str) -> list[str]:
 
 
 def check(command: str) -> None:
-    """Parse a command with the parser of the program that it names."""
-    match words_of(command):
+    """Parse a command with the parser of the program that it names. Check that its files exist."""
+    words = words_of(command)
+    files = [word for word in words if word.startswith(("configs/", "tests/"))]
+    assert all((ROOT / file).is_file() for file in files)
+    match words:
         case ["python", "-m", "app", *arguments]:
             check_app(arguments)
         case ["python", "tests/benchmarks/speed.py", *arguments]:
@@ -140,46 +143,35 @@ def check(command: str) -> None:
             read = parse_args(arguments)
             assert read.module
             check(shlex.join(["python", "-m", read.training_script, *read.training_script_args]))
-        case ["sbatch", *arguments]:
-            script = next(i for i, word in enumerate(arguments) if word.endswith(".sbatch"))
-            assert (ROOT / arguments[script]).is_file()
-            assert {
-                word.partition("=")[0] for word in arguments[:script] if word.startswith("-")
-            } <= SLURM
-            check_app(["fit", *arguments[script + 1 :]])
-        case ["salloc", *options]:
-            assert {word for word in options if word.startswith("-")} <= SLURM
-        case ["sky", "jobs", "launch", file, *rest]:
-            assert (ROOT / file).is_file()
+        case ["sbatch" | "salloc", *arguments]:
+            allocated, _, flags = shlex.join(arguments).partition("configs/cluster/slurm.sbatch")
+            assert set(re.findall(r"(?<!\S)-[\w-]+", allocated)) <= SLURM
+            check_app(["fit", *shlex.split(flags)])
+        case ["sky", "jobs", "launch", "configs/cluster/sky.yaml", *rest]:
             assert not rest or rest[0] == "--env"
             check_app(["fit", *shlex.split(" ".join(rest[1:]).removeprefix("FLAGS="))])
         case ["wandb", name, *arguments]:
             from wandb.cli.cli import cli
 
             cli.commands[name].make_context(name, arguments)
-            assert all((ROOT / word).is_file() for word in arguments if word.endswith(".yaml"))
         case ["pip", "install", "-e", place] | ["pip", "install", place]:
             extras = PYPROJECT["project"]["optional-dependencies"]
             wanted = re.fullmatch(r"(?:\.|data-parallel-lab)(?:\[(\w+)\])?", place)
             assert wanted
             assert wanted[1] in (None, *extras)
         case ["pytest", *arguments]:
-            known = PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]
-            marks = arguments[arguments.index("-m") + 1] if "-m" in arguments else ""
-            assert set(re.findall(r"\w+", marks)) - {"or", "and", "not"} <= {
-                mark.partition(":")[0] for mark in known
-            }
-            assert all((ROOT / word).is_file() for word in arguments if word.startswith("tests"))
+            markers = PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]
+            known = {marker.partition(":")[0] for marker in markers}
+            chosen = arguments[arguments.index("-m") + 1] if "-m" in arguments else ""
+            assert set(chosen.split()) <= known | {"or", "and", "not"}
         case ["ruff" | "mypy" | "export", *_]:
             pass
         case ["srun" | "apptainer" | "docker" | "kubectl" | "python" | "bash", *words]:
+            # tests/test_cluster_files.py checks the content of files
             started = [word for word in words if word in ("python", "torchrun")]
             if started:
                 check(shlex.join(words[words.index(started[0]) :]))
-            # tests/test_cluster_files.py checks the files' content
-            files = [word for word in words if word.startswith(("configs/", "tests/"))]
-            assert started or all((ROOT / word).is_file() for word in files)
-        case words:
+        case _:
             raise AssertionError(f"no way to check {words}")
 
 
@@ -339,21 +331,20 @@ def small(command: str) -> list[str] | None:
     settings = resolve([kind, *flags])
     if settings.model.init_args.get("weights") == "DEFAULT":  # needs a download
         return None
-    if kind == "fit":
-        longer = "--ckpt_path" in flags or settings.model.init_args.get(
-            "warmup"
-        )  # warm-ups last up to two epochs
-        flags += ["--trainer.max_epochs", "3" if longer else "1", "--run.test", "false"]
     name = settings.data.class_path.rpartition(".")[2]
-    if name in ("CIFAR10", "FashionMNIST") and kind == "fit":
-        for flag in ("--data", "--data.root"):
-            while flag in flags:
-                del flags[flags.index(flag) : flags.index(flag) + 2]
-        flags += ["--data", "Synthetic", "--data.like", name]
-    if name in ("CIFAR10", "FashionMNIST", "Synthetic") and kind == "fit":
-        flags += ["--data.images", "24"]
-    if name != "MyData" or settings.data.init_args.get("batch_size"):
-        flags += ["--data.batch_size", "12"] * (kind == "fit")
+    if kind == "fit":
+        # warm-ups last up to two epochs
+        longer = "--ckpt_path" in flags or settings.model.init_args.get("warmup")
+        flags += ["--trainer.max_epochs", "3" if longer else "1", "--run.test", "false"]
+        if name in ("CIFAR10", "FashionMNIST"):
+            for flag in ("--data", "--data.root"):
+                while flag in flags:
+                    del flags[flags.index(flag) : flags.index(flag) + 2]
+            flags += ["--data", "Synthetic", "--data.like", name]
+        if name in ("CIFAR10", "FashionMNIST", "Synthetic"):
+            flags += ["--data.images", "24"]
+        if name != "MyData" or settings.data.init_args.get("batch_size"):
+            flags += ["--data.batch_size", "12"]
     strategy = settings.trainer.strategy
     if isinstance(strategy, str) and strategy.startswith("ddp"):
         flags = ["ddp_fork" if word in ("ddp", "ddp_spawn") else word for word in flags]
@@ -414,10 +405,11 @@ def test_links(document: Path):
         path, _, anchor = link.partition("#")
         target = document.parent / path if path else document
         assert target.exists(), link
-        prose = re.sub(r"^```.*?^```", "", target.read_text(), flags=re.M | re.S) if anchor else ""
-        headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
-        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-        assert not anchor or anchor in slugs, link
+        if anchor:
+            prose = re.sub(r"^```.*?^```", "", target.read_text(), flags=re.M | re.S)
+            headings = re.findall(r"^#+ (.*)$", prose.lower(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings]
+            assert anchor in slugs, link
 
 
 def test_examples_in_other_languages(reader: Path):

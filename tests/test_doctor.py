@@ -10,8 +10,6 @@ import torch
 from harness import SLOW, App, running
 
 import app.lab.doctor
-from app.lab.doctor import ONE_STEP
-from app.lab.runs import run_fit
 from app.record import Record, TrainLoss
 from app.system import machine
 from app.system.machine import busy, usable_cores
@@ -125,8 +123,6 @@ def test_timeout_is_red_only_on_a_quiet_machine(
 
 
 def test_report_on_a_terminal(quick: Records, app: App, monkeypatch: pytest.MonkeyPatch):
-    one_device = ["--trainer.strategy=auto", "--trainer.devices=1"]
-    quick["auto"] = run_fit([*ONE_STEP, *one_device], 120)
     set_load(monkeypatch, BUSY)
     lines = app("doctor").splitlines()
     assert re.match(r"yellow +processor +.* a load of 10000\.0 on \d+ of \d+ cores", lines[0])

@@ -28,15 +28,9 @@ SHORT = options(max_epochs=1, test=False)
 def test_rank_zero_has_terminal_and_debugger(tmp_path: Path):
     """Rank 0 reads from and writes to the terminal; rank 1 skips the breakpoint."""
     controller, tty = pty.openpty()
-    flags = [
-        *SMALL,
-        *SHORT,
-        "--model=user_code.Talks",
-        "--model.stops=true",
-        f"--run.root={tmp_path}",
-    ]
+    flags = [*SMALL, *SHORT, "--model=user_code.Talks", "--model.stops=true"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "app", "fit", *flags],
+        [sys.executable, "-m", "app", "fit", *flags, "--run.root", tmp_path],
         cwd=ROOT, stdin=tty, stdout=tty, stderr=tty,
         env={**os.environ, "APP_TEST_MARK": str(tmp_path)},
     )  # fmt: skip
@@ -140,15 +134,12 @@ def test_torchrun_resumes_only_with_auto(tmp_path: Path):
     """A new torchrun continues an earlier run only with `--ckpt_path auto`."""
     flags = [*STEPS, "--trainer.max_epochs"]
     auto = ["--ckpt_path=auto"]
-    for epochs, more, resumed in (("1", auto, None), ("2", [], None), ("3", auto, "version_1")):
+    for epochs, more, parts in (("1", auto, 0), ("2", [], 0), ("3", auto, 1)):
         with started(tmp_path, *flags, epochs, *more, launcher=TORCHRUN) as run:
             run.end(120, code=0)
-        assert len(run.record["parts"]) == (resumed is not None)
-        assert (
-            (run.record["resumed_from"] is None)
-            if resumed is None
-            else (resumed in run.record["resumed_from"])
-        )
+        assert len(run.record["parts"]) == parts
+        assert bool(run.record["resumed_from"]) == bool(parts)
+    assert "version_1" in run.record["resumed_from"]
 
 
 def test_workers_end_with_torchrun(tmp_path: Path):

@@ -20,13 +20,13 @@ from app.errors import UserError
 from app.lab.compare.command import _parse as parse_compare
 from app.lab.compare.experiment import expand
 
-EXAMPLES = 100 * int(os.environ.get("FAULTS", "1"))
+TIMES = int(os.environ.get("FAULTS", "1"))
 
 
-def examples(times: int) -> settings:
-    """Return hypothesis settings for a multiple of `EXAMPLES`, the same examples every time."""
+def examples(count: int) -> settings:
+    """Return hypothesis settings for `TIMES` as many examples, the same every time."""
     return settings(
-        max_examples=times * EXAMPLES, deadline=None, database=None, derandomize=True,
+        max_examples=count * TIMES, deadline=None, database=None, derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
@@ -102,7 +102,7 @@ def settle(command: str, argv: list[str]) -> None:
 
 
 @pytest.mark.slow
-@examples(2)
+@examples(200)
 @given(st.sampled_from(COMMANDS), flags)
 def test_command_lines(command: str, pairs: list[tuple[str, str]]):
     argv = ["--data=Synthetic"]
@@ -166,7 +166,7 @@ def read_experiment(path: Path) -> None:
 @pytest.mark.parametrize(
     ("read", "contents"), [(read_config, configs), (read_experiment, experiments)]
 )
-@examples(1)
+@examples(100)
 @given(st.data())
 def test_files(tmp_path_factory: pytest.TempPathFactory, read: Any, contents: Any, data: Any):
     path = tmp_path_factory.getbasetemp() / "example.yaml"

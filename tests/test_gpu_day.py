@@ -7,9 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmarks import gpu_day
@@ -33,9 +31,6 @@ def test_without_a_gpu_everything_is_skipped(tmp_path: Path):
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [row["item"] for row in rows] == ["versions", "step", "synchronisations", "dp"]
     assert {row["status"] for row in rows} == {"skipped: no CUDA device"}
-    table = (tmp_path / "results.md").read_text().splitlines()
-    assert len(table) == len(rows) + 2
-    assert all("skipped: no CUDA device" in line for line in table[2:])
     assert run_script(tmp_path, "lenett").stderr.startswith(
         "gpu_day.sh: there is no 'lenett': give wheels, A, B, C, "
     )
@@ -60,30 +55,7 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(
     assert statuses == {"fails": "failed", "hangs": "cut off after 2 s", "works": "ok"}
     assert all(row["figures"] == {"a": 1} for row in rows.values())
     assert rows["fails"]["end"] == ["it broke"]
-    assert "a: 1" in (tmp_path / "out/results.md").read_text()
-    with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
-        assert {"logs/fails.log", "logs/fails.json", "logs/works.log"} <= set(archive.getnames())
-
-
-def test_a_call_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A call's limits add up to its deadline. An item that begins too late to finish is skipped."""
-    now, limits = [0.0], {}
-
-    def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
-        limits[item] = seconds
-        now[0] += 75
-        return {"item": item, "status": "ok", "seconds": seconds, "figures": {}, "end": []}
-
-    monkeypatch.setattr(gpu_day, "run", run)
-    monkeypatch.setattr(gpu_day, "why_not", lambda: None)
-    monkeypatch.setattr(gpu_day.time, "monotonic", lambda: now[0])
-    assert [sum(items.values()) for items in gpu_day.CALLS.values()] == [95, 135, 295]
-    with pytest.raises(SystemExit, match="0"):
-        gpu_day.main(["A"], tmp_path)
-    rows = json.loads((tmp_path / "results.json").read_text())
-    late = "skipped: no time left"
-    assert [row["status"] for row in rows] == ["ok", "ok", late]
-    assert limits == {"versions": 20, "step": 20}
+    assert (tmp_path / "out/fails.log").read_text() == "it broke\n"
 
 
 def test_a_machine_without_the_wheels(tmp_path: Path):

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -19,6 +18,7 @@ from forked import fork_app
 from harness import QUIET, App, Fit, draw_images, on_cpu, options, tiny
 from matplotlib.cbook import get_sample_data
 from PIL import Image
+from test_tables import saved, table  # noqa: F401
 from torchvision.transforms import InterpolationMode, v2
 
 import app as package
@@ -35,22 +35,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a run on image files of different sizes."""
     folder = tmp_path_factory.mktemp("trained")
     images = draw_images(folder / "images", NAMES, train=12, test=4)
-    flags = [f"--run.root={folder / 'runs'}", "--run.name=x", *QUIET, f"--data.root={images}"]
-    flags += [
-        "--data=ImageFolder",
-        "--model=my_networks.Wide",
-        "--data.size=24",
-        "--data.resize=28",
-        "--data.interpolation=bicubic",
-    ]
-    flags += map(str, options(max_epochs=1, accelerator="cpu"))
+    flags = [f"--data={images}", "--model=my_networks.Wide", *QUIET]
+    flags += options(size=24, resize=28, interpolation="bicubic", batch_size=9, max_epochs=1)
+    flags += options(accelerator="cpu", test=False, root=folder / "runs", name="x")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
         Path("my_networks.py").write_text(WIDE)
         from app.cli import main
 
-        assert main(["fit", *flags, "--data.batch_size=9", "--run.test=false"]) == 0
+        assert main(["fit", *flags]) == 0
         yield folder / "runs/x/version_0"
         sys.modules.pop("my_networks", None)
 
@@ -81,16 +75,13 @@ def test_every_form_of_an_image(trained: Path, model: Classifier):
     array = np.asarray(Image.open(file))
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     one = model.predict(file)
-    assert model.predict(Image.open(file)) == one._replace(file=None)
-    assert (
-        one
-        == model.predict(str(file))
-        == model.predict(folder)[1]
-        == model.predict([file, folder])[0]
-    )
+    nameless = one._replace(file=None)
+    assert one == model.predict(str(file)) == model.predict(folder)[1]
+    assert model.predict([file, folder])[0] == one
+    assert model.predict(Image.open(file)) == nameless
     for form in (array, tensor):
-        assert model.predict(form) == one._replace(file=None)
-        assert model.predict(form[None]) == model.predict([form]) == [one._replace(file=None)]
+        assert model.predict(form) == nameless
+        assert model.predict(form[None]) == model.predict([form]) == [nameless]
     for mode in ("1", "L", "P", "RGBA", "CMYK"):
         picture = Image.open(file).convert(mode)
         assert model.predict([picture]) == model.predict([np.asarray(picture.convert("RGB"))])
@@ -102,8 +93,7 @@ def test_every_form_of_an_image(trained: Path, model: Classifier):
 def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/a.txt").write_text("text")
-    empty = tmp_path / "bad/empty.jpg"
-    empty.parent.mkdir()
+    empty = tmp_path / "empty.jpg"
     empty.touch()
     for images, problem in (
         ("gone.jpg", "gone.jpg cannot be read"),
@@ -125,44 +115,46 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Pat
         model.predict(np.zeros((8, 8, 3), np.uint8), k=4)
     with pytest.raises(UserError, match=r"gone.* no such file"):
         package.load(tmp_path / "gone")
-    torch.save(
-        torch.load(trained / "checkpoints/best.ckpt", weights_only=True), tmp_path / "x.ckpt"
-    )
+
+
+def test_classifier_beside_a_config(trained: Path, tmp_path: Path):
+    """A checkpoint is loaded with the config beside it, if this is of its network and trusted."""
+    path = shutil.copy(trained / "checkpoints/best.ckpt", tmp_path)
     with pytest.raises(UserError, match=r"config.yaml: there is no such file"):
-        load(tmp_path / "x.ckpt")
-    config = (trained / "config.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(config)
-    assert load(tmp_path / "x.ckpt").class_names == NAMES, "a checkpoint beside its config"
-    (tmp_path / "config.yaml").write_text(config.replace("width: 8", "width: 9"))
-    with pytest.raises(UserError, match="is of another network"):
-        load(tmp_path / "x.ckpt")
-    for code in (
-        "class_path: os.system",
-        "class_path: app.modules.ImageClassifier\n  init_args: {network: os.system}",
+        load(path)
+    config = Path(shutil.copy(trained / "config.yaml", tmp_path))
+    assert load(path).class_names == NAMES
+    whole = config.read_text()
+    for text, problem in (
+        (whole.replace("width: 8", "width: 9"), "is of another network"),
+        ("model: {class_path: os.system}", "os.system.* is not trusted: give --trust os"),
+        (
+            "model: {class_path: app.modules.ImageClassifier, init_args: {network: os.system}}",
+            "os.system.* is not trusted: give --trust os",
+        ),
     ):
-        (tmp_path / "config.yaml").write_text(f"model:\n  {code}\n")
-        with pytest.raises(UserError, match=r"os.system.* is not trusted: give --trust os"):
-            load(tmp_path / "x.ckpt")
-    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+        config.write_text(text)
+        with pytest.raises(UserError, match=problem):
+            load(path)
+    torch.save({"state_dict": {}}, path)
     with pytest.raises(UserError, match="has no class names"):
-        load(tmp_path / "x.ckpt")
+        load(path)
 
 
 GREY = "--model=FashionMLP --model.repeats=1"
 ODD = "--data.size=28 --data.resize=30 --data.interpolation=bicubic --data.channels=1"
 SOURCES = [
-    ("CIFAR10", "cifar_root", "--data.root=ROOT --model.weights=ROOT/lenet.pth"),
-    ("FashionMNIST", "fashion_root", f"--data.root=ROOT {GREY}"),
-    ("Synthetic", "image_root", "--data.images=30"),
-    ("ImageFolder", "image_root", f"--data.root=ROOT {GREY} {ODD} --data.batch_size=0.5"),
-    ("ImageTable", "image_root", "--data.csv=ROOT/all.csv --data.mean=[0.1,0.2,0.3]"),
-    ("HuggingFace", "image_root", "--data.path=ROOT/saved"),
+    ("cifar_root", "CIFAR10 --data.root=data --model.weights=lenet.pth"),
+    ("fashion_root", f"FashionMNIST --data.root=data {GREY}"),
+    ("image_root", "Synthetic --data.images=30"),
+    ("image_root", f"ImageFolder --data.root=images {GREY} {ODD} --data.batch_size=0.5"),
+    ("table", "ImageTable --data.csv=images/all.csv --data.mean=[0.1,0.2,0.3]"),
+    ("saved", "HuggingFace --data.path=images/saved"),
 ]
 
 
-@pytest.mark.parametrize(("source", "fixture", "flags"), SOURCES)
+@pytest.mark.parametrize(("fixture", "flags"), SOURCES)
 def test_new_images(
-    source: str,
     fixture: str,
     flags: str,
     fit: Fit,
@@ -176,22 +168,15 @@ def test_new_images(
     The probabilities are those of torchvision's usual transforms, also from two processes.
     """
     monkeypatch.chdir(tmp_path)
-    root = request.getfixturevalue(fixture)
-    if source == "ImageTable":
-        rows = [f"{file},{file.parent.name}" for file in root.glob("train/*/*")]
-        (root / "all.csv").write_text("\n".join(["file,label", *rows]))
-    if source == "HuggingFace":
-        made = datasets.load_dataset(
-            "imagefolder", data_dir=str(root), cache_dir=str(root / "kept")
-        )
-        made.save_to_disk(root / "saved")
-    torch.save(CIFARCNN().network.state_dict(), root / "lenet.pth")
-    words = f"{flags} --trainer.max_epochs=1 --run.test=false".replace("ROOT", str(root)).split()
-    run = fit(f"--data={source}", *words, *QUIET)
-    shutil.rmtree(root)
+    request.getfixturevalue(fixture)
+    torch.save(CIFARCNN().network.state_dict(), "lenet.pth")
+    run = fit("--data", *flags.split(), *options(max_epochs=1, test=False), *QUIET)
+    Path("lenet.pth").unlink()
+    for place in ("data", "images"):
+        shutil.rmtree(place, ignore_errors=True)
     new = draw_images(Path("new"), ("a", "b[red]"), x=11)
     predict = ["predict", f"--ckpt_path={run}", *QUIET, "--run.top_k=2", "--data.predict_dir"]
-    if source == "ImageFolder":
+    if "ImageFolder" in flags:
         new = new.resolve()
         two = [f"[{new}/x/a, '{new}/x/b[red]']", *on_cpu("ddp_fork"), "--data.batch_size=5"]
         out = fork_app(*predict, *two)
@@ -199,16 +184,16 @@ def test_new_images(
         out = app(*predict, new)
         assert re.search(r"\nnew/x/b\[red\]/00.jpg  \w.* \d+\.\d%", out)
     assert "… and 2 more" in out
-    table = pd.read_csv(run / "predict_1/predictions.csv", index_col="file")
+    predicted = pd.read_csv(run / "predict_1/predictions.csv", index_col="file")
     files = sorted(map(str, new.rglob("*.*")))
-    assert list(table.index) == files
+    assert list(predicted.index) == files
     model = load(run, "cpu")
     images = torch.load(run / "checkpoints/best.ckpt", weights_only=True)["images"]
     channels, _, size = images["image_shape"]
     kind = InterpolationMode(images.get("interpolation", "bilinear"))
     steps = [v2.PILToTensor(), v2.Resize(images.get("resize") or size, kind), v2.CenterCrop(size)]
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(images["mean"], images["std"])]
-    for row, prediction in zip(table.itertuples(), model.predict(files, k=2), strict=True):
+    for row, prediction in zip(predicted.itertuples(), model.predict(files, k=2), strict=True):
         picture = Image.open(row.Index).convert({1: "L", 3: "RGB"}[channels])
         shares, labels = model.module(v2.Compose(steps)(picture)[None]).softmax(1)[0].topk(2)
         names = tuple(images["class_names"][label] for label in labels)

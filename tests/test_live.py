@@ -9,7 +9,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -127,35 +128,35 @@ def test_kills(what: str, kills: list[str], images: Path, theirs: Path, tmp_path
     assert_undisturbed(train(tmp_path, flags, kills), alone)
 
 
-def address_of(run: Running) -> str:
-    """Return the address that a live run prints."""
-    line = run.process.stdout.readline()  # type: ignore[union-attr]
-    return line.split()[-1]
-
-
-def has_joined(run: Running, ranks: int) -> bool:
-    """Return whether a part of the run on this many ranks has begun."""
-    record = run.record
-    return record.get("world_size") == ranks or run.process.poll() is not None
+def await_ranks(run: Running, ranks: int) -> None:
+    """Wait until a part of the run on this many ranks has begun, or the run has ended."""
+    awaited(lambda: run.record.get("world_size") == ranks or run.process.poll() is not None, 120)
 
 
 LONG = [*IMAGES, "--trainer.max_epochs=-1", "--model.schedule=null", "--model.warmup=0"]
 ONE = [*LIVE, "--trainer.devices=1"]
 
 
+@contextmanager
+def live(root: Path, flags: Sequence[str] = LONG) -> Iterator[tuple[Running, str]]:
+    """Start a live run of one rank; yield it and its address after an epoch."""
+    with started(root, *flags, *ONE) as run:
+        line = run.process.stdout.readline()  # type: ignore[union-attr]
+        run.trained(1)
+        yield run, line.split()[-1]
+
+
 @SLOW
 def test_a_machine_joins_and_leaves(tmp_path: Path):
     """The machine's Ctrl-C ends its ranks only; the first node's ends all."""
-    with started(tmp_path, *LONG, *ONE) as run:
-        address = address_of(run)
-        run.trained(1)
+    with live(tmp_path) as (run, address):
         wrong = start_app.run("join", address, "--model.optimizer.lr=3")
         assert "model.optimizer.lr is 3.0 here and 0.02 in the live" in wrong[1]
         with running("join", address, "--trainer.devices=2") as other:
-            awaited(lambda: has_joined(run, 3), 120)
+            await_ranks(run, 3)
             other.get("SIGINT", "main")
             other.end(code=130)
-        awaited(lambda: has_joined(run, 1), 120)
+        await_ranks(run, 1)
         run.get("SIGTERM", "main")
         out = run.end(code=143)
     assert re.search(r"rank \d(, \d)? left at step \d+; [12] go on", out), out
@@ -165,13 +166,10 @@ def test_a_machine_joins_and_leaves(tmp_path: Path):
 @SLOW
 def test_the_first_node_is_lost(tmp_path: Path):
     """The others save the newest step, and end with one line."""
-    with started(tmp_path, *LONG, *ONE) as run:
-        address = address_of(run)
-        run.trained(1)
-        with running("join", address, "--trainer.devices=1") as other:
-            awaited(lambda: has_joined(run, 2), 120)
-            run.get("SIGKILL", "main")
-            out = other.end(code=2)
+    with live(tmp_path) as (run, at), running("join", at, "--trainer.devices=1") as other:
+        await_ranks(run, 2)
+        run.get("SIGKILL", "main")
+        out = other.end(code=2)
     assert f"start again with --ckpt_path {last_of(run.directory)}" in out
     assert_undisturbed_up_to_its_end(run.directory, LONG)
 
@@ -213,14 +211,12 @@ def test_torchrun_joins(tmp_path: Path):
     """Torchrun starts `join` once for a machine. 16-mixed scales the losses."""
     flags = [*LONG, "--trainer.precision=16-mixed"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    with started(tmp_path, *flags, *ONE) as run:
-        address = address_of(run)
-        run.trained(1)
+    with live(tmp_path, flags) as (run, address):
         with running("join", address, launcher=torchrun) as other:
-            awaited(lambda: has_joined(run, 2), 120)
+            await_ranks(run, 2)
             other.get("SIGTERM", "main")
             other.end()
-        awaited(lambda: has_joined(run, 1), 120)
+        await_ranks(run, 1)
         run.get("SIGTERM", "main")
         run.end(code=143)
     assert_undisturbed_up_to_its_end(run.directory, flags)

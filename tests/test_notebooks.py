@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,22 +21,10 @@ def test_runs(notebook: Path, tmp_path: Path):
     flags = "-p no:cacheprovider -p no:xdist -o addopts= --nbmake --nbmake-timeout=480"
     command = [sys.executable, "-m", "pytest", *flags.split(), str(notebook)]
     env = {**os.environ, **SMALL, "LAB_RUNS": str(tmp_path / "runs")}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=env,
-        cwd=ROOT,
-        start_new_session=True,
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False
     )
-    try:
-        out, _ = process.communicate(timeout=560)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert process.returncode == 0, out
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

@@ -48,6 +48,8 @@ LEFTOVERS = [
     ({"LOCAL_RANK": "1"}, "LOCAL_RANK in the environment, but no launcher started this process"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "unset RANK WORLD_SIZE"),
     ({"NODE_RANK": "1"}, "unset NODE_RANK"),
+    ({"MASTER_PORT": "5x"}, "MASTER_PORT=5x in the environment: give a whole number, or unset it"),
+    ({"APP_AGENT": "5x"}, "APP_AGENT=5x in the environment is left over from another run: unset"),
     ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun cannot start runs: use torchrun or srun"),
     (

@@ -28,7 +28,6 @@ from harness import (
     record_of,
     slow,
     tiny,
-    weights,
 )
 from lightning.pytorch import Trainer
 
@@ -87,9 +86,7 @@ def test_resume_within_an_epoch_is_exact(model: str, fit: Fit):
     assert epochs(resumed) == epochs(whole)
     assert len(epochs(whole)) == 3
     logged, expected = (pd.read_csv(run / "metrics.csv") for run in (resumed, whole))
-    pd.testing.assert_frame_equal(
-        logged, expected[expected["step"] >= 21].reset_index(drop=True), check_exact=True
-    )
+    assert logged.equals(expected[expected["step"] >= 21].reset_index(drop=True))
 
 
 def test_last_continues_a_finished_training(app: App, tmp_path: Path):
@@ -106,9 +103,6 @@ def test_last_continues_a_finished_training(app: App, tmp_path: Path):
     lines, expected = (pd.read_csv(run / "epochs.csv") for run in (resumed, whole))
     assert lines["epoch"].tolist() == [1, 2, 3]
     assert lines.filter(regex="lr|train|val").equals(expected.filter(regex="lr|train|val"))
-    pd.testing.assert_frame_equal(
-        *(pd.read_csv(run / "metrics.csv") for run in (whole, resumed)), atol=1e-6
-    )
     changed = ["--trainer.max_epochs=4", "--ckpt_path=last", "--model.optimizer.lr=0"]
     text = app.error("fit", *flags, *changed)
     assert (
@@ -217,19 +211,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fork_fit(tmp_path_factory.mktemp("whole"), *UP_TO_TWO)
 
 
-@pytest.mark.parametrize(("steps", "every"), [((1, 15, 16, 29), 0), ((15,), 5)], ids=str)
+@pytest.mark.parametrize(("steps", "every"), [((1, 15, 16, 29), "null"), ((15,), "5")], ids=str)
 def test_run_stopped_by_max_steps_resumes_exactly(
-    steps: tuple[int, ...], every: int, whole: Path, fit: Fit
+    steps: tuple[int, ...], every: str, whole: Path, fit: Fit
 ):
     """A run that stops and resumes several times has an uninterrupted run's weights and records.
 
     A checkpoint due after an epoch's last step is written at the epoch's end, with validation and
     mean loss.
     """
-    flags = [*UP_TO_TWO, *([f"--last_checkpoint.every_n_train_steps={every}"] if every else [])]
-    ends = [[f"--trainer.max_steps={step}"] for step in steps]
-    for more in (ends[0], *(["--ckpt_path=last", *end] for end in (*ends[1:], []))):
-        resumed = fit(*flags, *more)
+    flags = [*UP_TO_TWO, f"--last_checkpoint.every_n_train_steps={every}"]
+    fit(*flags, f"--trainer.max_steps={steps[0]}")
+    for step in (*steps[1:], -1):
+        resumed = fit(*flags, "--ckpt_path=last", f"--trainer.max_steps={step}")
     assert difference(whole, resumed) == 0
     assert epochs(resumed) == epochs(whole)
 
@@ -255,11 +249,10 @@ def test_resume_across_strategies(fit: Fit, tmp_path: Path):
     ddp = [*CNN, *STEPS, *on_cpu("ddp_fork")]
     saved = checkpoints(fork_fit(tmp_path, *ddp))
     resumed = fork_fit(tmp_path, *ddp, "--run.name=resumed", f"--ckpt_path={saved[21]}")
-    final = weights(saved[42])
-    assert difference(final, checkpoints(resumed)[42]) == 0
+    assert difference(saved[42], checkpoints(resumed)[42]) == 0
     for strategy in ("auto", "dp"):
         run = fit(*CNN, *STEPS, *on_cpu(strategy, name=strategy), f"--ckpt_path={saved[21]}")
-        assert difference(final, checkpoints(run)[42]) < 1e-5
+        assert difference(saved[42], checkpoints(run)[42]) < 1e-5
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, fit: Fit):
@@ -326,9 +319,7 @@ def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path):
     bit_flipped(last)
     for command, checkpoint in (("fit", "last"), ("test", "last"), ("predict", last)):
         message = app.error(command, *FLAGS, "3", f"--ckpt_path={checkpoint}")
-        assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", message), (
-            message
-        )
+        assert re.match(rf"error: --ckpt_path {last}: damaged \(.+\): use {folder}/", message)
     (folder / "best.ckpt").unlink()
     out = app("fit", *FLAGS, "3", "--ckpt_path=auto")
     assert (
@@ -358,13 +349,13 @@ def test_checkpoint_without_a_needed_part_is_rejected(app: App, fit: Fit, tmp_pa
         torch.save(content, bad)
         with pytest.raises(UserError, match=f"^--ckpt_path {bad}: training cannot resume"):
             check_checkpoint(str(bad), CIFARCNN(), None, trainer, False)  # type: ignore[arg-type]
+    resume = [*FLAGS, "2", f"--ckpt_path={bad}"]
     for key in ("callbacks", "lr_schedulers"):
         torch.save(good | {key: 3.5}, bad)
-        assert "--ckpt_path: the checkpoint cannot be restored" in app.error(
-            "fit", *FLAGS, "2", f"--ckpt_path={bad}"
-        )
+        message = app.error("fit", *resume)
+        assert "--ckpt_path: the checkpoint cannot be restored" in message
     torch.save(weights_alone, bad)
-    app("test", *FLAGS, "2", f"--ckpt_path={bad}")  # weights are enough to test
+    app("test", *resume)  # weights are enough to test
     flags = ["--last_checkpoint.save_weights_only=true", "--run.name=y"]
     fit(*FLAGS, "1", *flags)
     assert "it has no " in app.error("fit", *FLAGS, "2", *flags, "--ckpt_path=last")

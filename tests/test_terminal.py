@@ -34,9 +34,13 @@ def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.Mon
     assert "features.0" in app(*flags, "--verbose")
 
 
-def test_each_epoch_has_a_line(app: App):
-    """A run prints a line for each epoch, also into a pipe."""
-    out = app("fit", *SMALL[:4], "--trainer.max_epochs=2", "--run.test=false")
+def test_lines_of_epochs_and_next_commands(app: App, tmp_path: Path):
+    """A run prints a line for each epoch, also into a pipe, and then commands that work."""
+    root = ["--run.root", tmp_path / "my runs"]
+    out = app("fit", *SMALL[:-4], "--trainer.max_epochs=2", *root)
+    for label in ("use it", "train longer"):
+        (typed,) = re.findall(rf"^{label} +python -m app (.+)$", out, flags=re.MULTILINE)
+        app(*shlex.split(typed), *root)
     lines = [line for line in out.splitlines() if line.startswith("epoch ")]
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
     for line in lines:
@@ -76,14 +80,6 @@ def test_bar_updates_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPa
     noted.clear()
     app(*flags, "--trainer.callbacks=RichProgressBar")
     assert noted == [(RichProgressBar, index) for index in (*range(9), *range(9))]
-
-
-def test_printed_commands_work(app: App, tmp_path: Path):
-    root = ["--run.root", tmp_path / "my runs"]
-    out = app("fit", *SMALL[:-2], "--trainer.max_epochs=1", *root)
-    for label in ("use it", "train longer"):
-        (typed,) = re.findall(rf"^{label} +python -m app (.+)$", out, flags=re.MULTILINE)
-        app(*shlex.split(typed), *root)
 
 
 @pytest.mark.parametrize("output", [">/dev/full", "2>&-", "<&- >&- 2>&-", "| head -1"])

@@ -1,8 +1,8 @@
 """Run items of `gpu_items.py` one after the other, each in a separate process with a time limit.
 
 `gpu_day.sh` starts it. If an item fails or times out, its figures so far are kept, and the next
-item runs. A call ends at its deadline; its first items are worth most. Without a GPU, every item is
-skipped. `GPU_DAY_DEVICE=cpu` tests the items on the CPU, with small sizes.
+item runs. Without a GPU, every item is skipped. `GPU_DAY_DEVICE=cpu` tests the items on the CPU,
+with small sizes.
 """
 
 import contextlib
@@ -11,8 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +20,7 @@ from app.system.files import write_json
 
 TRIED = os.environ.get("GPU_DAY_DEVICE") == "cpu"
 PATIENCE = 3 if TRIED else 1  # factor of the time limits, larger on the CPU because it is slower
-LEAST = 15  # seconds without which no item starts
-# items of each call, with their time limits in seconds; the sum of the limits is the call's
-# deadline
+# items of each call, with their time limits in seconds
 CALLS = {
     "A": {"versions": 20, "step": 40, "synchronisations": 35},
     "B": {"resnet": 60, "apart": 75},
@@ -67,20 +63,6 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
     return {"item": item, "status": status, "seconds": seconds, "figures": recorded, "end": end}
 
 
-def report(rows: list[dict[str, Any]], logs: Path, folder: Path) -> None:
-    """Write the results so far to three files."""
-    write_json(folder / "results.json", rows)
-    lines = ["| item | status | s | found |", "|---|---|---|---|"]
-    for row in rows:
-        text = "; ".join(f"{name}: {value}" for name, value in row["figures"].items())
-        end = " ".join(row["end"][-1:])
-        line = f"| {row['item']} | {row['status']} | {row['seconds']} | {text or end} |"
-        lines.append(line.replace("\n", " "))
-    (folder / "results.md").write_text("\n".join(lines) + "\n")
-    with tarfile.open(folder / "logs.tar.gz", "w:gz") as archive:
-        archive.add(logs, "logs")
-
-
 def main(chosen: Sequence[str], folder: Path) -> None:
     """Run the chosen items, by default all. A group's name in `CALLS` stands for its items.
 
@@ -94,22 +76,22 @@ def main(chosen: Sequence[str], folder: Path) -> None:
             f"gpu_day.sh: there is no {unknown[0]!r}: give wheels, {', '.join([*CALLS, *limits])}"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    ends, reason = time.monotonic() + sum(limits[item] for item in items) * PATIENCE, why_not()
+    reason = why_not()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as logs:
-        for item in items:
-            left = ends - time.monotonic()
-            row = {"item": item, "seconds": 0.0, "figures": {}, "end": []}
-            if reason:
-                row["status"] = f"skipped: {reason}"
-            elif left < LEAST:
-                row["status"] = "skipped: no time left"
-            else:
-                row = run(item, min(limits[item] * PATIENCE, left), Path(logs))
-            rows.append(row)
-            print(f"{item:<18}{row['status']:<26}{row['seconds']:>6} s", flush=True)
-            report(rows, Path(logs), folder)
-    print(f"{folder}/results.json, {folder}/results.md, {folder}/logs.tar.gz")
+    for item in items:
+        row = {
+            "item": item,
+            "status": f"skipped: {reason}",
+            "seconds": 0.0,
+            "figures": {},
+            "end": [],
+        }
+        if not reason:
+            row = run(item, limits[item] * PATIENCE, folder)
+        rows.append(row)
+        print(f"{item:<18}{row['status']:<26}{row['seconds']:>6} s", flush=True)
+        write_json(folder / "results.json", rows)
+    print(f"{folder}/results.json")
     sys.exit(int(any(not row["status"].startswith(("ok", "skipped")) for row in rows)))
 
 

