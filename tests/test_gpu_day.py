@@ -31,6 +31,9 @@ def test_without_a_gpu_everything_is_skipped(tmp_path: Path):
     rows = json.loads((tmp_path / "results.json").read_text())
     assert [row["item"] for row in rows] == ["versions", "step", "synchronisations", "dp"]
     assert {row["status"] for row in rows} == {"skipped: no CUDA device"}
+    table = (tmp_path / "results.md").read_text().splitlines()
+    assert len(table) == len(rows) + 2
+    assert all("skipped: no CUDA device" in line for line in table[2:])
     assert run_script(tmp_path, "lenett").stderr.startswith(
         "gpu_day.sh: there is no 'lenett': give wheels, A, B, C, "
     )
@@ -55,6 +58,7 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(
     assert statuses == {"fails": "failed", "hangs": "cut off after 2 s", "works": "ok"}
     assert all(row["figures"] == {"a": 1} for row in rows.values())
     assert rows["fails"]["end"] == ["it broke"]
+    assert "a: 1" in (tmp_path / "out/results.md").read_text()
     assert (tmp_path / "out/fails.log").read_text() == "it broke\n"
 
 

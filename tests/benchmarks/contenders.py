@@ -72,7 +72,18 @@ class Clock(Callback):
             Path(os.environ["CLOCK"]).write_text(json.dumps(figures))
 
 
-def ours(flags: str) -> Callable[[], dict[str, float]]:
+def cost_of(command: list[str], **settings: Any) -> dict[str, float]:
+    """Run a command, and return its CPU seconds and its duration."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
+    subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, **settings)
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cpu_s": cpu, "seconds": seconds}
+
+
+def ours(flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
     """Return a contender that measures `python -m app fit` with these flags."""
 
     def contender() -> dict[str, float]:
@@ -80,9 +91,11 @@ def ours(flags: str) -> Callable[[], dict[str, float]]:
             environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
             environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
             words = f"{FIT} {flags} --run.root {folder}".split()
-            command = [sys.executable, "-m", "app", *words, "--trainer.callbacks+=contenders.Clock"]
-            subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr, env=environment)
-            return json.loads(Path(environment["CLOCK"]).read_text())
+            command = [sys.executable, "-m", "app", *words]
+            if not clock:
+                return cost_of(command, env=environment)
+            cost = cost_of([*command, "--trainer.callbacks+=contenders.Clock"], env=environment)
+            return cost | json.loads(Path(environment["CLOCK"]).read_text())
 
     contender.__doc__ = f"`fit {' '.join(flags.split())}`"
     return contender
@@ -147,24 +160,25 @@ def overhead_stock() -> dict[str, float]:
     """Lightning's Trainer with its progress bar, CSV file and checkpoints."""
     network, batches = _tiny()
 
-    class Module(OrdinaryModel):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
             self.log("train_loss", loss, prog_bar=True)
             return loss
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters())
-
-    module = Module()
-    module.network = network
 
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         os.environ["CLOCK"] = f"{folder}/clock.json"
         logger = CSVLogger(folder)
         trainer = Trainer(max_epochs=4, accelerator="cpu", callbacks=[clock], logger=logger)
-        trainer.fit(module, batches)
+        trainer.fit(Module(), batches)
     return clock.figures(len(batches))
 
 
@@ -192,6 +206,15 @@ def lenet_raw() -> dict[str, float]:
 
 
 lenet_ours = ours(LENET)
+
+
+def start_import() -> dict[str, float]:
+    """`python -c "import lightning"`."""
+    return cost_of([sys.executable, "-c", "import lightning"])
+
+
+start_ours = ours("--data Synthetic --data.images 640 --trainer.max_steps 1", clock=False)
+start_quickstart = ours("--config configs/quickstart.yaml --run.test true", clock=False)
 
 
 DDP = f"""
@@ -291,8 +314,89 @@ loader_lightning = ours(f"{ORDINARY} --run.loader lightning")
 loader_exact = ours(ORDINARY)
 shards_plain = ours(f"{SHARDED} {TWO}")
 shards_ours = ours(f"{SHARDED} {TWO} --run.virtual_devices 8")
+# without and with a copy of the state after each step
+live_off = shards_ours
+live_on = ours(f"{SHARDED} {TWO} --run.virtual_devices 8 --cluster.live true")
 one_plain = ours(SHARDED)
 one_ours = ours(f"{SHARDED} --run.virtual_devices 1")
+
+
+PHOTOS = int(os.environ.get("PHOTOS", 2000))
+WORKERS = 2
+CROPPED = 64  # images of a batch
+
+
+def _photos(folder: str) -> None:
+    """Write JPEG files of 500 × 375 pixels and 55 kB, like photographs."""
+    rng = np.random.default_rng(0)
+    for number in range(PHOTOS):
+        place = Path(folder, "train", f"class{number % 10}")
+        place.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(rng.integers(256, size=(24, 32, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC), np.int16)
+        pixels = (smooth + rng.integers(-8, 9, size=smooth.shape)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.jpg", quality=90)
+
+
+def _read(begin: Callable[[], Callable[[], Iterator[Any]]]) -> dict[str, float]:
+    """Measure images/s of the first epoch, including set-up, and the median of nine later ones."""
+    walls = []
+    began = time.perf_counter()
+    batches = begin()
+    for _ in range(10):
+        assert sum(len(images) for images, *_ in batches()) == PHOTOS
+        walls.append(time.perf_counter() - began)
+        began = time.perf_counter()
+    return {
+        "first_epoch_images_per_s": PHOTOS / walls[0],
+        "images_per_s": PHOTOS / statistics.median(walls[1:]),
+    }
+
+
+def crops_torchvision() -> dict[str, float]:
+    """ImageFolder, transforms and DataLoader of torchvision's reference training, two workers."""
+    from torchvision.datasets import ImageFolder
+
+    with tempfile.TemporaryDirectory() as folder:
+        _photos(folder)
+
+        def begin() -> Callable[[], Iterator[Any]]:
+            images = ImageFolder(f"{folder}/train", CROPS)
+            loader = torch.utils.data.DataLoader(
+                images, CROPPED, num_workers=WORKERS, shuffle=True, persistent_workers=True
+            )
+            return loader.__iter__
+
+        return _read(begin)
+
+
+def crops_ours() -> dict[str, float]:
+    """`--data ImageFolder --data.crop random_resized --data.flip true`: crops of mapped pixels."""
+    from app.data import ImageFolder
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        _photos(folder)
+        trainer = Trainer(accelerator="cpu", barebones=True)
+
+        def begin() -> Callable[[], Iterator[Any]]:
+            data = ImageFolder(
+                folder,
+                size=224,
+                resize=256,
+                crop="random_resized",
+                flip=True,
+                val_size=0,
+                batch_size=CROPPED,
+                num_workers=WORKERS,
+                cache=f"{folder}/cache",
+            )
+            data.trainer = trainer
+            data.prepare_data("fit")
+            data.setup("fit")
+            loader = data.train_dataloader()
+            return lambda: (data.on_after_batch_transfer(batch, 0) for batch in loader)
+
+        return _read(begin)
 
 
 if __name__ == "__main__":

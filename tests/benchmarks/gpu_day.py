@@ -63,6 +63,18 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
     return {"item": item, "status": status, "seconds": seconds, "figures": recorded, "end": end}
 
 
+def report(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Write the results so far to two files."""
+    write_json(folder / "results.json", rows)
+    lines = ["| item | status | s | found |", "|---|---|---|---|"]
+    for row in rows:
+        text = "; ".join(f"{name}: {value}" for name, value in row["figures"].items())
+        end = " ".join(row["end"][-1:])
+        line = f"| {row['item']} | {row['status']} | {row['seconds']} | {text or end} |"
+        lines.append(line.replace("\n", " "))
+    (folder / "results.md").write_text("\n".join(lines) + "\n")
+
+
 def main(chosen: Sequence[str], folder: Path) -> None:
     """Run the chosen items, by default all. A group's name in `CALLS` stands for its items.
 
@@ -90,8 +102,8 @@ def main(chosen: Sequence[str], folder: Path) -> None:
             row = run(item, limits[item] * PATIENCE, folder)
         rows.append(row)
         print(f"{item:<18}{row['status']:<26}{row['seconds']:>6} s", flush=True)
-        write_json(folder / "results.json", rows)
-    print(f"{folder}/results.json")
+        report(rows, folder)
+    print(f"{folder}/results.json, {folder}/results.md")
     sys.exit(int(any(not row["status"].startswith(("ok", "skipped")) for row in rows)))
 
 

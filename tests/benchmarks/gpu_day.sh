@@ -9,7 +9,7 @@
 #
 # torchmetrics imports transformers where it is installed, which costs each process of an item 10 s: uninstall it before.
 # Copy .wheels along, which git ignores. Its wheels, for Python 3.12 on Linux, are installed into python3, or into the
-# interpreter that PYTHON names. Results go into $OUT or runs/gpu_day after each item: results.json, and the
+# interpreter that PYTHON names. Results go into $OUT or runs/gpu_day after each item: results.json, results.md, and the
 # item's figures and log.
 set -eu
 cd "$(dirname "$0")/../.."

@@ -18,18 +18,7 @@ from typing import Any
 
 import torch
 import torchvision
-from harness import (
-    QUIET,
-    ROOT,
-    difference,
-    free_port,
-    losses,
-    newest_run,
-    options,
-    record_of,
-    start_app,
-    tiny,
-)
+from harness import QUIET, ROOT, difference, free_port, losses, options, record_of, tiny
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
@@ -71,20 +60,30 @@ def note(name: str, value: Any) -> None:
 
 def start(*args: Any, env: dict[str, str] | None = None) -> tuple[int, str]:
     """Run `python -m app …` in a separate process; return exit code and output."""
-    variables = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **(env or {})}
-    return start_app.run("--verbose", *args, timeout=150 if CPU else 65, env=variables)
+    command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
+    limit = 150 if CPU else 65
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **(env or {})},
+            timeout=limit, check=False, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        out = (error.stdout or b"").decode(errors="replace")
+        return 124, f"{out}\nnot done after {limit} s"
+    return done.returncode, done.stdout
 
 
 def fit(name: str, *flags: str | Path, alone: bool = False) -> Path:
     """Train, and return the run's directory.
 
     Args:
-        name: Name of the run's folder.
+        name: Name of the run.
         flags: Flags of `fit`.
         alone: Whether to train in a separate process, because the training may leave CUDA unusable.
     """
     torch.backends.cudnn.benchmark = False  # an earlier training may have set it
-    words = ["fit", *options(root=PLACE / name), *QUIET, *ON, *map(str, flags)]
+    words = ["fit", *options(root=PLACE, name=name), *QUIET, *ON, *map(str, flags)]
     if alone:
         code, out = start(*words)
         print(out)
@@ -92,7 +91,12 @@ def fit(name: str, *flags: str | Path, alone: bool = False) -> Path:
         code = main(["--verbose", *words])
     if code:
         raise SystemExit(f"{name}: exit code {code}")
-    return newest_run(PLACE / name)
+    return newest(name)
+
+
+def newest(name: str) -> Path:
+    """Return the directory of the newest run of a name."""
+    return max((PLACE / name).glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
 def rate(name: str, *flags: str | Path, alone: bool = False) -> None:
@@ -190,7 +194,7 @@ def resnet() -> None:
     if CPU:
         return
     rate("bf16", *flags, *BF16)
-    note("bf16: GiB", record_of(newest_run(PLACE / "bf16"))["peak_memory"][0])
+    note("bf16: GiB", record_of(newest("bf16"))["peak_memory"][0])
     rate("TF32", *flags, *TF32)
     rate("16-mixed", *flags, *FLOAT16)
     rate("bf16, channels_last off", *flags, *BF16, "--model.channels_last=false")
@@ -246,7 +250,8 @@ def same_bits() -> None:
 
     One rank of `ddp` uses NCCL. Two or three ranks, each a "node", share the device and use gloo.
     """
-    flags = [*tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, threads=1), *ON]
+    flags = tiny(331, 32, val_size=10, max_epochs=2, log_every_n_steps=1, threads=1, root=PLACE)
+    flags += ON
     virtual = options(virtual_devices=3)
     plain, sharded = fit("auto", *flags), fit("auto-virtual", *flags, *virtual)
     ways = {"ddp-virtual": (1, "ddp"), "gloo-virtual": (2, "ddp")}
@@ -256,7 +261,7 @@ def same_bits() -> None:
 
     def train(name: str) -> None:
         ranks, strategy = ways[name]
-        way = [*flags, *options(root=PLACE / name, strategy=strategy, devices=1)]
+        way = [*flags, *options(name=name, strategy=strategy, devices=1)]
         expected = plain
         if "virtual" in name:
             way += virtual
@@ -272,7 +277,7 @@ def same_bits() -> None:
         print(*(out for _, out in done), sep="\n----\n")
         note(f"{name}: exit codes", [code for code, _ in done])
         assert not any(code for code, _ in done), name
-        run = newest_run(PLACE / name)
+        run = newest(name)
         apart = float(abs(losses(run) - losses(expected)).max())
         note(f"{name}: largest difference of losses", apart)
         note(f"{name}: largest difference of weights", difference(run, expected))

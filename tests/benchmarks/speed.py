@@ -26,10 +26,13 @@ CORES = len(os.sched_getaffinity(0))
 ITEMS = {
     "overhead": (1, "overhead_raw overhead_stock overhead_ours overhead_ours_fast"),
     "lenet": (CORES, "lenet_raw lenet_ours"),
+    "start": (CORES, "start_import start_ours start_quickstart"),
     "ddp": (1, "ddp_raw ddp_ours"),
     "loader": (1, "loader_lightning loader_exact"),
     "shards": (1, "shards_plain shards_ours"),
+    "live": (1, "live_off live_on"),
     "one": (CORES, "one_plain one_ours"),
+    "crops": (1, "crops_torchvision crops_ours"),
 }
 
 
