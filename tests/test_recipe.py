@@ -8,7 +8,6 @@ import re
 import shutil
 from argparse import Namespace
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import Mock
@@ -355,16 +354,22 @@ def test_the_average_begins_with_the_weights_that_training_begins_with(fit: Fit)
 # ------------------------------------------------------------------------------
 
 
-def test_losses_of_labels_and_probabilities_agree():
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_losses_by_hand(smoothing: float):
+    """Labels and probabilities have the losses of plain formulas."""
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     soft, factor = functional.one_hot(labels, 4).float(), torch.tensor([1.0, 2, 3, 4])
-    for loss, smoothing in product(("cross_entropy", "smooth_l1"), (0.0, 0.2)):
+    smooth = soft * (1 - smoothing) + smoothing / 4
+    entropies = -smooth * logits.log_softmax(1)
+    squares = (logits.softmax(1) - smooth).square().mean(1) / 2  # for errors below 1
+    for loss, plain, weighted in (
+        ("cross_entropy", entropies.sum(1), entropies @ factor),
+        ("smooth_l1", squares, squares * factor[labels]),
+    ):
         criterion = Recipe(loss=loss, label_smoothing=smoothing).criterion
-        assert_close(criterion(logits, labels), criterion(logits, soft))
-        weighted = criterion(logits, soft, factor)
-        assert_close(criterion(logits, labels, factor), weighted)
-        if not smoothing:
-            assert_close(weighted, criterion(logits, labels) * factor[labels])
+        for targets in (labels, soft):
+            assert_close(criterion(logits, targets), plain)
+            assert_close(criterion(logits, targets, factor), weighted)
 
 
 def test_mixing_by_hand():
@@ -399,12 +404,19 @@ def test_metrics_of_many_classes():
     assert sorted(CIFARCNN(num_classes=12).val_metrics) == sorted([*names, "val_top5"])
 
 
-def test_the_average_is_evaluated_and_saved(fit: Fit):
-    flags = ["--model.ema=0.5", "--model.optimizer.lr=0.1"]
-    run = fit(*tiny(40, 8, "CIFARCNN", max_epochs=2, test=False), *flags)
-    last = torch.load(last_of(run), weights_only=True)
-    name = "network.features.0.weight"
-    average = last["state_dict"][name]
-    assert not torch.equal(average, last["current_model_state"][name])
-    model = CIFARCNN.load_from_checkpoint(last_of(run))
-    assert torch.equal(model.network.features[0].weight, average)
+def test_the_average_by_hand(fit: Fit):
+    """The average begins with the first step's weights; counts are the model's."""
+    flags = tiny(40, 8, "ImageClassifier", max_epochs=1, val_size=0, test=False)
+    flags += ["--model.ema=0.5", "--model.network=test_recipe.Net"]
+    flags += [f"--last_checkpoint.{name}" for name in ("save_top_k=-1", "filename={step}")]
+    run = fit(*flags, "--last_checkpoint.every_n_train_steps=1")
+    average: dict[str, Tensor] = {}
+    for step in range(1, 6):
+        path = run / f"checkpoints/step={step}.ckpt"
+        saved = torch.load(path, weights_only=True)
+        for name, value in saved["current_model_state"].items():
+            before = average.get(name, value)
+            average[name] = (before + value) / 2 if value.is_floating_point() else value
+        assert_close(saved["state_dict"], average)
+    model = ImageClassifier.load_from_checkpoint(path)
+    assert_close(dict(model.state_dict()), average)
