@@ -92,10 +92,6 @@ def test_variants_that_cannot_run_fail_hang_or_are_slow(app: App, experiment: Ca
     one = rows["one"]
     dp = rows["dp"]
     assert one["loss_last"] == pytest.approx(dp["loss_last"], abs=1e-5)
-    assert (one["n"], one["speed_up"], one["efficiency"]) == (2, 1, None)
-    assert dp["speed_up"] == pytest.approx(dp["samples_per_s"] / one["samples_per_s"])
-    assert dp["efficiency"] == pytest.approx(dp["speed_up"] / 2)
-    assert (one["global_batch"], dp["global_batch"], dp["replica_batch"]) == (24, 24, 12)
     runs = [one["runs"][0], dp["runs"][0], one["runs"][1], dp["runs"][1]]
     written = [Path(run, "metrics.csv").stat().st_mtime for run in runs]
     assert written == sorted(written), "repeats are in turn"

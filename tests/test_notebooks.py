@@ -24,7 +24,7 @@ def test_runs(notebook: Path, tmp_path: Path):
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

@@ -84,15 +84,6 @@ def test_times_of_a_step(monkeypatch: pytest.MonkeyPatch):
     rank_times.busy_seconds.assert_called_with(tuple(sorted(os.sched_getaffinity(0))))
 
 
-def test_ranks_have_a_group_on_the_host(monkeypatch: pytest.MonkeyPatch):
-    """A GPU's group cannot exchange figures in the host's memory."""
-    monkeypatch.setattr("app.monitor.rank_times.host_group", Mock())
-    times = RankTimes(1.0)
-    for world_size in (1, 2, 2):
-        times.connect(SimpleNamespace(world_size=world_size))
-    rank_times.host_group.assert_called_once_with(1.0)
-
-
 PLACES = {
     "shared": [(0, (0, 1)), (0, (0, 1))],
     "pinned": [(0, (0,)), (0, (1,))],

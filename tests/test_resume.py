@@ -103,6 +103,9 @@ def test_last_continues_a_finished_training(app: App, tmp_path: Path):
     lines, expected = (pd.read_csv(run / "epochs.csv") for run in (resumed, whole))
     assert lines["epoch"].tolist() == [1, 2, 3]
     assert lines.filter(regex="lr|train|val").equals(expected.filter(regex="lr|train|val"))
+    pd.testing.assert_frame_equal(
+        *(pd.read_csv(run / "metrics.csv") for run in (whole, resumed)), atol=1e-6
+    )
     changed = ["--trainer.max_epochs=4", "--ckpt_path=last", "--model.optimizer.lr=0"]
     text = app.error("fit", *flags, *changed)
     assert (

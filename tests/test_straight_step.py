@@ -72,9 +72,19 @@ def assert_same_run(straight: Path, stock: Path) -> None:
     assert logged[0] == logged[1]
 
 
-def test_two_replicas(fit: Fit):
-    flags = tiny(103, 16, "user_code.OneCycle", max_epochs=2, log_every_n_steps=3)
-    assert_alike_by_command(fit, *flags, *on_cpu("dp"))
+VARIANTS = {
+    "dp": options(strategy="dp", devices=2),
+    "accumulation, clipping and bf16": options(
+        accumulate_grad_batches=3, gradient_clip_val=0.1, precision="bf16-mixed"
+    ),
+    "a scheduler by step": ["--model=user_code.OneCycle"],
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name: str, fit: Fit):
+    flags = tiny(103, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3)
+    assert_alike_by_command(fit, *flags, *VARIANTS[name])
 
 
 USERS = {
@@ -112,9 +122,10 @@ class Pickles(Callback):
 
 SMALL = tiny(64, 16)
 PICKLED = {
-    "all callbacks, and dp": [*SMALL, *RECIPE, *on_cpu("dp"), "--run.wandb=offline"],
+    "all callbacks": [*SMALL, *RECIPE, "--run.wandb=offline"],
     "Lightning's loop": [*SMALL, *options(loop="lightning")],
     "virtual devices": [*SMALL, *options(virtual_devices=2)],
+    "dp": [*SMALL, *options(strategy="dp", devices=2)],
     "a user's loaders": ["--model=user_code.TheirModel", "--data=user_code.TheirData"],
 }
 
