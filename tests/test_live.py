@@ -242,7 +242,7 @@ def test_a_job_joins_and_is_requeued(slurm: Slurm, tmp_path: Path):
     second = slurm.submit("--nodelist=h2", "--requeue", "--wrap", commands["h2"], env=env)
     awaited(lambda: parts(1), 120, lambda: slurm.output(second))
     slurm.run("scontrol", "requeue", second)
-    awaited(lambda: parts(2), 120, lambda: slurm.output(second))
+    awaited(lambda: parts(2), 240, lambda: slurm.output(second))
     slurm.start_again(second)
     awaited(lambda: parts(3), 120, lambda: slurm.output(second))
     slurm.run("scancel", first)
