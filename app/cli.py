@@ -75,11 +75,12 @@ def main(args: Sequence[str] | None = None) -> int:
     if "APP_DEBUG" not in os.environ:
         # hide c10d's warnings; torch reads the level when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Let OpenMP's idle threads sleep after 0.15 ms instead of 20. On a machine that other programs
-    # keep busy, they spend that time on a core that the awaited thread needs. libgomp reads the
-    # number when torch is imported.
+    # Let OpenMP's idle threads sleep after 1.5 ms instead of 20. On a machine that other programs
+    # keep busy, they spend that time on a core that the awaited thread needs. If they slept during
+    # the Python code between two operations, though, waking them would take longer than that code.
+    # libgomp reads the number when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
         check_environment()
         if AGENT not in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":

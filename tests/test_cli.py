@@ -41,7 +41,7 @@ def test_version(app: App):
 def test_idle_threads_spin_briefly():
     """OpenMP reads our spin count; its own 300,000 turns take longer than a time slice."""
     out = start_app("fit", "--print_config", env={"OMP_DISPLAY_ENV": "verbose"})
-    assert "GOMP_SPINCOUNT = '2000'" in out
+    assert "GOMP_SPINCOUNT = '20000'" in out
 
 
 def test_help_of_fit_shows_settings_of_model_and_data(app: App):
