@@ -265,8 +265,14 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
             fake.note("read")
         return plain_list(answer(tensor))
 
+    def numpy(tensor: FakeTensor) -> Any:
+        if is_on_cuda(tensor):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return outside(Tensor.numpy)(answer(tensor))
+
     patch(FakeTensor, "tolist", tolist)
     patch(Tensor, "tolist", tolist)
+    patch(FakeTensor, "numpy", numpy, raising=False)
     patch(torch.nn.Module, "_apply", convert)
     patch(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     constants = {
@@ -275,7 +281,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
         "get_device_name": "a fake GPU", "mem_get_info": (2**37, 2**37), "max_memory_allocated": 0,
         "max_memory_reserved": 0, "memory_reserved": 0, "reset_peak_memory_stats": None,
         "empty_cache": None,
-        "set_device": None,
+        "set_device": None, "is_current_stream_capturing": False,
         "manual_seed": None, "manual_seed_all": None,
         "get_rng_state": torch.get_rng_state(), "set_rng_state": None, "get_rng_state_all": [],
         "set_rng_state_all": None,

@@ -60,7 +60,7 @@ def loader(
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle: bool):
     rows = torch.arange(3, 40)  # 37 samples: batches of 8, the last one of 5
-    order: dict[str, Any] = {"batch_size": 8, "shuffle": shuffle, "seed": 5}
+    order = {"batch_size": 8, "shuffle": shuffle, "seed": 5}
     reference = loader(rows, draws=2, **order)
     loaders = []
     for rank in range(world_size):
@@ -152,7 +152,7 @@ def test_each_epoch_has_its_permutation():
 
 @pytest.mark.parametrize("placement", READERS)
 def test_loader_resumes_at_the_position(placement: str):
-    order: dict[str, Any] = {"batch_size": 8, "shuffle": True}
+    order = {"batch_size": 8, "shuffle": True}
     expected = [batch.labels.tolist() for batch in loader(50, placement, **order)]
     rest = loader(50, placement, position=lambda: 4, **order)
     assert [batch.labels.tolist() for batch in rest] == expected[4:]

@@ -73,7 +73,8 @@ def calls_per_step(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> Counts:
     def count(
         *flags: str | Path, counts: Callable[[CodeType], bool] = lambda code: True
     ) -> list[int]:
-        calls, marks = 0, []
+        calls = 0
+        marks = []
 
         def profile(frame: FrameType, event: str, arg: Any) -> None:
             nonlocal calls
@@ -100,7 +101,8 @@ def operations_per_step(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> Counts:
     training_step = ImageClassifier.training_step
 
     def count(*flags: str | Path) -> list[Counter[str]]:
-        mode, marks = Counting(), []
+        mode = Counting()
+        marks = []
 
         # keeps the module's name: Lightning copies the loss of a user's training step
         @wraps(training_step)

@@ -57,9 +57,9 @@ def test_weights_of_the_user_are_not_downloaded(
 
 
 def test_frozen_networks_get_no_augmentation_and_images_in_memory_no_crop(image_root: Path):
-    _, frozen, _ = chosen("--data", image_root, "--model.freeze", "backbone")
+    frozen = chosen("--data", image_root, "--model.freeze", "backbone")[1]
     assert (frozen.size, frozen.crop, frozen.flip) == (224, "none", False)
-    _, in_memory, _ = chosen("--data", image_root, "--data.placement", "memory")
+    in_memory = chosen("--data", image_root, "--data.placement", "memory")[1]
     assert (in_memory.crop, in_memory.flip) == ("none", True)
 
 

@@ -150,7 +150,7 @@ class OwnSampler(SequentialSampler):
 
 SIX = samples(6, 0)
 STREAM = "reads an iterable data set, which each process reads whole, unless it shards it"
-LEFT: list[Any] = [  # loaders that stay with Lightning: the stage, its loader, and the reason
+LEFT = [  # loaders that stay with Lightning: the stage, its loader, and the reason
     ("train", DataLoader(SIX, sampler=Endless()), "has a sampler of its own (Endless)"),
     (
         "train",

@@ -1,7 +1,6 @@
 """Exit code of a run that a signal ended."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ def test_code_after_sigterm(
 ):
     """One rank of a node, or of a job, has a nonzero code."""
     monkeypatch.setattr("app.command.outcome.cause", lambda trainer: "SIGTERM")
-    trainer: Any = SimpleNamespace(
+    trainer = SimpleNamespace(
         local_rank=local_rank, is_global_zero=rank == 0, strategy=SimpleNamespace(launcher=None)
     )
     launcher = Launched(by, 2, 2, 4) if by else None

@@ -1,7 +1,6 @@
 """Parity: every way of running takes the same 60 steps, compared as `verify` does."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,12 +53,7 @@ def single(
     return request.param, fork_fit(root, *MODELS[request.param], *RECORDED)
 
 
-WAYS: list[Any] = [
-    ("adamw", "dp", 2),
-    ("cnn", "dp", 4),
-    ("cnn", "ddp", 2),
-    ("recipe", "ddp_fork", 2),
-]
+WAYS = [("adamw", "dp", 2), ("cnn", "dp", 4), ("cnn", "ddp", 2), ("recipe", "ddp_fork", 2)]
 # ddp_spawn runs "adamw", because it must pickle the optimizer and the scheduler that flags
 # configure
 MORE = [("adamw", "ddp_spawn", 2), ("recipe", "dp", 2), ("cnn", "ddp_ring", 4)]
@@ -74,7 +68,7 @@ def test_parity(single: tuple[str, Path], strategy: str, devices: int, tmp_path:
     check_same(run, expected, 1e-8 if model == "adamw" else TOLERANCE)
 
 
-ACCUMULATED: list[Any] = [(4, "auto"), (2, "dp"), slow(2, "ddp_fork")]
+ACCUMULATED = [(4, "auto"), (2, "dp"), slow(2, "ddp_fork")]
 
 
 @pytest.mark.parametrize("single", ["cnn"], indirect=True)

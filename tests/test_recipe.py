@@ -176,7 +176,7 @@ def loaded(network: nn.Module, content: Any, folder: Path) -> str:
     return load_weights(network, read_weights(str(folder / "x.pth"), ""), "x.pth")[0]
 
 
-CONTAINERS: dict[str, Any] = {
+CONTAINERS = {
     "": SQUEEZENET,
     " from model_state_dict": {"epoch": 3, "model_state_dict": SQUEEZENET},
     " from module.model.backbone": prefixed("module._orig_mod.model.backbone."),
@@ -226,7 +226,7 @@ def test_weights_without_counters_and_head(tmp_path: Path):
 
 BIAS = SQUEEZENET["features.0.bias"]
 HERE = "here floating-point: convert it, and save it anew"
-UNFIT: dict[str, Any] = {  # other biases of the first layer, by the reason why they do not fit
+UNFIT = {  # other biases of the first layer, by the reason why they do not fit
     "1 of 52 tensors differ: features.0.bias is (5,), here (64,)": BIAS[:5],
     f"features.0.bias is complex, {HERE}": BIAS + 1j,
     f"features.0.bias is integer, {HERE}": BIAS.byte(),
@@ -410,7 +410,7 @@ def test_the_average_by_hand(fit: Fit):
     flags += ["--model.ema=0.5", "--model.network=test_recipe.Net"]
     flags += [f"--last_checkpoint.{name}" for name in ("save_top_k=-1", "filename={step}")]
     run = fit(*flags, "--last_checkpoint.every_n_train_steps=1")
-    average: dict[str, Tensor] = {}
+    average = {}
     for step in range(1, 6):
         path = run / f"checkpoints/step={step}.ckpt"
         saved = torch.load(path, weights_only=True)

@@ -51,7 +51,9 @@ def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path):
     assert not matplotlib.pyplot.get_fignums()
     files = {path.name for path in run.iterdir()}
     assert "wandb" not in files
-    assert files >= {"metrics.csv", "confusion_matrix.png", "most_wrong.png", "train_batch.png"}
+    assert files >= {"config.yaml", "metrics.csv", "run.json", "checkpoints"}
+    assert files >= {"confusion_matrix.png", "most_wrong.png", "train_batch.png"}
+    assert str(run) in out
     assert f"--ckpt_path {run}/checkpoints/last.ckpt --trainer.max_epochs 6" in out
     assert "slow" not in out
 
@@ -86,7 +88,9 @@ def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path):
     speed = written["throughput"]
     assert (speed["n"], speed["unit"]) == (11, "samples/s")
     assert speed["min"] <= speed["median"] <= speed["max"]
-    assert written["time_per_step"]["unit"] == "ms"
+    times = written["time_per_step"]
+    assert (times["n"], times["unit"]) == (20, "ms")
+    assert [phase for phase in PHASES if not times[phase] > 0] == ["communication"]
     (memory,) = written["peak_memory"]
     assert memory["rank"] == 0
     assert memory["total_gib"] > memory["host_rss_gib"] > 0.1

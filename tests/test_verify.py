@@ -270,7 +270,7 @@ def second(**values: Any) -> dict[str, Any]:
     return RANK | {"steps": [STEP, STEP | values]}
 
 
-CHANGES: list[tuple[int, dict[str, Any], dict[str, str]]] = [  # rank, its facts, and differences
+CHANGES = [  # rank, its facts, and differences
     (0, RANK, {}),
     (
         1,

@@ -35,6 +35,7 @@ from pandas.testing import assert_frame_equal
 from plain_code import PlainModel
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from app.record import Record
 from app.training.buffers import Buffers
@@ -264,8 +265,7 @@ def test_shards_by_hand(accumulated: int, fit: Fit):
     run = fit(*flags)
     model = Normalized()
     optimizer = model.configure_optimizers()
-    vectors, labels = samples(33, 0).tensors
-    batches = list(zip(vectors.split(9), labels.split(9), strict=True))
+    batches = list(DataLoader(samples(33, 0), 9))
     for epoch in range(2):
         means = {"loss": 0.0, "largest": 0.0}
         for first in range(0, 4, accumulated):
