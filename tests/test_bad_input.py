@@ -41,6 +41,9 @@ FLAGS = {
     "--trust 'x y'": "--trust x y: give the name of a module",
     "--run.name a\x1b[31mb": r"--run.name a\x1b[31mb: contains a control character",
     "--run.name 'a\nb'": "--run.name a b: contains a control character: leave it out",
+    "--model.optimizer torch.hub.load": (
+        "--model.optimizer torch.hub.load: expected a subclass of Optimizer"
+    ),
     "--model.scheduler torch.optim.Adam": (
         "--model.scheduler torch.optim.Adam: expected a subclass of LRSch"
     ),

@@ -35,7 +35,7 @@ def split(count: int) -> Split:
     return Split(labels.byte().view(-1, 1, 1, 1).repeat(1, 1, 4, 4), labels)
 
 
-READERS: dict[str, Callable[[Split, Tensor], HostReader]] = {
+READERS = {
     "disk": lambda split, rows: DiskReader(ReadImage(split), rows),
     "memory": HostReader,
     "device": lambda split, rows: DeviceReader(split, rows, torch.device("cpu")),

@@ -68,7 +68,7 @@ EVERY = [(owner, hook) for owner in HOOKS for hook in HOOKS[owner]]
 CALLBACKS = {"callback": HOOKS["callback"]}  # the module is then the user's own
 
 # recorded calls: owner, hook, hook name that `self.log` sees, global step, and arguments
-CALLS: list[tuple[Any, ...]] = []
+CALLS = []
 
 
 def described(value: Any) -> Any:
@@ -336,7 +336,7 @@ def assert_alike(
     same_checkpoint(saved, straight_saved)
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "plain": {"num_sanity_val_steps": 2},
     "accumulation": {"accumulate_grad_batches": 3},  # of five batches
     "accumulation that changes": {

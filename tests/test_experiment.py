@@ -81,7 +81,7 @@ def test_two_nodes_are_two_commands_with_ranks(app: App, experiment: Write):
     assert second == first.replace("node_rank 0 &", "node_rank 1")
 
 
-ONE: dict[str, Any] = {"variants": {"a": {}}}
+ONE = {"variants": {"a": {}}}
 WRONG = [
     ({}, "neither variants nor a grid"),
     ({"variants": {"a": {"trainer.strategi": "dp"}}}, "'a': --trainer.strategi: there is no such"),
@@ -95,6 +95,7 @@ WRONG = [
     ({"variants": {"a": {"trainer.max_epochs": 3}}}, "--trainer.max_epochs is a flag of the vari"),
     (ONE | {"max_epochs": 3, "flags": {"trainer.max_epochs": 5}}, "has max_epochs, too: leave one"),
     (ONE | {"time_limit": float("nan")}, "--time_limit nan: give 1 or more"),
+    ({"variants": {"a": {"model": "os.system"}}}, "'a': --model os.system: its code is not trust"),
     ({"variants": {"a b": {}, "a_b": {}}}, "two variants have the folder a_b"),
     (
         {"grid": {"trainer.devices": [1]}, "exclude": [{"trainer.device": 1}]},

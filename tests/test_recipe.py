@@ -282,6 +282,17 @@ def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in out
 
 
+def test_the_images_of_published_weights():
+    """Image settings of published weights, such as mean and size, are known without a download."""
+    known = image_settings("DEFAULT", "resnet50")
+    assert known == {
+        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225],
+        "interpolation": "bilinear", "size": 224,
+        "resize": 232,
+    }  # fmt: skip
+    assert image_settings("DEFAULT", "timm/resnet18")["size"] == 224
+
+
 @pytest.mark.parametrize(("freeze", "trained"), [(2, 59), (5, 38), ("backbone", 2)])
 def test_frozen_blocks_do_not_train(freeze: int | str, trained: int):
     model = ImageClassifier("resnet18", 10, freeze=freeze).train()

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from forked import fork_fit
 from harness import QUIET, App, Fit, last_of, on_cpu, options, record_of, seen_colours, slow, tiny
-from matplotlib.figure import Figure
 
 from app.monitor.loggers import read_rows
 from app.monitor.report import draw_bars, draw_confusion_matrix, leave_report, make_report
@@ -115,7 +113,7 @@ STEPS = [
     SimpleNamespace(data=n, forward_backward=9, communication=n, optimizer=3, rest=1)
     for n in (1, 3, 40, 0.1)
 ]
-PICTURES: dict[str, Callable[[], Figure]] = {
+PICTURES = {
     "a step of variants": lambda: draw_bars([short(n, 28) for n in LONG], PHASES, STEPS),
     "4 classes": lambda: draw_confusion_matrix(COUNTS[:4, :4], LONG),
     "1 class": lambda: draw_confusion_matrix(COUNTS[:1, :1], ["x"]),

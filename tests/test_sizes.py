@@ -22,7 +22,7 @@ from app.data import ImageFolder
 from app.data.geometry import Geometry
 from app.data.image_files import FileSplit, open_image, pixels
 
-RESIZED: dict[str, Any] = {"size": 16, "resize": 20, "crop": "random_resized", "num_workers": 0}
+RESIZED = {"size": 16, "resize": 20, "crop": "random_resized", "num_workers": 0}
 
 
 def sample(path: Path) -> torch.Tensor:

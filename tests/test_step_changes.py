@@ -83,7 +83,7 @@ def late() -> Callback:
     return recording(Callback, "late", hooks)()
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES = {
     "optimizers": lambda trainer: setattr(trainer.strategy, "optimizers", [adam(trainer)]),
     "an optimizer": lambda trainer: trainer.optimizers.__setitem__(0, adam(trainer)),
     "optimizers set up again": set_up_adam,

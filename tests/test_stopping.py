@@ -10,7 +10,6 @@ import subprocess
 import sys
 from ctypes import CDLL
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
@@ -43,7 +42,7 @@ SMALL = tiny(203, 20, flip=True)
 DDP = on_cpu("ddp")
 
 
-SIGNALS: list[Any] = [
+SIGNALS = [
     ("disk", "SIGTERM", "group"),  # the signal also reaches worker processes
     ("auto", "SIGHUP", "main"),
 ]

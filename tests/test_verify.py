@@ -28,7 +28,7 @@ VARIANTS = {
 }
 CPU = {"trainer.accelerator": "cpu"}
 SAMPLED = ("Stock", "Halved", "OwnBatches", "Repeated")  # data for Lightning's sampler
-RECORDED: dict[tuple[str, ...], Recorded] = {}  # recorded references, shared by several tests
+RECORDED = {}  # recorded references, shared by several tests
 
 
 class Runs:
