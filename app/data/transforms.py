@@ -180,8 +180,9 @@ class Transform:
             self.std = self.std.to(images.device)
         if draws is None:
             return self._normalised(images)
-        settings = (self.crop_padding, self.flip, self.cutout)
-        choices = choices_for(*images.shape[2:], *settings, images.device)
+        choices = choices_for(
+            *images.shape[2:], self.crop_padding, self.flip, self.cutout, images.device
+        )
         # five tensors (B,)
         chosen = (draws * choices.counts).bitwise_right_shift_(DRAW_BITS).unbind(1)
         if self.crop_padding or self.flip:
