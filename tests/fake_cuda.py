@@ -225,7 +225,7 @@ def convert(
 
 
 @pytest.fixture
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCUDA]:
+def fake_cuda(monkeypatch) -> Iterator[FakeCUDA]:
     """Make a fake `cuda:0` available to the Trainer. Images and checkpoint files are real."""
     if not torch.backends.cuda.is_built():
         pytest.skip("needs torch's CUDA build, such as the default wheel for Linux")

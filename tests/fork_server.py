@@ -29,6 +29,7 @@ def start_server() -> Callable[[], None]:
     The server imports nothing before its first connection.
     """
     folder = tempfile.mkdtemp()
+    os.environ["PYTHONPATH"] = PATHS  # also for fixtures of modules
     os.environ[ADDRESS] = f"{folder}/socket"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.environ[ADDRESS])
@@ -37,7 +38,7 @@ def start_server() -> Callable[[], None]:
         server = subprocess.Popen(
             [sys.executable, "-c", f"import fork_server; fork_server.serve({number})"],
             pass_fds=[number], cwd=ROOT,
-            stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS},
+            stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
     def end() -> None:

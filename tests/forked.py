@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from fork_server import ADDRESS, PATHS, ROOT
+from fork_server import ADDRESS, ROOT
 from harness import App, Environment, newest_run
 
 from app.launch.process import STARTER
@@ -96,7 +96,7 @@ class ForkServer:
         Raises:
             TimeoutError: When the command does not end in time.
         """
-        environment = {"PYTHONPATH": PATHS, **os.environ, **(env or {})}
+        environment = {**os.environ, **(env or {})}
         variables = {key: value for key, value in environment.items() if value is not None}
         forked = self.start([*map(str, args)], variables, self.out, self.cwd)
         timers = [threading.Timer(seconds, forked.kill)]

@@ -19,7 +19,6 @@ import torchvision
 import yaml
 from cluster.hosts import Network, network
 from cluster.slurm import Slurm, cluster
-from fork_server import PATHS
 from forked import fork_run
 from harness import TINY, App, Fit, draw_images, leave_undrawn, newest_run
 from torch.utils import data
@@ -49,7 +48,7 @@ def drawn() -> None:
 
 
 @pytest.fixture(autouse=True)
-def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(request: pytest.FixtureRequest, monkeypatch) -> None:
     """Use one thread per process and no tracker; unset variables that earlier tests may set."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
@@ -58,7 +57,6 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     # deterministic runs need it; set for every test, because cuBLAS reads it only once per process
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setenv("PYTHONPATH", PATHS)
     for name in (
         "APP_DEBUG",
         "APP_TRUST",
@@ -79,7 +77,7 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_runs(monkeypatch) -> None:
     """Let the fork server run each `fit` that a command starts."""
     monkeypatch.setattr(
         "app.lab.runs.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork_run})
@@ -87,7 +85,7 @@ def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def app(tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None) -> App:
+def app(tmp_path, capfd: pytest.CaptureFixture[str], forked_runs: None) -> App:
     """Run `python -m app …` in this process, runs under tmp_path."""
 
     def run(*args: str | Path) -> tuple[int, str]:
@@ -107,7 +105,7 @@ def app(tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_runs: None) ->
 
 
 @pytest.fixture
-def fit(app: App, tmp_path: Path) -> Fit:
+def fit(app: App, tmp_path) -> Fit:
     """Run `fit` in this process, and return the run's directory."""
 
     def run(*flags: str | Path) -> Path:
@@ -118,7 +116,7 @@ def fit(app: App, tmp_path: Path) -> Fit:
 
 
 @pytest.fixture
-def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cifar_root(tmp_path, monkeypatch) -> Path:
     """Write files in CIFAR-10's format, 10 images per batch, and patch torchvision's checksums."""
     cls = torchvision.datasets.CIFAR10
     folder = tmp_path / "data" / cls.base_folder
@@ -142,7 +140,7 @@ def cifar_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def fashion_root(tmp_path: Path) -> Path:
+def fashion_root(tmp_path) -> Path:
     """Files in FashionMNIST's IDX format, with 60 training and 20 test images."""
     folder = tmp_path / "data/FashionMNIST/raw"
     folder.mkdir(parents=True)
@@ -160,13 +158,13 @@ def fashion_root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def image_root(tmp_path: Path) -> Path:
+def image_root(tmp_path) -> Path:
     """Class folders of JPEG and PNG files of different sizes, with a test split."""
     return draw_images(tmp_path / "images", ("cat", "dog", "eel"), train=12, test=4)
 
 
 @pytest.fixture
-def experiment(tmp_path: Path) -> Callable[..., Path]:
+def experiment(tmp_path) -> Callable[..., Path]:
     """Return a writer of experiment files with the settings of TINY, updated by its arguments."""
 
     def write(**settings: Any) -> Path:

@@ -169,7 +169,7 @@ def test_advice_without_results():
     assert "Nothing was measured" in told(ONE | {"samples_per_s": float("nan")})
 
 
-def test_table_by_hand(monkeypatch: pytest.MonkeyPatch):
+def test_table_by_hand(monkeypatch):
     """Figures are medians of the runs; two standard errors of 0.8 on 200 images are 0.08."""
     monkeypatch.setattr("app.lab.compare.results.usable_cores", lambda: 4)
     outcomes = []

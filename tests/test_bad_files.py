@@ -48,7 +48,7 @@ REPLACE = "replace unreadable images, or --data.on_bad_image skip"
 SMALL = tiny()
 
 
-def test_no_data_and_no_network(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_data_and_no_network(app: App, tmp_path, monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=URLError("no network in tests")))
     for data, model, file in (
         ("CIFAR10", "CIFARCNN", "cifar-10-python.tar.gz"),
@@ -112,7 +112,7 @@ def test_records_with_odd_values(app: App, fit: Fit):
     assert f"{refused}: continuing without it" in out
 
 
-def test_images_of_one_class(app: App, tmp_path: Path):
+def test_images_of_one_class(app: App, tmp_path):
     message = app.error("fit", *folder(draw_images(tmp_path, ("cat",), train=12)))
     assert message == "error: a classifier needs two classes or more, not 1: add a class to --data"
 
@@ -120,9 +120,7 @@ def test_images_of_one_class(app: App, tmp_path: Path):
 rejection = partial(refusal, ImageFolder)
 
 
-def test_odd_entries_of_a_folder_are_named(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_odd_entries_of_a_folder_are_named(image_root: Path, tmp_path, monkeypatch):
     """An error names pipes, wrong links, an empty class and an unreadable folder."""
     odd = image_root / "train/cat/odd.jpg"
     os.mkfifo(odd)
@@ -156,7 +154,7 @@ def test_odd_entries_of_a_folder_are_named(
     assert "/dog cannot be read (Permission denied)" in rejection(image_root)
 
 
-def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path: Path):
+def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path):
     """Skipped images are counted in the record, and reported once.
 
     Both placements skip the same images.
@@ -214,9 +212,7 @@ def test_odd_images_are_read(app: App, fit: Fit, image_root: Path):
     assert b"/\xfe.jpg" in (run / "predict_1/predictions.csv").read_bytes()
 
 
-def test_changed_bit_of_fashion_mnist_is_noticed(
-    fashion_root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_changed_bit_of_fashion_mnist_is_noticed(fashion_root: Path, monkeypatch):
     """Extracted files are compared with the archives that torchvision downloads."""
     dataset = torchvision.datasets.FashionMNIST
     file = fashion_root / "FashionMNIST/raw/train-labels-idx1-ubyte"
@@ -242,7 +238,7 @@ def test_broken_files_of_fashion_mnist_are_refused(fashion_root: Path):
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_an_unreadable_image_leaves_no_worker_behind(in_memory: bool, tmp_path: Path):
+def test_an_unreadable_image_leaves_no_worker_behind(in_memory: bool, tmp_path):
     """After an image's error, the worker processes end at once, without a garbage collection."""
     (tmp_path / "bad.png").write_bytes(b"x")
     split = FileSplit([str(tmp_path / "bad.png")], [0], (3, 8, 8), Geometry((8, 8)))

@@ -22,7 +22,7 @@ REFUSED = "its code is not trusted"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def folder(tmp_path, monkeypatch) -> Iterator[None]:
     """Create a current folder with broken modules. Check that no foreign code has run in it."""
     place = tmp_path / "project"
     place.mkdir()
@@ -172,7 +172,7 @@ def test_output_on_an_ascii_terminal():
     assert r"3 \xd7 32 \xd7 32" in out
 
 
-def test_deleted_folder_is_reported(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_deleted_folder_is_reported(app: App, tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -225,7 +225,7 @@ def test_control_characters_are_escaped():
     assert printable("a\x1b[31m\té\n") == "a\\x1b[31m\té\n"
 
 
-def test_foreign_modules_need_trust(app: App, monkeypatch: pytest.MonkeyPatch):
+def test_foreign_modules_need_trust(app: App, monkeypatch):
     """Modules in the current folder are trusted, modules elsewhere only with `--trust`."""
     Path("mine.py").write_text(
         "from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n"

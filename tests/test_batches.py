@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,7 +202,7 @@ def test_augmentation_that_cannot_be(app: App):
 
 
 @SLOW
-def test_spawned_processes_have_workers(tmp_path: Path):
+def test_spawned_processes_have_workers(tmp_path):
     flags = tiny(80, placement="disk", num_workers=1, test=False)
     fork_fit(tmp_path, *flags, *TWO_STEPS, *on_cpu("ddp_spawn"))
 
@@ -213,7 +212,7 @@ def test_drop_last():
     assert [len(batch.labels) for batch in batches] == [8, 8]
 
 
-def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch: pytest.MonkeyPatch):
+def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch):
     """Images, labels and draws are copied once, into page-locked memory.
 
     They are copied while the previous batch is in use.

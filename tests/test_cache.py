@@ -34,12 +34,12 @@ UNTESTED = options(test=False)
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
+def cache(tmp_path) -> Path:
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def decoded(tmp_path, monkeypatch) -> Callable[[], int]:
     """Return a function that counts the files decoded since its last call, in any process."""
     note = tmp_path / "decoded"
     decode = FileSplit._pixels
@@ -101,9 +101,7 @@ def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, 
     assert curves == curves[:1] * 5
 
 
-def test_cache_off_writes_no_file(
-    image_root: Path, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
-):
+def test_cache_off_writes_no_file(image_root: Path, tmp_path, fit: Fit, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     config = tmp_path / "off.yaml"
     config.write_text("data:\n  class_path: ImageFolder\n  init_args:\n    cache: off\n")
@@ -200,7 +198,7 @@ def test_damage_is_noticed(
 
 
 def test_a_start_checks_a_large_file_in_part(
-    image_root: Path, cache: Path, decoded: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+    image_root: Path, cache: Path, decoded: Callable[[], int], monkeypatch
 ):
     """If a file has been modified since it was written, all of its blocks are checked."""
     monkeypatch.setattr("app.data.cache.BLOCK", 3072)
@@ -237,9 +235,7 @@ def test_unfinished_files_are_removed(image_root: Path, cache: Path):
 
 
 @pytest.mark.parametrize("obstacle", ["no folder", "full", "full later on"])
-def test_no_room_for_a_cache(
-    obstacle: str, image_root: Path, cache: Path, app: App, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_room_for_a_cache(obstacle: str, image_root: Path, cache: Path, app: App, monkeypatch):
     reason = "No space left on device"
     if obstacle == "no folder":
         cache.touch()
@@ -285,7 +281,7 @@ def test_processes_that_write_at_once(image_root: Path, cache: Path):
 
 
 def test_pickles_are_checked_once_and_opened_once(
-    cifar_root: Path, cache: Path, app: App, fit: Fit, monkeypatch: pytest.MonkeyPatch
+    cifar_root: Path, cache: Path, app: App, fit: Fit, monkeypatch
 ):
     load = Mock(side_effect=pickle.load)
     monkeypatch.setattr(pickle, "load", load)
@@ -322,7 +318,7 @@ def test_pickles_are_checked_once_and_opened_once(
     ],
 )
 def test_ranks_share_one_file(
-    data: str, root: str, strategy: str, count: int, cache: Path, tmp_path: Path
+    data: str, root: str, strategy: str, count: int, cache: Path, tmp_path
 ):
     flags = ["--data", *data.split(), "--data.root", tmp_path / root, *STEPS, *UNTESTED]
     flags += options(batch_size=8, cache=cache, root=tmp_path)
@@ -338,7 +334,7 @@ def test_ranks_share_one_file(
 
 
 @SLOW
-def test_ranks_agree_on_a_placement(tmp_path: Path):
+def test_ranks_agree_on_a_placement(tmp_path):
     flags = ["--data=user_code.FillsUpOnRank1", *STEPS, *UNTESTED]
     flags += options(images=200, batch_size=8, num_workers=0)
     assert record_of(fork_fit(tmp_path, *flags, *on_cpu("ddp_fork")))["placement"] == "disk"

@@ -22,7 +22,7 @@ def content(step: int, size: int = 40) -> dict[str, Any]:
     return {"global_step": step, "state_dict": {"weight": torch.full((size,), float(step))}}
 
 
-def test_changed_content_is_detected(tmp_path: Path):
+def test_changed_content_is_detected(tmp_path):
     path = tmp_path / LAST
     CheckpointFiles().save_checkpoint(content(1), path)
     assert read(path)["global_step"] == 1
@@ -45,7 +45,7 @@ def test_changed_content_is_detected(tmp_path: Path):
             read(path)
 
 
-def test_checkpoints_of_lightning_and_torch_are_loaded(tmp_path: Path):
+def test_checkpoints_of_lightning_and_torch_are_loaded(tmp_path):
     """Checkpoints that Lightning or torch wrote are loaded, also in torch's old format.
 
     A changed bit is detected by the zip archive's checksums, which torch ignores. A file without
@@ -70,7 +70,7 @@ class Call:
         return os.system, ("touch ran",)
 
 
-def test_loading_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_loading_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, zipped in (("new.ckpt", True), ("old.ckpt", False)):
         torch.save({"state_dict": {"w": Call()}}, name, _use_new_zipfile_serialization=zipped)
@@ -81,7 +81,7 @@ def test_loading_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not Path("ran").exists()
 
 
-def test_previous_last_checkpoint_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_previous_last_checkpoint_is_kept(tmp_path, monkeypatch):
     """Only `last` keeps its previous checkpoint, even on a file system without hard links."""
     last, previous, best = (tmp_path / name for name in (LAST, PREVIOUS, "best.ckpt"))
     files_ = CheckpointFiles()
@@ -95,7 +95,7 @@ def test_previous_last_checkpoint_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.ckpt", PREVIOUS, LAST]
 
 
-def test_save_after_a_kill_between_link_and_replace(tmp_path: Path):
+def test_save_after_a_kill_between_link_and_replace(tmp_path):
     """After a kill during a save, the next save keeps both checkpoints, and no temporary file.
 
     A kill after linking `last-1`, but before replacing `last`, leaves both names as hard links to
@@ -109,7 +109,7 @@ def test_save_after_a_kill_between_link_and_replace(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([LAST, PREVIOUS])
 
 
-def test_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch):
     """A full disk gives a one-line error, keeps the earlier file, and leaves no unfinished file."""
     last = tmp_path / LAST
     CheckpointFiles().save_checkpoint(content(1), last)
@@ -125,7 +125,7 @@ def test_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == [LAST]
 
 
-def test_folder_renamed_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_renamed_during_a_save(tmp_path, monkeypatch):
     """The save creates the folder again; the renamed folder keeps the earlier file."""
     path = tmp_path / "run" / LAST
     CheckpointFiles().save_checkpoint(content(1), path)
@@ -144,7 +144,7 @@ def theirs(model: str, **settings: object) -> list[str]:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_unreadable_checkpoint_ends_the_run_before_it_trains(devices: int, tmp_path: Path):
+def test_unreadable_checkpoint_ends_the_run_before_it_trains(devices: int, tmp_path):
     """The line names the object. It is the last one on every number of processes."""
     flags = ["--run.root", tmp_path, *theirs("SavesMode", max_epochs=2)]
     flags += on_cpu("ddp_fork") if devices == 2 else []
@@ -157,13 +157,13 @@ def test_unreadable_checkpoint_ends_the_run_before_it_trains(devices: int, tmp_p
     fork_app("fit", *flags, "--trainer.enable_checkpointing=false")
 
 
-def test_allowed_object_is_saved_and_loaded(tmp_path: Path):
+def test_allowed_object_is_saved_and_loaded(tmp_path):
     flags = [*theirs("SavesMode"), "--model.allows=true"]
     fork_fit(tmp_path, *flags)
     fork_fit(tmp_path, *flags, "--ckpt_path=last", "--trainer.max_epochs=2")
 
 
-def test_unreadable_hyperparameters_are_left_out(tmp_path: Path):
+def test_unreadable_hyperparameters_are_left_out(tmp_path):
     """One line names them. The trial changes no random stream."""
     flags = ["fit", "--run.root", tmp_path / "saved", *theirs("KeepsObjects")]
     out = fork_app(*flags)
@@ -175,7 +175,7 @@ def test_unreadable_hyperparameters_are_left_out(tmp_path: Path):
     assert (saved / "metrics.csv").read_text() == (other / "metrics.csv").read_text()
 
 
-def test_unfinished_files_in_use_are_not_removed(tmp_path: Path):
+def test_unfinished_files_in_use_are_not_removed(tmp_path):
     with files.whole(tmp_path / "x") as file:
         file.write(b"x")
         files.remove_parts(tmp_path)

@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -73,7 +72,7 @@ def test_help_pages_of_settings(page: list[str], flag: str, app: App):
     assert flag in app("fit", *page)
 
 
-def test_order_of_flags_does_not_matter(app: App, tmp_path: Path):
+def test_order_of_flags_does_not_matter(app: App, tmp_path):
     """Configs and classes are read first, wherever they are in the command line."""
     (tmp_path / "c.yaml").write_text("model: {class_path: FashionMLP, init_args: {repeats: 2}}\n")
     late = "--data.like FashionMNIST --data.images=64 --model.optimizer.lr 0.5 --model.repeats=1"
@@ -163,9 +162,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)
-def test_wrong_flags(
-    flags: str, message: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_wrong_flags(flags: str, message: str, app: App, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("class Small:\n    pass\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images/train/cat").mkdir(parents=True)
@@ -175,20 +172,20 @@ def test_wrong_flags(
     assert not list((tmp_path / "runs").glob("*/*/checkpoints")), "nothing was kept"
 
 
-def test_verbose_shows_the_traceback(app: App, monkeypatch: pytest.MonkeyPatch):
+def test_verbose_shows_the_traceback(app: App, monkeypatch):
     assert "Traceback" in app.run("fit", *SMALL, "--ckpt_path", "no.ckpt", "--verbose")[1]
     monkeypatch.setenv("APP_DEBUG", "1")
     assert "Traceback" in app.run("fit", *SMALL, "--ckpt_path", "no.ckpt")[1]
 
 
-def test_evaluation_needs_weights(app: App, tmp_path: Path):
+def test_evaluation_needs_weights(app: App, tmp_path):
     missing = "error: test needs weights: give --ckpt_path last, best or a file"
     assert app.error("test", *SMALL, "--run.name", "nope").startswith(missing)
     assert not (tmp_path / "runs/nope").exists()
 
 
 @pytest.mark.parametrize("root", ["file", "dangling"])
-def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path: Path):
+def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere/deep")
     message = app.error("fit", *SMALL, "--run.root", tmp_path / root)
@@ -220,7 +217,7 @@ def chosen(*names: str) -> list[str]:
     return words
 
 
-def test_every_callback_of_lightning_can_be_chosen(app: App, tmp_path: Path):
+def test_every_callback_of_lightning_can_be_chosen(app: App, tmp_path):
     """All except base classes, and one that needs a function, are chosen, saved and read again."""
     others = {"Callback", "Checkpoint", "ProgressBar", "ThroughputMonitor", "BaseFinetuning"}
     words = chosen(*sorted({*callbacks.__all__} - others))
@@ -231,7 +228,7 @@ def test_every_callback_of_lightning_can_be_chosen(app: App, tmp_path: Path):
     build(["fit", f"--config={file}"])  # creates the callbacks, too
 
 
-def test_config_saved_with_callbacks_runs_again(tmp_path: Path):
+def test_config_saved_with_callbacks_runs_again(tmp_path):
     """Settings are an enumeration, a name or a function, and a device."""
     words = chosen("Timer", "ModelPruning", "StochasticWeightAveraging")
     words += ["--model=user_code.TheirModel", "--data=user_code.TheirData"]
@@ -239,7 +236,7 @@ def test_config_saved_with_callbacks_runs_again(tmp_path: Path):
     fork_fit(tmp_path / "again", "--config", run / "config.yaml")
 
 
-def test_config_that_replaces_callbacks_says_so(app: App, tmp_path: Path):
+def test_config_that_replaces_callbacks_says_so(app: App, tmp_path):
     first = tmp_path / "a.yaml"
     second = tmp_path / "b.yaml"
     first.write_text("trainer: {callbacks: [{class_path: Timer}]}")

@@ -83,7 +83,7 @@ def test_containers(app: App):
 
 
 @SLOW
-def test_kubernetes_train_job(tmp_path: Path):
+def test_kubernetes_train_job(tmp_path):
     """The job's command trains in two pods.
 
     Source: github.com/kubeflow/trainer, manifests/base/crds (trainjobs.trainer.kubeflow.org) and
@@ -122,7 +122,7 @@ def test_kubernetes_train_job(tmp_path: Path):
 
 
 @SLOW
-def test_skypilot(tmp_path: Path):
+def test_skypilot(tmp_path):
     """The task runs on two nodes with one device each, and continues after a restart."""
     task = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
     (bucket,) = task["file_mounts"].items()
@@ -146,7 +146,7 @@ def test_skypilot(tmp_path: Path):
 
 
 @SLOW
-def test_sweep(tmp_path: Path):
+def test_sweep(tmp_path):
     """A Weights & Biases agent starts three trials, runs with their own ids and flags."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
     from wandb.sdk.lib.config_util import save_config_file_from_dict

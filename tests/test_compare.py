@@ -116,7 +116,7 @@ def test_a_users_loader_has_the_baselines_batch(app: App, experiment: Callable[.
 
 
 @pytest.fixture
-def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def idle(monkeypatch) -> None:
     """Make the machine look idle to a comparison that runs in this process."""
     monkeypatch.setattr("app.lab.runs.busy_seconds", own_seconds)
 
@@ -171,7 +171,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]):
 
 
 @pytest.mark.usefixtures("drawn")
-def test_settings_are_compared_by_their_accuracy(app: App, tmp_path: Path):
+def test_settings_are_compared_by_their_accuracy(app: App, tmp_path):
     """The repeats of a variant have different seeds."""
     grid = ["--grid=model.optimizer.lr=[0.01,0.001]", "--grid=data.flip=[true]"]
     words = [*grid, "--repeats=2", *tiny(400, max_epochs=1, accelerator="cpu")]
@@ -187,9 +187,7 @@ def test_settings_are_compared_by_their_accuracy(app: App, tmp_path: Path):
     assert (folder / "accuracy.png").exists()
 
 
-def test_no_verdict_on_a_busy_machine(
-    app: App, experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_no_verdict_on_a_busy_machine(app: App, experiment: Callable[..., Path], monkeypatch):
     """If other programs take all cores, the report states the load, and how to measure again."""
     cores = os.cpu_count() or 1
     monkeypatch.setattr(
@@ -286,7 +284,7 @@ def test_nothing_can_run(app: App, experiment: Callable[..., Path]):
 
 
 @SLOW
-def test_quick_form_measures_this_machine(app: App, tmp_path: Path):
+def test_quick_form_measures_this_machine(app: App, tmp_path):
     """this_machine.yaml measures two variants or more, in its quick form. No variant fails."""
     path = ROOT / "configs/compare/this_machine.yaml"
     app("compare", "--experiment", path, "--quick=true")

@@ -23,7 +23,7 @@ def trainer(**settings: object) -> Resolved:
     return Resolved(Namespace(trainer=Namespace(defaults | settings)))
 
 
-def test_resolve_ignores_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch):
+def test_resolve_ignores_arguments_of_the_process(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["app", "fit", "--trainer.max_epochs", "7"])
     config = resolve(["test", "--data", "Synthetic", "--ckpt_path", "x"])
     assert (config.trainer.max_epochs, config.ckpt_path) == (50, "x")
@@ -43,7 +43,7 @@ def test_devices_are_counted_as_lightning_does(devices: object, count: int):
     assert trainer(devices=devices, strategy="ddp").devices == count
 
 
-def test_auto_devices_are_one_for_strategy_auto(monkeypatch: pytest.MonkeyPatch):
+def test_auto_devices_are_one_for_strategy_auto(monkeypatch):
     monkeypatch.setattr(CUDAAccelerator, "auto_device_count", staticmethod(lambda: 4))
     gpus = functools.partial(trainer, accelerator="cuda")
     counts = [

@@ -314,7 +314,7 @@ def same_checkpoint(saved: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def assert_alike(
-    tmp_path: Path, reason: str | None = None, saves: str | None = None, **settings: Any
+    tmp_path, reason: str | None = None, saves: str | None = None, **settings: Any
 ) -> None:
     """Train in Lightning's loop and in the straight loop; check that both do the same.
 
@@ -399,18 +399,18 @@ CASES = {
 
 @pytest.mark.parametrize("hooks", [CALLBACKS, HOOKS], ids=["callback", "all"])
 @pytest.mark.parametrize("case", CASES)
-def test_case(case: str, hooks: dict[str, list[str]], tmp_path: Path):
+def test_case(case: str, hooks: dict[str, list[str]], tmp_path):
     assert_alike(tmp_path, hooks=hooks, **CASES[case])
 
 
 @pytest.mark.parametrize(("owner", "hook"), EVERY)
-def test_hook(owner: str, hook: str, tmp_path: Path):
+def test_hook(owner: str, hook: str, tmp_path):
     """A hook that is the only one overridden."""
     settings = {"model": ByStep, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     assert_alike(tmp_path, hooks={owner: [hook]}, max_epochs=1, **settings)
 
 
-def test_every_hook_is_called(tmp_path: Path):
+def test_every_hook_is_called(tmp_path):
     """The cases call every hook, so that each is compared."""
     middle = tmp_path / "first/middle.ckpt"
     trained(False, middle.parent, hooks=HOOKS, callbacks=[lambda: saving("on_train_batch_end")])
@@ -426,7 +426,7 @@ def test_every_hook_is_called(tmp_path: Path):
     assert set(EVERY) - called == set()
 
 
-def test_plateau_after_a_resumption(tmp_path: Path):
+def test_plateau_after_a_resumption(tmp_path):
     """Lightning skips ReduceLROnPlateau after a resumed epoch; the straight loop is exact."""
     settings = {"model": PlateauByEpoch, "max_epochs": 3}
     middle = tmp_path / "first/middle.ckpt"
@@ -439,7 +439,7 @@ def test_plateau_after_a_resumption(tmp_path: Path):
     assert steps == [1, 2]
 
 
-def test_hook_set_on_an_object(tmp_path: Path):
+def test_hook_set_on_an_object(tmp_path):
     calls = [lambda: LambdaCallback(on_after_backward=lambda *_: CALLS.append(("lambda",)))]
     assert_alike(tmp_path, hooks={}, callbacks=calls)
     assert len(trained(True, tmp_path, hooks={}, callbacks=calls)[0]) == 10 + 2

@@ -63,7 +63,7 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
 
 
 @pytest.fixture
-def calls_per_step(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> Counts:
+def calls_per_step(fit: Fit, monkeypatch) -> Counts:
     """Return a function that counts the Python calls per step of a run's second epoch.
 
     `training_step` begins a step. `counts` says for a function's code whether its calls count,
@@ -96,7 +96,7 @@ def calls_per_step(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 @pytest.fixture
-def operations_per_step(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> Counts:
+def operations_per_step(fit: Fit, monkeypatch) -> Counts:
     """Return a function that counts the tensor operations per step of a run's second epoch."""
     training_step = ImageClassifier.training_step
 
@@ -158,7 +158,7 @@ def raw_operations() -> int:
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch) -> None:
     """Stop the progress bar's clock, because redraws would read logged values from the device."""
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 0.0))
 
@@ -242,7 +242,7 @@ class CountsReads(CIFARCNN):
 
 
 @SLOW
-def test_reads_of_the_device_by_two_processes(tmp_path: Path):
+def test_reads_of_the_device_by_two_processes(tmp_path):
     """Only a logging window's last step reads the device, although ranks must agree on stopping."""
     ddp = ["--trainer.strategy=ddp", "--trainer.devices=2", "--model=test_cost.CountsReads", *QUIET]
     run = fork_fit(tmp_path, *LENET, *TWO_EPOCHS, *ddp)

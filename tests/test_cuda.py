@@ -1,7 +1,6 @@
 """Code for CUDA. Most tests need no GPU: they patch torch to report one, or use fake devices."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,7 @@ CPU = ["--trainer.accelerator=cpu"]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch) -> None:
     """Fake a GPU, and fail the test if the run touches it."""
 
     def touched(*_: Any) -> None:
@@ -52,7 +51,7 @@ def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, fit: Fit):
     assert record["peak_memory"][0]["device"] == "cpu"
 
 
-def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch):
     figures = {
         "max_memory_allocated": 2**29,
         "max_memory_reserved": 2**30,
@@ -73,9 +72,7 @@ def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("mps", 1), ("cuda:1", 1)])
-def test_the_clock_waits_for_every_accelerator(
-    device: str, waits: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_clock_waits_for_every_accelerator(device: str, waits: int, monkeypatch):
     awaited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", awaited.append)
     machine.time_when_done(torch.device(device))
@@ -94,9 +91,7 @@ VARIABLES = [
 
 
 @pytest.mark.parametrize(("name", "before", "after"), VARIABLES)
-def test_variables_for_cuda(
-    name: str, before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_variables_for_cuda(name: str, before: str | None, after: str, monkeypatch):
     """cuBLAS is ready for later deterministic training.
 
     torch reads cuBLAS's variable at the first product only.
@@ -112,7 +107,7 @@ def test_variables_for_cuda(
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def nccl(monkeypatch) -> list[str]:
     """Fake a process group of NCCL, and return the list of its recorded calls."""
     left: list[str] = []
     group = SimpleNamespace(initialized=True)
@@ -158,7 +153,7 @@ def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(
     assert nccl == ["aborted"], "and not again"
 
 
-def test_another_groups_errors_stay(monkeypatch: pytest.MonkeyPatch):
+def test_another_groups_errors_stay(monkeypatch):
     monkeypatch.setattr(
         failures, "abort_process_group", lambda: pytest.fail("gloo's is left at the exit")
     )
@@ -168,7 +163,7 @@ def test_another_groups_errors_stay(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:51")
 
 
-def test_ddp_wraps_the_model_on_the_stream_where_it_computes(monkeypatch: pytest.MonkeyPatch):
+def test_ddp_wraps_the_model_on_the_stream_where_it_computes(monkeypatch):
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a stream of its own"))
     monkeypatch.setattr(
@@ -237,16 +232,14 @@ def test_exact_resume_with_deterministic_algorithms(precision: str, fit: Fit):
 
 
 @on_gpu
-def test_fsdp_resumes_and_tests(tmp_path: Path):
+def test_fsdp_resumes_and_tests(tmp_path):
     flags = ["fit", *SMALL, *ON_GPU, "--trainer.strategy=fsdp", "--run.root", tmp_path]
     start_app(*flags, "--trainer.max_epochs=1")
     start_app(*flags, "--trainer.max_epochs=2", "--ckpt_path=last")
     assert record_of(tmp_path / "LeNet-Synthetic/version_0")["test"] is not None
 
 
-def test_out_of_memory_is_said_in_one_line(
-    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_out_of_memory_is_said_in_one_line(app: App, tmp_path, monkeypatch):
     """Error line and record name the requested and free memory, and a setting that needs less."""
     message = (
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has "

@@ -20,7 +20,7 @@ IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
 @pytest.fixture(autouse=True)
-def published(monkeypatch: pytest.MonkeyPatch) -> Mock:
+def published(monkeypatch) -> Mock:
     """Replace the function that reads or downloads weights, on a machine without a GPU."""
     read = Mock()
     monkeypatch.setattr(defaults, "read_weights", read)
@@ -45,9 +45,7 @@ def test_a_folder_is_enough(image_root: Path, published: Mock):
     assert trainer.precision is None
 
 
-def test_weights_of_the_user_are_not_downloaded(
-    image_root: Path, published: Mock, monkeypatch: pytest.MonkeyPatch
-):
+def test_weights_of_the_user_are_not_downloaded(image_root: Path, published: Mock, monkeypatch):
     """`app.fit` asks for no published weights either while it looks up the names of flags."""
     monkeypatch.setattr("app.lab.runs.run_fit", Mock(return_value=Record()))
     weights = image_root / "weights.pth"
@@ -75,7 +73,7 @@ def test_settings_of_the_user_remain(image_root: Path):
     assert (trainer.max_steps, trainer.max_epochs) == (9, 50)
 
 
-def test_a_config_with_a_model_is_complete(image_root: Path, tmp_path: Path):
+def test_a_config_with_a_model_is_complete(image_root: Path, tmp_path):
     config = tmp_path / "model.yaml"
     config.write_text(yaml.safe_dump({"model": {"class_path": "ImageClassifier"}}))
     model, data, trainer = chosen("--config", config, "--data", image_root)
@@ -92,9 +90,7 @@ def test_the_shipped_config_spells_out_the_defaults(image_root: Path):
 
 
 @pytest.mark.parametrize("network", ["resnet18", "timm/tf_efficientnet_lite0"])
-def test_a_file_of_weights_brings_the_networks_sizes(
-    network: str, image_root: Path, tmp_path: Path
-):
+def test_a_file_of_weights_brings_the_networks_sizes(network: str, image_root: Path, tmp_path):
     torch.save({}, tmp_path / "x.pth")
     flags = ["--model", network, "--model.weights", tmp_path / "x.pth"]
     model, data, _ = chosen("--data", image_root, *flags)
@@ -107,18 +103,14 @@ def test_a_file_of_weights_brings_the_networks_sizes(
 @pytest.mark.parametrize(
     ("capabilities", "precision"), [(["8.0", "9.0"], "bf16-mixed"), (["9.0", "7.5"], "16-mixed")]
 )
-def test_precision_of_a_gpu(
-    capabilities: list[str], precision: str, image_root: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_precision_of_a_gpu(capabilities: list[str], precision: str, image_root: Path, monkeypatch):
     monkeypatch.setattr(defaults, "nvidia_smi", lambda field: capabilities)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert chosen("--data", image_root)[2].precision == precision
     assert chosen("--data", image_root, "--trainer.accelerator=cpu")[2].precision is None
 
 
-def test_from_scratch_without_a_connection(
-    app: App, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_from_scratch_without_a_connection(app: App, image_root: Path, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
@@ -139,7 +131,7 @@ def test_from_scratch_without_a_connection(
     assert "crop random_resized" in out
 
 
-def test_a_csv_file_is_enough(image_root: Path, tmp_path: Path):
+def test_a_csv_file_is_enough(image_root: Path, tmp_path):
     table = tmp_path / "photos.csv"
     table.write_text(f"file,label\n{image_root}/train/cat/00.jpg,cat\n")
     config = resolve(["fit", "--data", str(table)])

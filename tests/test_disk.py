@@ -24,7 +24,7 @@ BIG = ["--model.hidden=[500]"]  # a checkpoint has 4.6 MiB, with Adam's state
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path) -> Iterator[Path]:
     """A separate disk of 16 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -44,7 +44,7 @@ def leftovers(root: Path) -> list[Path]:
 
 
 @pytest.mark.cluster
-def test_full_disk_keeps_last_checkpoint(disk: Path, tmp_path: Path):
+def test_full_disk_keeps_last_checkpoint(disk: Path, tmp_path):
     """A checkpoint that does not fit leaves no file, and earlier checkpoints stay whole.
 
     The error line and the record name the reason.
@@ -68,7 +68,7 @@ def test_full_disk_keeps_last_checkpoint(disk: Path, tmp_path: Path):
 
 
 @pytest.mark.cluster
-def test_full_disk_cuts_no_metrics_line(disk: Path, tmp_path: Path):
+def test_full_disk_cuts_no_metrics_line(disk: Path, tmp_path):
     """On a disk that becomes full, training continues, and no line of metrics.csv is cut."""
     flags = [*FIT, "--model.hidden=[8]", "--trainer.max_epochs=40", "--data.images=2000"]
     flags += [
@@ -93,7 +93,7 @@ def test_full_disk_cuts_no_metrics_line(disk: Path, tmp_path: Path):
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("devices", [1, 2])
-def test_full_tmpdir_is_harmless(devices: int, disk: Path, tmp_path: Path):
+def test_full_tmpdir_is_harmless(devices: int, disk: Path, tmp_path):
     """A full $TMPDIR does not stop a run whose own folder has room."""
     (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
     flags = [*FIT, *BIG, *on_cpu("auto", devices, root=tmp_path / "runs")]
@@ -104,7 +104,7 @@ def test_full_tmpdir_is_harmless(devices: int, disk: Path, tmp_path: Path):
 
 
 @SLOW
-def test_renamed_run_folder_is_created_again(tmp_path: Path):
+def test_renamed_run_folder_is_created_again(tmp_path):
     """If a run's folder is renamed, the next checkpoint creates a new one."""
     flags = [*FIT, "--model.hidden=[8]", "--trainer.max_epochs=30", "--run.test=false"]
     with started(tmp_path, *flags) as run:

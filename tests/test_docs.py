@@ -231,7 +231,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def reader(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def reader(place: Path, monkeypatch) -> Path:
     """Folder of a reader who follows the documents; it is the current folder."""
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
@@ -355,7 +355,7 @@ def small(command: str) -> list[str] | None:
 
 @SLOW
 @pytest.mark.usefixtures("drawn")
-def test_commands_run(reader: Path, tmp_path: Path):
+def test_commands_run(reader: Path, tmp_path):
     """Commands of the introductory documents run in a reader's folder, with small sizes.
 
     If several commands are equal with these sizes, the test runs only one of them.

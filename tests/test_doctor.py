@@ -2,7 +2,6 @@
 
 import os
 import re
-from pathlib import Path
 
 import psutil
 import pytest
@@ -41,7 +40,7 @@ BUSY = 1e4
 Records = dict[str, Record]  # run records by strategy
 
 
-def set_load(monkeypatch: pytest.MonkeyPatch, load: float) -> None:
+def set_load(monkeypatch, load: float) -> None:
     monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
 
 
@@ -49,7 +48,7 @@ LOADS = [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 
 
 
 @pytest.mark.parametrize(("load", "usable", "total", "is_busy"), LOADS)
-def test_busy(load: float, usable: int, total: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch):
+def test_busy(load: float, usable: int, total: int, is_busy: bool, monkeypatch):
     """A machine is busy if its load exceeds the usable cores, and the unusable cores, too."""
     set_load(monkeypatch, load)
     monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
@@ -62,9 +61,7 @@ def test_busy(load: float, usable: int, total: int, is_busy: bool, monkeypatch: 
         assert "OMP_NUM_THREADS=1" in message
 
 
-def test_smallest_quota_of_the_control_groups_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_smallest_quota_of_the_control_groups_counts(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path / "job")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     assert usable_cores() == 64
@@ -75,7 +72,7 @@ def test_smallest_quota_of_the_control_groups_counts(
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Records:
+def quick(monkeypatch) -> Records:
     """Replace the self-test's runs by these records by strategy; by default, by that of `auto`."""
     outcomes = {"auto": completed(2.0)}
 
@@ -104,12 +101,7 @@ OUTCOMES = [
 @pytest.mark.parametrize(("outcomes", "load", "levels"), OUTCOMES)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tested strategies depend on the GPUs")
 def test_timeout_is_red_only_on_a_quiet_machine(
-    outcomes: Records,
-    load: float,
-    levels: dict[str, str],
-    quick: Records,
-    app: App,
-    monkeypatch: pytest.MonkeyPatch,
+    outcomes: Records, load: float, levels: dict[str, str], quick: Records, app: App, monkeypatch
 ):
     quick.update(outcomes)
     set_load(monkeypatch, load)
@@ -122,7 +114,7 @@ def test_timeout_is_red_only_on_a_quiet_machine(
     assert checks["processor"] == ("yellow" if load == BUSY else "green")
 
 
-def test_report_on_a_terminal(quick: Records, app: App, monkeypatch: pytest.MonkeyPatch):
+def test_report_on_a_terminal(quick: Records, app: App, monkeypatch):
     set_load(monkeypatch, BUSY)
     lines = app("doctor").splitlines()
     assert re.match(r"yellow +processor +.* a load of 10000\.0 on \d+ of \d+ cores", lines[0])

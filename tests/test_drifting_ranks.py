@@ -80,7 +80,7 @@ def flags_of(model: str, root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("model", DRIFTING)
-def test_what_differs_is_named(model: str, tmp_path: Path):
+def test_what_differs_is_named(model: str, tmp_path):
     flags = flags_of(model, tmp_path)
     if model == "Normalises":
         flags[flags.index("ddp_fork")] = "lightning.pytorch.strategies.DDPStrategy"
@@ -98,7 +98,7 @@ def test_what_differs_is_named(model: str, tmp_path: Path):
         assert torch.load(path, weights_only=True)["global_step"] == last_equal[model]
 
 
-def test_run_may_continue(tmp_path: Path):
+def test_run_may_continue(tmp_path):
     flags = [*flags_of("ChangesItsBias", tmp_path), "--run.on_divergence=warn"]
     out = fork_app("fit", *flags)
     assert out.count("ranks differ in step 4: layer.bias differs") == 1
@@ -131,7 +131,7 @@ class LogsItsClassAtTheEnd(LogsClasses):
         return loss
 
 
-def test_names_in_another_order_are_reduced_by_name(tmp_path: Path):
+def test_names_in_another_order_are_reduced_by_name(tmp_path):
     alone = flags_of("LogsClasses", tmp_path / "alone")
     alone[-4:] = [*options(strategy="auto", devices=1), *alone[-2:]]
     rows = []
@@ -145,7 +145,7 @@ def test_names_in_another_order_are_reduced_by_name(tmp_path: Path):
 @pytest.mark.parametrize(
     ("model", "name"), [("LogsItsClass", "val"), ("LogsItsClassAtTheEnd", "seen")]
 )
-def test_missing_names_are_refused(model: str, name: str, tmp_path: Path):
+def test_missing_names_are_refused(model: str, name: str, tmp_path):
     message = fork_app.error("fit", *flags_of(model, tmp_path))
     assert message.startswith(
         f"error: {name}_0, {name}_1: only rank 0 of 2 logs {name}_0 with sync_dist=True"

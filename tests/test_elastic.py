@@ -25,7 +25,7 @@ STEPS = [*IMAGES, *options(accelerator="cpu", log_every_n_steps=1, test=False)]
 SHORT = options(max_epochs=1, test=False)
 
 
-def test_rank_zero_has_terminal_and_debugger(tmp_path: Path):
+def test_rank_zero_has_terminal_and_debugger(tmp_path):
     """Rank 0 reads from and writes to the terminal; rank 1 skips the breakpoint."""
     controller, tty = pty.openpty()
     flags = [*SMALL, *SHORT, "--model=user_code.Talks", "--model.stops=true"]
@@ -58,7 +58,7 @@ def test_rank_zero_has_terminal_and_debugger(tmp_path: Path):
 
 
 @pytest.mark.parametrize("verbose", [True, False])
-def test_agent_logs_only_with_debug(verbose: bool, tmp_path: Path):
+def test_agent_logs_only_with_debug(verbose: bool, tmp_path):
     """The agent logs a signal only with APP_DEBUG, and always deletes its temporary folders."""
     env = {"TMPDIR": str(tmp_path), "APP_DEBUG": "1" if verbose else None}
     with started(tmp_path / "runs", *SMALL, "--trainer.max_epochs=100000", env=env) as run:
@@ -68,7 +68,7 @@ def test_agent_logs_only_with_debug(verbose: bool, tmp_path: Path):
     assert not list(tmp_path.glob("*torchelastic*"))
 
 
-def test_restart_names_its_cause(tmp_path: Path):
+def test_restart_names_its_cause(tmp_path):
     """The run names the failed rank; `--cluster.log_dir` has each rank's output."""
     flags = [*SMALL, *SHORT, "--model=user_code.Talks", "--cluster.log_dir", tmp_path / "logs"]
     flags += ["--trainer.callbacks+=user_code.FailsOnce", "--cluster.max_restarts=1"]
@@ -85,7 +85,7 @@ def test_restart_names_its_cause(tmp_path: Path):
     assert re.fullmatch(f"{reason}, and all ranks were restarted", first["error"])
 
 
-def test_restart_after_kill_ends_with_same_weights(tmp_path: Path):
+def test_restart_after_kill_ends_with_same_weights(tmp_path):
     """After a kill, our agent and torchrun restart all ranks from the run's checkpoint.
 
     The final weights equal those of an undisturbed run.
@@ -123,14 +123,14 @@ MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # rank zero checks 
 @pytest.mark.parametrize(
     ("flags", "text"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)]
 )
-def test_error_of_rank_is_printed_at_once(flags: str, text: str, tmp_path: Path):
+def test_error_of_rank_is_printed_at_once(flags: str, text: str, tmp_path):
     with started(tmp_path, *STEPS, flags, launcher=TORCHRUN) as run:
         out = run.end(120, code=1)  # torchrun's exit code
     assert f"error: {text}" in out
     assert not list(tmp_path.glob("*/version_*"))
 
 
-def test_torchrun_resumes_only_with_auto(tmp_path: Path):
+def test_torchrun_resumes_only_with_auto(tmp_path):
     """A new torchrun continues an earlier run only with `--ckpt_path auto`."""
     flags = [*STEPS, "--trainer.max_epochs"]
     auto = ["--ckpt_path=auto"]
@@ -142,13 +142,13 @@ def test_torchrun_resumes_only_with_auto(tmp_path: Path):
     assert "version_1" in run.record["resumed_from"]
 
 
-def test_workers_end_with_torchrun(tmp_path: Path):
+def test_workers_end_with_torchrun(tmp_path):
     with started(tmp_path, *STEPS, "--trainer.max_epochs=100000", launcher=TORCHRUN) as run:
         run.trained(2).get("SIGKILL", "main").end()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_signal_to_torchrun_saves_checkpoint(name: str, tmp_path: Path):
+def test_signal_to_torchrun_saves_checkpoint(name: str, tmp_path):
     with started(tmp_path, *STEPS, "--trainer.max_epochs=100000", launcher=TORCHRUN) as run:
         out = run.trained(2).get(name, "group").end(29)  # before 30 s, when torchrun kills ranks
     assert run.process.returncode != 0, out

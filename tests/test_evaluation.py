@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("dp", 4), slow("ddp_fork", 2)])
-def test_test(trained: Path, strategy: str, devices: int, tmp_path: Path):
+def test_test(trained: Path, strategy: str, devices: int, tmp_path):
     flags = [*on_cpu(strategy, devices, root=tmp_path, name="t"), *best_of(trained)]
     fork_app("test", *DATA, *flags)
     ours = result(tmp_path / "t/version_0")
@@ -53,7 +53,7 @@ def test_test(trained: Path, strategy: str, devices: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), slow("ddp_fork", 4)])
-def test_predict(trained: Path, strategy: str, devices: int, tmp_path: Path):
+def test_predict(trained: Path, strategy: str, devices: int, tmp_path):
     flags = [*on_cpu(strategy, devices, root=tmp_path, name="p"), *best_of(trained)]
     fork_app("predict", *DATA, *flags)
     rows = list(csv.DictReader((tmp_path / "p/version_0/predictions.csv").open()))
@@ -67,7 +67,7 @@ def test_predict(trained: Path, strategy: str, devices: int, tmp_path: Path):
         assert [pairs[label, predicted] for predicted in range(10)] == list(map(int, row[1:]))
 
 
-def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path: Path):
+def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path):
     flags = ["--config", trained / "config.yaml", *best_of(trained)]
     app("validate", *flags, *on_cpu("dp", 3, root=tmp_path, name="v"))
     metrics = list(csv.DictReader((tmp_path / "v/version_0/metrics.csv").open()))[-1]
@@ -97,7 +97,7 @@ def test_images_that_lack_a_class_are_tested_by_name(image_root: Path, app: App,
     assert confusion(run / "test_1") == [whole[0], ["cat", "0", "0", "0"], *whole[2:]]
 
 
-def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path: Path):
+def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path):
     """A checkpoint holds class names, image size and normalisation.
 
     Images of other classes are refused.

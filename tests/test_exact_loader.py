@@ -71,7 +71,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path: Path):
+def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path):
     data, flags, devices, plain = CASES[case]
     run, out = fit(tmp_path, data, *flags, devices=devices)
     expected, loss, accuracy = by_hand(*plain)
@@ -88,7 +88,7 @@ def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path: Path):
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("data", ["Ordinary", "OwnBatches", "Delegates", "DropsLast", "TwoSets"])
-def test_predicts_each_row_once(data: str, devices: int, tmp_path: Path):
+def test_predicts_each_row_once(data: str, devices: int, tmp_path):
     expected = [samples(23, 1)]
     if data == "TwoSets":
         expected.append(samples(7, 2))
@@ -115,7 +115,7 @@ def test_predicts_each_row_once(data: str, devices: int, tmp_path: Path):
 @pytest.mark.parametrize(
     ("data", "count"), [("Delegates", 23), ("Delegates", 4), ("Delegates", 1), ("DropsLast", 23)]
 )
-def test_evaluates_each_sample_once(data: str, count: int, devices: int, tmp_path: Path):
+def test_evaluates_each_sample_once(data: str, count: int, devices: int, tmp_path):
     """Also in batches of one sample. `drop_last` drops what it drops on one device.
 
     A single sample on several ranks is left to Lightning, which repeats it.
@@ -130,7 +130,7 @@ def test_evaluates_each_sample_once(data: str, count: int, devices: int, tmp_pat
 
 @pytest.mark.parametrize("steps", [3, 5, 7, 10])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_resumes_with_workers(steps: int, devices: int, tmp_path: Path):
+def test_resumes_with_workers(steps: int, devices: int, tmp_path):
     """Stopped in either epoch of 5 steps, or at an epoch's end: persistent workers read ahead."""
     flags = ["--data.train=workers", "--run.global_batch=8", "--trainer.max_epochs=3"]
     whole, _ = fit(tmp_path / "whole", "Ordinary", *flags)
@@ -184,7 +184,7 @@ def test_shares_of_an_evaluation(count: int, batch_size: int, shares: list[list[
         assert [[index for index, _ in shards[0]] for shards in sampler] == expected
 
 
-def test_what_is_not_exact_is_said(tmp_path: Path):
+def test_what_is_not_exact_is_said(tmp_path):
     run, out = fit(tmp_path, "Combined", devices=2)
     line = (
         "not exact: Combined.train_dataloader returns CombinedLoader: a resumed epoch, or another "
@@ -195,7 +195,7 @@ def test_what_is_not_exact_is_said(tmp_path: Path):
 
 
 @pytest.mark.parametrize("loader", ["exact", "lightning"])
-def test_an_epoch_resumed_in_another_order_is_said(loader: str, tmp_path: Path):
+def test_an_epoch_resumed_in_another_order_is_said(loader: str, tmp_path):
     """A loader that cannot continue within an epoch begins anew; an epoch's end is exact."""
     data = {"exact": "Combined", "lightning": "Ordinary"}[loader]
     line = "this epoch goes on in another order than before the stop: some samples come twice"

@@ -90,7 +90,7 @@ def test_default_layout():
 
 
 @pytest.fixture
-def ampere(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def ampere(monkeypatch) -> SimpleNamespace:
     """A fake GPU, which records torch's settings."""
     gpu = SimpleNamespace(capability=(8, 0), precision=None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu.capability)
@@ -182,7 +182,7 @@ REFUSED = {
 test_flags_without_effect_are_rejected = refusals(REFUSED, *SMALL, "--trainer.accelerator=cpu")
 
 
-def test_missing_compiler_is_reported(app: App, monkeypatch: pytest.MonkeyPatch):
+def test_missing_compiler_is_reported(app: App, monkeypatch):
     monkeypatch.setattr(rules.shutil, "which", lambda name: None)
     message = app.error("fit", *SMALL, "--model.compile=default")
     assert "--model.compile: torch needs a compiler (" in message
@@ -196,9 +196,7 @@ PLACES = [("cuda", ROOM + 1, "device"), ("cuda", ROOM - 1, "memory"), ("cpu", 0,
 
 
 @pytest.mark.parametrize(("device", "free", "placement"), PLACES)
-def test_placement_of_images(
-    device: str, free: int, placement: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_placement_of_images(device: str, free: int, placement: str, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     strategy = SimpleNamespace(
         root_device=torch.device(device), reduce_boolean_decision=lambda fits, all: fits

@@ -20,7 +20,7 @@ def dry(app: App, path: Path, *words: Any) -> tuple[str, list[str]]:
 
 
 def test_grid_expands_to_every_combination_that_is_not_excluded(
-    app: App, experiment: Write, tmp_path: Path
+    app: App, experiment: Write, tmp_path
 ):
     grid = {"trainer.strategy": ["dp", "ddp"], "trainer.devices": [1, 2], "data.num_workers": [0]}
     exclude = [{"trainer.strategy": "dp", "trainer.devices": 1}]

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from forked import fork_app
@@ -57,7 +56,7 @@ ALL = [
 @pytest.mark.parametrize(
     ("strategy", "stage", "end"), [*TELLING, *(slow(*case) for case in ALL if case not in TELLING)]
 )
-def test_end_of_a_rank_ends_the_run(strategy: str, stage: str, end: str, tmp_path: Path):
+def test_end_of_a_rank_ends_the_run(strategy: str, stage: str, end: str, tmp_path):
     """The last rank ends at a stage. Another one ends at once, too, despite a long timeout."""
     flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy, root=tmp_path)]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
@@ -71,7 +70,7 @@ def test_end_of_a_rank_ends_the_run(strategy: str, stage: str, end: str, tmp_pat
         assert f"error: {saved['error']}\n" in out
 
 
-def test_error_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_error_file_is_whole_or_absent(tmp_path, monkeypatch):
     """A rank that is killed while it writes leaves no half file, which its launcher would read."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,7 +76,7 @@ def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, fit: Fit
     assert copies <= 4 * windows, waits
 
 
-def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path: Path):
+def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path):
     """The test's confusion matrix and predictions are written; Lightning prints no advice.
 
     Checkpoints are saved while the next batch is copied.
@@ -117,7 +116,7 @@ def bucket_of(layer: nn.Module) -> Any:
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize(("count", "size"), [(8, 3), (8, 5), (6, 2), (6, 4), (7, 6), (None, 3)])
 def test_streams_wait_for_each_other(
-    count: int | None, size: int, backend: str, fake_cuda: FakeCUDA, monkeypatch: pytest.MonkeyPatch
+    count: int | None, size: int, backend: str, fake_cuda: FakeCUDA, monkeypatch
 ):
     """Gradient averages over `count` virtual devices, or in a ring, race on no rank.
 
@@ -208,7 +207,7 @@ def test_races_are_found(race: Callable[[torch.cuda.Stream], None], fake_cuda: F
 Call = tuple[bool, int, int]  # whether a rank sends, the other rank, and the tensor's length
 
 
-def calls_of(size: int, run: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def calls_of(size: int, run: Callable[[int], Any], monkeypatch) -> list[Any]:
     """Return each rank's groups of point-to-point calls."""
     ranks: list[list[list[Call]]] = []
 
@@ -251,7 +250,7 @@ def ends(ranks: list[list[list[Call]]]) -> bool:
 
 
 @pytest.mark.parametrize("size", range(2, 9))
-def test_point_to_point_calls_end(size: int, monkeypatch: pytest.MonkeyPatch):
+def test_point_to_point_calls_end(size: int, monkeypatch):
     """The tree, for any share of the shards, and the ring neither block nor mix up their calls."""
     draw = random.Random(size)
     for length in (1, size, 3 * size + 1):

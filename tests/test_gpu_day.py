@@ -25,7 +25,7 @@ def run_script(
     )
 
 
-def test_without_a_gpu_everything_is_skipped(tmp_path: Path):
+def test_without_a_gpu_everything_is_skipped(tmp_path):
     done = run_script(tmp_path, "A", "dp")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())
@@ -39,9 +39,7 @@ def test_without_a_gpu_everything_is_skipped(tmp_path: Path):
     )
 
 
-def test_an_item_that_fails_or_hangs_leaves_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_item_that_fails_or_hangs_leaves_its_figures(tmp_path, monkeypatch):
     (tmp_path / "gpu_items.py").write_text(
         "import pathlib, sys, time\n"
         "pathlib.Path(sys.argv[2]).write_text('{\"a\": 1}')\n"
@@ -62,7 +60,7 @@ def test_an_item_that_fails_or_hangs_leaves_its_figures(
     assert (tmp_path / "out/fails.log").read_text() == "it broke\n"
 
 
-def test_a_machine_without_the_wheels(tmp_path: Path):
+def test_a_machine_without_the_wheels(tmp_path):
     bare = tmp_path / "python3"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)

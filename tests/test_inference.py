@@ -90,7 +90,7 @@ def test_every_form_of_an_image(trained: Path, model: Classifier):
     assert len(model.predict(torch.zeros((2, 3, 24, 24), dtype=torch.uint8))) == 2
 
 
-def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Path):
+def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/a.txt").write_text("text")
     empty = tmp_path / "empty.jpg"
@@ -117,7 +117,7 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path: Pat
         package.load(tmp_path / "gone")
 
 
-def test_classifier_beside_a_config(trained: Path, tmp_path: Path):
+def test_classifier_beside_a_config(trained: Path, tmp_path):
     """A checkpoint is loaded with the config beside it, if this is of its network and trusted."""
     path = shutil.copy(trained / "checkpoints/best.ckpt", tmp_path)
     with pytest.raises(UserError, match=r"config.yaml: there is no such file"):
@@ -159,9 +159,9 @@ def test_new_images(
     flags: str,
     fit: Fit,
     app: App,
-    tmp_path: Path,
+    tmp_path,
     request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     """`predict` and `app.load` prepare new images as in training, whose images are gone.
 
@@ -213,7 +213,7 @@ def test_new_images(
         ("--data.size 9 --ckpt_path RUN --data CIFAR10", "--data: the checkpoint sets how images"),
     ],
 )
-def test_new_images_are_refused(flags: str, problem: str, trained: Path, app: App, tmp_path: Path):
+def test_new_images_are_refused(flags: str, problem: str, trained: Path, app: App, tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     words = flags.replace("RUN", str(trained)).replace("NEW", str(tmp_path)).split()
     assert problem in app.error("predict", *words, f"--data.predict_dir={tmp_path}")
@@ -258,7 +258,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("name", "content"), DAMAGED, ids=str)
-def test_a_damaged_run_is_named(name: str, content: Any, trained: Path, tmp_path: Path):
+def test_a_damaged_run_is_named(name: str, content: Any, trained: Path, tmp_path):
     shutil.copy(trained / "config.yaml", tmp_path)
     file = shutil.copy(trained / "checkpoints/best.ckpt", tmp_path)
     if isinstance(content, dict):
@@ -274,13 +274,7 @@ def test_a_damaged_run_is_named(name: str, content: Any, trained: Path, tmp_path
 
 @pytest.mark.parametrize(("kind", "limit"), [("onnx", 2**30), ("torch", 2**30), ("onnx", 0)])
 def test_export(
-    kind: str,
-    limit: int,
-    trained: Path,
-    model: Classifier,
-    app: App,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, limit: int, trained: Path, model: Classifier, app: App, tmp_path, monkeypatch
 ):
     """The code that `export` prints predicts a photo of odd size as the model does.
 
@@ -307,7 +301,7 @@ def test_export(
 
 @pytest.mark.parametrize(("kind", "file"), [("onnx", "model.onnx"), ("torch", "model.pt2")])
 def test_a_failed_export_keeps_the_earlier_file(
-    kind: str, file: str, trained: Path, app: App, monkeypatch: pytest.MonkeyPatch
+    kind: str, file: str, trained: Path, app: App, monkeypatch
 ):
     """On a full disk, or with other probabilities, only the earlier file is kept."""
     flags = ["export", "--ckpt_path", trained / "checkpoints/best.ckpt", "--format", kind]
@@ -330,9 +324,7 @@ def test_a_failed_export_keeps_the_earlier_file(
     place.unlink()
 
 
-def test_export_needs_a_run_and_its_packages(
-    app: App, trained: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_export_needs_a_run_and_its_packages(app: App, trained: Path, monkeypatch):
     assert "give --run.name, or a file's path" in app.error("export", "--ckpt_path=best")
     assert "did you mean --format" in app.error("export", "--fromat=onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
@@ -344,7 +336,7 @@ def test_export_needs_a_run_and_its_packages(
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_fit_is_a_function(tmp_path, capfd: pytest.CaptureFixture[str]):
     """`app.fit` takes flags by the last part of their names, such as `images` for `--data.images`.
 
     Other names are short, such as `lr`. It prints the command's lines, and returns the new run's
@@ -377,7 +369,7 @@ def test_fit_is_a_function(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert load(record.run_dir).image_shape == (3, 32, 32)
 
 
-def test_tensorboard(fit: Fit, tmp_path: Path):
+def test_tensorboard(fit: Fit, tmp_path):
     """The flags in app/monitor/README.md write TensorBoard's files."""
     board = tmp_path / "board"
     logger = ["--trainer.logger+=TensorBoardLogger", f"--trainer.logger.save_dir={board}"]

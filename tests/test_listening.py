@@ -5,7 +5,6 @@
 
 import ipaddress
 import json
-from pathlib import Path
 
 import pytest
 from harness import SLOW, TINY, family, listening, output_of, running, started, tiny
@@ -16,7 +15,7 @@ FLAGS = tiny(203, 20, accelerator="cpu", max_epochs=100000, devices=1, num_nodes
 
 
 @SLOW
-def test_nodes_that_meet_at_a_file_listen_on_their_own_addresses(tmp_path: Path):
+def test_nodes_that_meet_at_a_file_listen_on_their_own_addresses(tmp_path):
     """The nodes that `compare` starts below meet at a given address, and listen only there."""
     flags = [*FLAGS, f"--cluster.init_method=file://{tmp_path}/meet", "--cluster.node_rank"]
     with started(tmp_path, *flags, "0") as run, started(tmp_path, *flags, "1") as other:
@@ -36,7 +35,7 @@ COMMANDS = {  # without fit, which `Running.trained` checks, and doctor, which t
 
 @SLOW
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_listen_on_loopback(name: str, tmp_path: Path):
+def test_commands_listen_on_loopback(name: str, tmp_path):
     nodes = {"trainer.strategy": "ddp", "trainer.devices": 1, "trainer.num_nodes": 2}
     variants = {"ddp": {"trainer.devices": 2}, "nodes": nodes}
     (tmp_path / "tiny.yaml").write_text(json.dumps(TINY | {"variants": variants}))

@@ -62,7 +62,7 @@ def train(folder: Path, flags: Sequence[str], kills: Sequence[str] | None = None
     words = [*LIVE, *options(root=folder), "--cluster.max_restarts=9"]
     words += ["--trainer.callbacks+=dying_code.Kills", f"--trainer.callbacks.at={[*kills]}"]
     words += [f"--trainer.callbacks.folder={folder / 'kills'}"]
-    out = start_app("fit", *flags, *words, env={"PYTHONPATH": PATHS})
+    out = start_app("fit", *flags, *words)
     assert {path.name for path in (folder / "kills").iterdir()} == {*kills}
     assert len(kills) > 1 or re.search(r"rank \d left at step \d+; 1 go on", out), out
     return folder / "x/version_0"
@@ -96,7 +96,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("theirs"), THEIRS)
 
 
-def test_rank_zero_is_killed(images: Path, tmp_path: Path):
+def test_rank_zero_is_killed(images: Path, tmp_path):
     run = train(tmp_path, IMAGES, ["backward:2:0"])
     assert_undisturbed(run, images)
     first = Record.load(run / "run.json").parts[0]
@@ -104,7 +104,7 @@ def test_rank_zero_is_killed(images: Path, tmp_path: Path):
     assert first.steps == 2
 
 
-def test_validation_is_repeated(theirs: Path, tmp_path: Path):
+def test_validation_is_repeated(theirs: Path, tmp_path):
     assert_undisturbed(train(tmp_path, THEIRS, ["validation:5:1"]), theirs)
 
 
@@ -122,7 +122,7 @@ KILLS = [
 
 @SLOW
 @pytest.mark.parametrize(("what", "kills"), KILLS)
-def test_kills(what: str, kills: list[str], images: Path, theirs: Path, tmp_path: Path):
+def test_kills(what: str, kills: list[str], images: Path, theirs: Path, tmp_path):
     flags = {"images": IMAGES, "theirs": THEIRS}[what]
     alone = {"images": images, "theirs": theirs}[what]
     assert_undisturbed(train(tmp_path, flags, kills), alone)
@@ -147,7 +147,7 @@ def live(root: Path, flags: Sequence[str] = LONG) -> Iterator[tuple[Running, str
 
 
 @SLOW
-def test_a_machine_joins_and_leaves(tmp_path: Path):
+def test_a_machine_joins_and_leaves(tmp_path):
     """The machine's Ctrl-C ends its ranks only; the first node's ends all."""
     with live(tmp_path) as (run, address):
         wrong = start_app.run("join", address, "--model.optimizer.lr=3")
@@ -164,7 +164,7 @@ def test_a_machine_joins_and_leaves(tmp_path: Path):
 
 
 @SLOW
-def test_the_first_node_is_lost(tmp_path: Path):
+def test_the_first_node_is_lost(tmp_path):
     """The others save the newest step, and end with one line."""
     with live(tmp_path) as (run, at), running("join", at, "--trainer.devices=1") as other:
         await_ranks(run, 2)
@@ -175,7 +175,7 @@ def test_the_first_node_is_lost(tmp_path: Path):
 
 
 @SLOW
-def test_any_moment(tmp_path: Path):
+def test_any_moment(tmp_path):
     """Ranks are killed at random moments: in training, while they start, while they join."""
     flags = [*LIVE, "--trainer.devices=3", "--cluster.max_restarts=999"]
     with started(tmp_path, *LONG, *flags) as run:
@@ -207,7 +207,7 @@ def test_nobody_answers(app: App):
 
 
 @SLOW
-def test_torchrun_joins(tmp_path: Path):
+def test_torchrun_joins(tmp_path):
     """Torchrun starts `join` once for a machine. 16-mixed scales the losses."""
     flags = [*LONG, "--trainer.precision=16-mixed"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -223,7 +223,7 @@ def test_torchrun_joins(tmp_path: Path):
 
 
 @pytest.mark.cluster
-def test_a_job_joins_and_is_requeued(slurm: Slurm, tmp_path: Path):
+def test_a_job_joins_and_is_requeued(slurm: Slurm, tmp_path):
     """Each node is a job of its own; the second one is requeued, and joins again."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": PATHS}
     place = "10.77.0.1:29400"
@@ -255,7 +255,7 @@ def test_a_job_joins_and_is_requeued(slurm: Slurm, tmp_path: Path):
     assert_undisturbed_up_to_its_end(run, LONG)
 
 
-def test_nccl_is_aborted_when_a_rank_ends(monkeypatch: pytest.MonkeyPatch):
+def test_nccl_is_aborted_when_a_rank_ends(monkeypatch):
     """A fake stands in for NCCL, whose blocked calls end only if somebody aborts them."""
     aborted = threading.Event()
     monkeypatch.setattr("app.launch.failures.abort_process_group", aborted.set)
@@ -284,9 +284,7 @@ DEVICES = [(None, "0", "0"), (None, "3", "3"), ("2,5", "1", "5"), ("GPU-a,GPU-b"
 
 
 @pytest.mark.parametrize(("visible", "place", "device"), DEVICES)
-def test_each_rank_sees_its_own_gpu(
-    visible: str | None, place: str, device: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_each_rank_sees_its_own_gpu(visible: str | None, place: str, device: str, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

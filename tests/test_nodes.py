@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from harness import SLOW, free_port
@@ -47,7 +46,7 @@ def tcp(port: int) -> str:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_nodes_meet_in_any_order(scheme: str, order: tuple[int, ...], go: Go, tmp_path: Path):
+def test_nodes_meet_in_any_order(scheme: str, order: tuple[int, ...], go: Go, tmp_path):
     file = tmp_path / "meet"
     method = tcp(free_port()) if scheme == "tcp" else f"file://{file}"
     came = {}
@@ -129,7 +128,7 @@ def test_node_may_join_again_after_timeout(go: Go):
     assert {other.result().master_port for other in others} == {host.result().master_port}
 
 
-def test_stale_file_is_replaced(go: Go, tmp_path: Path):
+def test_stale_file_is_replaced(go: Go, tmp_path):
     file = tmp_path / "meet"
     method = f"file://{file}"
     file.write_text(json.dumps({"id": "dead", "address": "127.0.0.1", "port": free_port()}))
@@ -141,7 +140,7 @@ def test_stale_file_is_replaced(go: Go, tmp_path: Path):
     assert not file.exists()
 
 
-def test_file_that_cannot_be_created(go: Go, tmp_path: Path):
+def test_file_that_cannot_be_created(go: Go, tmp_path):
     (tmp_path / "plain").write_text("no folder")
     with pytest.raises(FileExistsError, match="plain"):  # `app.cli` prints it as one line
         go(f"file://{tmp_path}/plain/meet", 0).result()
@@ -191,7 +190,7 @@ PRINTED = {
 
 
 @SLOW
-def test_nodes_agree(tmp_path: Path):
+def test_nodes_agree(tmp_path):
     """All nodes follow node 0's decision; if one node rejects it, every node prints the reason."""
 
     def run(node: int) -> list[str]:

@@ -3,8 +3,6 @@
 The run then stops without saving bad weights, continues with a warning, or skips the update.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from forked import fork_app
@@ -19,7 +17,7 @@ SAVED = ["--last_checkpoint.every_n_train_steps=1"]
 
 
 @pytest.mark.parametrize("every", [[], SAVED, ["--trainer.log_every_n_steps=4"]])
-def test_stop_names_step_and_batch(every: list[str], app: App, tmp_path: Path):
+def test_stop_names_step_and_batch(every: list[str], app: App, tmp_path):
     """A NaN loss stops the run at the end of the window or epoch, or before a checkpoint."""
     message = app.error("fit", *POISONED, *every)
     since = "step 7 (batch 7 of epoch 1, rank 0)"
@@ -35,7 +33,7 @@ def test_stop_names_step_and_batch(every: list[str], app: App, tmp_path: Path):
 
 
 @SLOW
-def test_stop_names_the_rank(tmp_path: Path):
+def test_stop_names_the_rank(tmp_path):
     flags = [
         *on_cpu("ddp_fork", log_every_n_steps=7, root=tmp_path),
         "--last_checkpoint.every_n_train_steps=3",
@@ -47,7 +45,7 @@ def test_stop_names_the_rank(tmp_path: Path):
 
 
 @pytest.mark.parametrize("alone", ["false", "true"])
-def test_non_finite_weights_are_not_saved(alone: str, app: App, tmp_path: Path):
+def test_non_finite_weights_are_not_saved(alone: str, app: App, tmp_path):
     """Weights are checked before each checkpoint, because no loss follows the last step.
 
     Weights-only checkpoints are included, for which Lightning does not call `on_save_checkpoint`.
@@ -59,7 +57,7 @@ def test_non_finite_weights_are_not_saved(alone: str, app: App, tmp_path: Path):
     assert not list((tmp_path / "runs").rglob("*.ckpt"))
 
 
-def test_warn_continues(app: App, tmp_path: Path):
+def test_warn_continues(app: App, tmp_path):
     out = app("fit", *POISONED, "--run.on_nonfinite=warn")
     assert (
         out.count("the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0)") == 1

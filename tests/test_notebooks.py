@@ -17,7 +17,7 @@ SMALL |= {"LAB_REPEATS": "2", "LAB_MEGABYTES": "1"}
 
 @SLOW
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(notebook: Path, tmp_path: Path):
+def test_runs(notebook: Path, tmp_path):
     flags = "-p no:cacheprovider -p no:xdist -o addopts= --nbmake --nbmake-timeout=480"
     command = [sys.executable, "-m", "pytest", *flags.split(), str(notebook)]
     env = {**os.environ, **SMALL, "LAB_RUNS": str(tmp_path / "runs")}

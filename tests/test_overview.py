@@ -9,7 +9,7 @@ from app.record import DataSet, Epoch, Model, Record, Throughput
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """Records of three runs, and of a test of the first."""
     first = Record(run_dir="a", data=DataSet("Photos", 4, {"val": 23}), train_s=30.0, lr=0.01)
     first.model = Model("ImageClassifier, ResNet", 9)

@@ -1,7 +1,5 @@
 """The `dp` strategy, users' code under every strategy, and precisions."""
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 import torch
@@ -36,7 +34,7 @@ THEIRS = [
 SMALL = tiny(72, 12, val_size=8)
 
 
-def test_somebodys_own_model_and_data(tmp_path: Path):
+def test_somebodys_own_model_and_data(tmp_path):
     flags = on_cpu("ddp_fork", root=tmp_path, name="x")
     assert "does not log val_acc" in fork_app("fit", *THEIRS, *flags)
     run = tmp_path / "x/version_0"
@@ -46,7 +44,7 @@ def test_somebodys_own_model_and_data(tmp_path: Path):
 
 
 @SLOW
-def test_torch_checks_collective_calls(tmp_path: Path):
+def test_torch_checks_collective_calls(tmp_path):
     """A gloo run in mixed precision completes with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
     torch's DDP would crash.
@@ -57,7 +55,7 @@ def test_torch_checks_collective_calls(tmp_path: Path):
 
 @SLOW
 @pytest.mark.parametrize("flag", ["fast_dev_run", "barebones"])
-def test_a_run_that_leaves_no_traces(flag: str, tmp_path: Path):
+def test_a_run_that_leaves_no_traces(flag: str, tmp_path):
     flags = ["--data=Synthetic", *options(images=72, val_size=8, max_epochs=1)]
     flags += [*on_cpu("ddp", virtual_devices=2), f"--trainer.{flag}=true"]
     fork_fit(tmp_path, *flags)
@@ -90,7 +88,7 @@ def test_what_cannot_be_pickled_is_named(app: App):
     assert "use --trainer.strategy ddp" in message
 
 
-def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path: Path):
+def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path):
     """A user's module has the same weights and validation loss on one and two ranks.
 
     `validate` loads its checkpoint.
@@ -207,7 +205,7 @@ def test_batch_shapes_under_dp(app: App):
 
 
 @SLOW
-def test_batch_shapes_under_ddp(tmp_path: Path):
+def test_batch_shapes_under_ddp(tmp_path):
     out = fork_app("fit", *SHAPES, *on_cpu("ddp_fork", root=tmp_path))
     # (rank, images): first in the sanity check, then in the epoch
     seen = [(0, 4), (1, 4), (0, 15), (0, 2), (1, 15), (1, 2)]
@@ -233,7 +231,7 @@ def test_batchnorm_on_a_single_image_is_refused(app: App, fit: Fit):
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("auto", "16-mixed"), ("dp", "bf16-mixed"), ("ddp", "32-true")]
 )
-def test_on_cuda(strategy: str, precision: str, tmp_path: Path):
+def test_on_cuda(strategy: str, precision: str, tmp_path):
     flags = [*SMALL, *options(accelerator="cuda", strategy=strategy, precision=precision)]
     for placement in ("memory", "device"):
         flags += options(placement=placement, name=placement)

@@ -1,7 +1,6 @@
 """First weights of the head by logistic regression, and training on a frozen network's features."""
 
 import math
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -79,7 +78,7 @@ def test_head_solves_the_regression(fit: Fit, pretrained: str):
 
 
 @pytest.mark.parametrize("flags", [[], FROZEN], ids=["whole", "frozen"])
-def test_ways_of_running_agree(flags: list[str], pretrained: str, tmp_path: Path):
+def test_ways_of_running_agree(flags: list[str], pretrained: str, tmp_path):
     shards = options(virtual_devices=3)
     flags = [*FLAGS, pretrained, *flags]
     alone = fork_fit(tmp_path, *flags, *shards)
@@ -92,9 +91,7 @@ def test_ways_of_running_agree(flags: list[str], pretrained: str, tmp_path: Path
         assert probe["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-4)
 
 
-def test_frozen_network_computes_features_once(
-    fit: Fit, pretrained: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_frozen_network_computes_features_once(fit: Fit, pretrained: str, monkeypatch):
     """81 training and 9 validation images are 5 and 1 batches. Two calls try shape and head."""
     forward = Mock(side_effect=Tiny.forward)
     monkeypatch.setattr(Tiny, "forward", lambda *args: forward(*args))
@@ -116,7 +113,7 @@ def test_resumed_run_keeps_its_head(flags: list[str], fit: Fit, pretrained: str)
     assert difference(run / "checkpoints/step=9.ckpt", resumed / "checkpoints/step=9.ckpt") == 0
 
 
-def test_best_checkpoint_may_be_the_probe(app: App, pretrained: str, tmp_path: Path):
+def test_best_checkpoint_may_be_the_probe(app: App, pretrained: str, tmp_path):
     flags = [*FLAGS, pretrained, "--model.optimizer.lr=0"]
     out = app("fit", *flags, "--trainer.enable_progress_bar=true", "--run.name=x")
     run = tmp_path / "runs" / "x" / "version_0"

@@ -64,7 +64,7 @@ def test_figures_of_ranks():
     assert not any(row.slow for row in times.ranks)
 
 
-def test_times_of_a_step(monkeypatch: pytest.MonkeyPatch):
+def test_times_of_a_step(monkeypatch):
     """Data: until the computation; wait: for the others' gradients; compute: the rest.
 
     In 10 s, all programs took 5 s on the cores, of which the rank took 2.
@@ -136,7 +136,7 @@ def test_chance_names_no_slow_rank(
 
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("devices", [2, slow(4)])
-def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path):
+def test_rank_with_slow_data_is_named(devices: int, tmp_path):
     """The run reports the last rank as slow, during training and at the end."""
     flags = [*DATA, *CPU, *DDP, *options(devices=devices, max_epochs=3, root=tmp_path)]
     out = fork_app("fit", "--data=stuck_code.SleepsInData", *flags)
@@ -158,7 +158,7 @@ def test_rank_with_slow_data_is_named(devices: int, tmp_path: Path):
         assert slow["wait"] < row["wait"], "the others wait for it"
 
 
-def test_windows_by_hand(monkeypatch: pytest.MonkeyPatch):
+def test_windows_by_hand(monkeypatch):
     """Two epochs of two windows, and half a window; the first epoch's rates are not kept."""
     now = itertools.count(8)  # each look at the clock takes a second
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
@@ -230,7 +230,7 @@ HANGS = [
 
 
 @pytest.mark.parametrize(("flags", "place"), HANGS)
-def test_hung_rank_is_named(flags: list[str], place: str, tmp_path: Path):
+def test_hung_rank_is_named(flags: list[str], place: str, tmp_path):
     """If a rank hangs, the run ends after the timeout, and names the rank and its line.
 
     The stacks of both ranks are written to files.
@@ -248,7 +248,7 @@ def test_hung_rank_is_named(flags: list[str], place: str, tmp_path: Path):
 
 
 @SLOW
-def test_slow_rank_leaves_no_stacks(tmp_path: Path):
+def test_slow_rank_leaves_no_stacks(tmp_path):
     """A run with a slow rank completes, and leaves no stacks."""
     flags = [*DATA, *CPU, *DDP, "--trainer.max_epochs=3", "--cluster.timeout=4"]
     run = fork_fit(tmp_path, "--data=stuck_code.SleepsInData", *flags)
@@ -274,7 +274,7 @@ Current thread 0x3 (most recent call first):
 TORCH = '  File "/x/site-packages/torch/autograd/graph.py", line 5 in run\n'
 
 
-def test_stacks_name_hung_ranks(tmp_path: Path):
+def test_stacks_name_hung_ranks(tmp_path):
     """`where` names hung ranks and the ranks that wait for them.
 
     It ignores a file that is not a rank's stacks.

@@ -1,7 +1,6 @@
 """`--run.find_lr`: the training after the search is the one with the found rate given by hand."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ def test_suggestion(losses: list[float], rate: float | None):
     ],
     ids=" ".join,
 )
-def test_a_found_rate_is_like_one_given_by_hand(way: list[str], tmp_path: Path):
+def test_a_found_rate_is_like_one_given_by_hand(way: list[str], tmp_path):
     """The loss falls from the first rate, 1e-6, to the last one, 1."""
     found = fork_fit(tmp_path / "found", *LINEAR, *way, *FIND)
     record = record_of(found)
@@ -54,7 +53,7 @@ def test_a_found_rate_is_like_one_given_by_hand(way: list[str], tmp_path: Path):
     assert difference(found, by_hand) == 0
 
 
-def test_a_search_that_finds_nothing_changes_no_bit(tmp_path: Path):
+def test_a_search_that_finds_nothing_changes_no_bit(tmp_path):
     words = tiny(96, flip=True, crop_padding=2, mixup=0.3, accelerator="cpu")
     words += [*SMALL, "--model.schedule=cosine", "--model.ema=0.9"]
     searched = fork_fit(tmp_path / "a", *words, *FIND)
@@ -62,7 +61,7 @@ def test_a_search_that_finds_nothing_changes_no_bit(tmp_path: Path):
     assert difference(searched, fork_fit(tmp_path / "b", *words)) == 0
 
 
-def test_a_search_begins_with_the_fitted_head(tmp_path: Path):
+def test_a_search_begins_with_the_fitted_head(tmp_path):
     """A fitted head has a lower loss than a random one from the first step on."""
     torch.manual_seed(0)
     torch.save(Tiny(1000).state_dict(), tmp_path / "x.pth")
@@ -89,7 +88,7 @@ def test_a_skipped_search_is_explained(words: list[str], reason: str, app: App):
     assert f"no search for a learning rate, because {reason}" in out
 
 
-def test_a_resumed_run_keeps_its_rate(app: App, tmp_path: Path):
+def test_a_resumed_run_keeps_its_rate(app: App, tmp_path):
     words = [*LINEAR, *FIND, "--run.name=a"]
     assert "--model.lr: 0.001 found, instead of 0.5\n" in app("fit", *words)
     run = tmp_path / "runs/a/version_0"

@@ -29,6 +29,7 @@ from app.errors import UserError
 from app.modules import CIFARCNN, ImageClassifier
 from app.modules.networks import make_network
 from app.modules.recipe import Recipe, rate
+from app.modules.sums import Sums
 from app.modules.weights import image_settings, load_weights, read_weights
 
 NETWORK = "--model ImageClassifier --model.network"
@@ -60,7 +61,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize(("flags", "name"), NETWORKS.items())
-def test_network_by_name_or_import_path(flags: str, name: str, app: App, tmp_path: Path):
+def test_network_by_name_or_import_path(flags: str, name: str, app: App, tmp_path):
     summary = options(enable_model_summary=True)
     out = app("fit", *QUICK, *flags.split(), *summary)
     run = tmp_path / f"runs/{name}-Synthetic/version_0"
@@ -141,7 +142,7 @@ def test_views_are_averaged(views: Literal["mirror", "shift"], moves: list[int])
 # ------------------------------------------------------------------------------------------------
 
 
-def test_weights_of_a_run_with_another_number_of_classes(app: App, fit: Fit, tmp_path: Path):
+def test_weights_of_a_run_with_another_number_of_classes(app: App, fit: Fit, tmp_path):
     folder = draw_images(tmp_path / "images", ("cat", "dog"), train=12)
     flags = ["--data=ImageFolder", f"--data.root={folder}", *f"{NETWORK} resnet18_cifar".split()]
     flags += options(max_epochs=1, test=False, accelerator="cpu")
@@ -190,7 +191,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("origin", CONTAINERS)
-def test_weights_are_found_under_any_prefix(origin: str, tmp_path: Path):
+def test_weights_are_found_under_any_prefix(origin: str, tmp_path):
     """Weights are found in any container and under any prefix; one line names the chosen set."""
     network = make_network("squeezenet1_1", 4)
     assert loaded(network, CONTAINERS[origin], tmp_path) == (
@@ -202,7 +203,7 @@ def test_weights_are_found_under_any_prefix(origin: str, tmp_path: Path):
     assert_close(first, SQUEEZENET["features.0.weight"], rtol=0.01, atol=0)
 
 
-def test_weights_of_safetensors(tmp_path: Path):
+def test_weights_of_safetensors(tmp_path):
     from safetensors.torch import save_file
 
     save_file(prefixed("model."), tmp_path / "x.safetensors")
@@ -211,7 +212,7 @@ def test_weights_of_safetensors(tmp_path: Path):
     assert line == "Weights of x: 52 tensors loaded from model"
 
 
-def test_weights_without_counters_and_head(tmp_path: Path):
+def test_weights_without_counters_and_head(tmp_path):
     """Weights load without BatchNorm's counters, with floats in averages, and without a head.
 
     Old versions of torch have no counters, averages have floats, and a backbone has no head.
@@ -244,13 +245,13 @@ UNFIT |= {
 
 
 @pytest.mark.parametrize("problem", UNFIT)
-def test_weights_that_do_not_fit(problem: str, tmp_path: Path):
+def test_weights_that_do_not_fit(problem: str, tmp_path):
     """Weights lost by another kind, shape or name are rejected; the message names the first."""
     with pytest.raises(UserError, match=rf"^--model.weights x.pth.*{re.escape(problem)}"):
         loaded(make_network("squeezenet1_1", 10), UNFIT[problem], tmp_path)
 
 
-def test_files_without_weights_are_rejected(tmp_path: Path):
+def test_files_without_weights_are_rejected(tmp_path):
     torch.save(nn.Linear(2, 2), tmp_path / "model.pth")
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "program.pth")
     torch.save(SQUEEZENET, tmp_path / "good.pth")
@@ -267,7 +268,7 @@ def test_files_without_weights_are_rejected(tmp_path: Path):
             read_weights(str(tmp_path / name), "")
 
 
-def test_published_weights(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_published_weights(app: App, tmp_path, monkeypatch):
     """Without a connection, the error names the file to download and the folder to put it into."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
@@ -341,7 +342,7 @@ def test_schedules_by_hand():
         assert [rate(name, 2, 8, step) for step in range(8)] == pytest.approx(expected), name
 
 
-def test_the_rate_is_logged_in_each_window(app: App, tmp_path: Path):
+def test_the_rate_is_logged_in_each_window(app: App, tmp_path):
     flags = tiny(40, 8, "CIFARCNN", val_size=0, max_epochs=2, test=False, log_every_n_steps=1)
     flags += ["--model.schedule=cosine", "--model.warmup=1ep", "--model.freeze=1"]
     flags += ["--model.ema=0.9"]
@@ -431,3 +432,28 @@ def test_the_average_by_hand(fit: Fit):
         assert_close(saved["state_dict"], average)
     model = ImageClassifier.load_from_checkpoint(path)
     assert_close(dict(model.state_dict()), average)
+
+
+def test_sums_by_hand():
+    """Two ranks add the same three losses; two of three predictions are correct."""
+    trainer = Mock(is_global_zero=True)
+    trainer.strategy.reduce = lambda values, reduce_op: 2 * values
+    sums = Sums(torch.device("cpu"))
+    logits = torch.eye(2)
+    small = 2.0**-30  # float32 would lose it
+    sums.add(torch.tensor([3.0, 1.0]), logits, torch.tensor([0, 0]))
+    sums.add(torch.tensor([small]), logits[:1], logits[:1])
+    state = sums.state_dict(trainer)
+    assert state == {"window": [8 + 2 * small, 4.0, 6.0], "epoch": [0.0, 0.0, 0.0]}
+    assert sums.end_window(trainer) == {"train_loss_step": torch.tensor((4 + small) / 3)}
+    assert sums.end_window(trainer) == {}
+    means = {"train_loss": torch.tensor((4 + small) / 3), "train_acc": torch.tensor(2 / 3)}
+    assert sums.end_epoch(trainer) == means
+    assert sums.end_epoch(trainer) == {}
+    for is_global_zero, kept in ((True, 1), (False, 0)):  # rank zero continues for both
+        trainer = Mock(is_global_zero=is_global_zero)
+        trainer.strategy.reduce = lambda values, reduce_op: values
+        resumed = Sums(torch.device("cpu"))
+        resumed.load_state_dict(trainer, {**state, "epoch": [1.0, 2.0, 3.0]})
+        expected = [kept * value for value in state["window"]]
+        assert resumed.state_dict(trainer) == {"window": expected, "epoch": [1.0, 2.0, 3.0]}

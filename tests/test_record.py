@@ -39,7 +39,7 @@ SMALL = tiny(200, 20)
 
 
 @pytest.mark.usefixtures("drawn")
-def test_a_run_writes_its_files_and_record(app: App, tmp_path: Path):
+def test_a_run_writes_its_files_and_record(app: App, tmp_path):
     """Drawing does not change pyplot's state, which notebooks share."""
     import matplotlib.pyplot
 
@@ -110,7 +110,7 @@ def test_throughput_of_batches_that_begin_with_names(batches: str, fit: Fit):
 
 
 @SLOW
-def test_threads_where_cores_are_busy(tmp_path: Path):
+def test_threads_where_cores_are_busy(tmp_path):
     """The number of threads follows the cores or `--run.threads`; the end reports the load."""
     context = multiprocessing.get_context("fork")
     busy = [context.Process(target=never_ends, daemon=True) for _ in range(os.cpu_count() or 1)]
@@ -131,7 +131,7 @@ def test_threads_where_cores_are_busy(tmp_path: Path):
 
 
 @SLOW
-def test_set_up_time_begins_with_the_command(tmp_path: Path):
+def test_set_up_time_begins_with_the_command(tmp_path):
     """Set-up time counts from the start of the command, not of its process.
 
     The process may be older: in `bash -c "sleep 30 && python -m app fit"`, the shell's process
@@ -147,7 +147,7 @@ def test_set_up_time_begins_with_the_command(tmp_path: Path):
     assert record(tmp_path)["setup_s"] < time.time() - began - 5
 
 
-def test_set_up_time_when_the_date_jumps(fit: Fit, monkeypatch: pytest.MonkeyPatch):
+def test_set_up_time_when_the_date_jumps(fit: Fit, monkeypatch):
     """The run also keeps a user's profiler, and then measures no phases."""
     year = 365 * 86400
     dates = itertools.cycle([time.time(), time.time() - year, time.time() + year])
@@ -169,7 +169,7 @@ PHASED = [
 
 
 @pytest.mark.parametrize("flags", PHASED)
-def test_phases_add_up_to_a_step(flags: list[str], tmp_path: Path):
+def test_phases_add_up_to_a_step(flags: list[str], tmp_path):
     """The phases add up to the step's duration. Under dp, communication is not timed apart."""
     more = options(log_every_n_steps=5, test=False, root=tmp_path)
     start_app("fit", *SMALL, *flags, *more)
@@ -196,7 +196,7 @@ FAILING = [
 
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize(("strategy", "devices", "reason"), FAILING)
-def test_a_failed_run_says_why(strategy: str, devices: int, reason: str, tmp_path: Path):
+def test_a_failed_run_says_why(strategy: str, devices: int, reason: str, tmp_path):
     """Output, record and report give the reason, also if only the last rank fails."""
     flags = [*THEIRS, *on_cpu(strategy, devices, root=tmp_path)]
     assert re.search(reason, fork_app("fit", *flags, code=1))
@@ -207,7 +207,7 @@ def test_a_failed_run_says_why(strategy: str, devices: int, reason: str, tmp_pat
     assert re.search(f"<title>Failed .*{reason}", page)
 
 
-def test_concurrent_runs_get_separate_folders(tmp_path: Path):
+def test_concurrent_runs_get_separate_folders(tmp_path):
     """Each of 20 simultaneous runs gets a separate folder, from `version_0` to `version_19`."""
     together = threading.Barrier(20)
 
@@ -220,9 +220,7 @@ def test_concurrent_runs_get_separate_folders(tmp_path: Path):
     assert sorted(claimed) == sorted(f"version_{number}" for number in range(20))
 
 
-def test_folder_of_a_run_beside_one_that_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_folder_of_a_run_beside_one_that_is_refused(monkeypatch, tmp_path):
     """A run creates its folder even if a rejected run has just removed the parent folder."""
     monkeypatch.setattr(Path, "mkdir", Mock(side_effect=[FileNotFoundError, None]))
     assert claim_version(tmp_path / "x") == tmp_path / "x/version_0"

@@ -2,7 +2,6 @@
 
 import re
 import socket
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -75,7 +74,7 @@ def test_port_out_of_range():
     assert message == "error: MASTER_PORT=99999 in the environment: give a port, 1 to 65535"
 
 
-def test_taken_port(app: App, monkeypatch: pytest.MonkeyPatch):
+def test_taken_port(app: App, monkeypatch):
     """A taken port is rejected if processes would meet there; a single process needs no port."""
     with socket.create_server(("", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
@@ -85,14 +84,14 @@ def test_taken_port(app: App, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", "1"), ("ddp_fork", "2")])
-def test_leftover_address_is_ignored(strategy: str, devices: str, tmp_path: Path):
+def test_leftover_address_is_ignored(strategy: str, devices: str, tmp_path):
     flags = [*SMALL, *STEPS, *options(strategy=strategy, devices=devices, root=tmp_path)]
     out = fork_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"}, timeout=100)
     assert "MASTER_ADDR=192.0.2.1 is not used: this run is on one node" in out
 
 
 @SLOW
-def test_two_nodes_equal_one_device(app: App, fit: Fit, tmp_path: Path):
+def test_two_nodes_equal_one_device(app: App, fit: Fit, tmp_path):
     """Two nodes train, test and predict like one device."""
     root = ["--run.root", str(tmp_path / "nodes")]
     for code, out in on_two_nodes("fit", *SMALL, *STEPS, *WAY, *root):
@@ -117,7 +116,7 @@ def test_two_nodes_equal_one_device(app: App, fit: Fit, tmp_path: Path):
 
 
 @SLOW
-def test_nodes_with_different_flags_are_rejected(tmp_path: Path):
+def test_nodes_with_different_flags_are_rejected(tmp_path):
     """Every node rejects the run before the first step, and names the first flag that differs."""
     flags = [*SMALL, *STEPS, *WAY, f"--cluster.init_method=tcp://127.0.0.1:{free_port()}"]
     first = [*flags, "--cluster.node_rank=0"]
@@ -133,7 +132,7 @@ def test_nodes_with_different_flags_are_rejected(tmp_path: Path):
 
 
 @SLOW
-def test_launcher_plugin_of_user(tmp_path: Path):
+def test_launcher_plugin_of_user(tmp_path):
     """Processes that a user's own launcher has started share one run, as torchrun's do."""
     flags = [*SMALL, *STEPS, *options(strategy="ddp", devices=2)]
     flags += ["--trainer.plugins=user_code.OwnLauncher"]

@@ -74,7 +74,7 @@ def test_step_has_the_loss_that_the_run_logged(app: App, fit: Fit):
 
 
 @pytest.mark.parametrize("value", ["1e39", "1e4"])
-def test_worst_step_has_the_bad_image(value: str, app: App, tmp_path: Path):
+def test_worst_step_has_the_bad_image(value: str, app: App, tmp_path):
     """The NaN loss of one image ends the run; three images have too high losses."""
     is_nan = value == "1e39"
     bad = random.randrange(1997)
@@ -98,7 +98,7 @@ RISES = [
 
 @pytest.mark.parametrize(("name", "losses", "steps"), RISES)
 def test_the_sharpest_rise_of_the_loss_is_searched(
-    name: str, losses: list[float], steps: tuple[int, int], tmp_path: Path
+    name: str, losses: list[float], steps: tuple[int, int], tmp_path
 ):
     """A run too short for two windows is searched as a whole."""
     file = tmp_path / "metrics.csv"
@@ -142,7 +142,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "record", "message"), REFUSED)
 def test_impossible_replay_is_rejected(
-    flags: str, record: str, message: str, app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: str, record: str, message: str, app: App, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("{}")

@@ -157,7 +157,7 @@ VALIDATED = [
 
 @pytest.mark.parametrize("flags", VALIDATED)
 def test_without_a_test_the_report_shows_the_validation(
-    flags: list[str], image_root: Path, tmp_path: Path
+    flags: list[str], image_root: Path, tmp_path
 ):
     """The best weights, averages here, classify each validation image once."""
     shutil.move(image_root / "test", image_root / "val")
@@ -182,7 +182,7 @@ def test_without_a_test_the_report_shows_the_validation(
     assert sum(logged) == 2, "only those of the epochs"
 
 
-def test_a_run_does_not_read_its_record(fit: Fit, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_does_not_read_its_record(fit: Fit, monkeypatch):
     """Reading a record imports pydantic, which takes 0.1 s.
 
     A report written later from the record's file is the same, although the file has null for each
@@ -211,7 +211,7 @@ USER_CODE = [
 
 @pytest.mark.parametrize(("model", "data", "title", "use"), USER_CODE)
 def test_users_code_has_a_report(
-    model: str, data: str, title: str, use: str | None, app: App, tmp_path: Path
+    model: str, data: str, title: str, use: str | None, app: App, tmp_path
 ):
     """The report is written whatever a user's module logs, and the printed command works.
 
@@ -231,7 +231,7 @@ def test_users_code_has_a_report(
 
 
 def test_unwritable_report_prints_a_line(
-    app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    app: App, tmp_path, monkeypatch, capfd: pytest.CaptureFixture[str]
 ):
     """A report that cannot be written, or a damaged record, raises no error."""
     monkeypatch.setattr(
@@ -251,7 +251,7 @@ def test_unwritable_report_prints_a_line(
     )
 
 
-def test_pages_are_utf_8(tmp_path: Path):
+def test_pages_are_utf_8(tmp_path):
     write_text(tmp_path / "page.html", "2 \xd7 \udcff")
     assert (tmp_path / "page.html").read_bytes() == "2 × ?".encode()
 
@@ -259,7 +259,7 @@ def test_pages_are_utf_8(tmp_path: Path):
 NAME = "<img src=x onerror=alert(1)> ![](http://e.com/a.png) [x](http://e.com) *_`|$\\"
 
 
-def test_names_are_shown_literally(tmp_path: Path, image_root: Path):
+def test_names_are_shown_literally(tmp_path, image_root: Path):
     """Names are shown literally, even if they contain HTML, Markdown or mathematics."""
     section = Section(NAME, table([NAME, ""], [[NAME, 1]]), folded=True)
     assert Page(page(NAME, plain(NAME), [section], {})).text.count(NAME) == 6
@@ -277,7 +277,7 @@ def test_names_are_shown_literally(tmp_path: Path, image_root: Path):
     assert f"\n'{name},0," in (run / "confusion_matrix.csv").read_text()
 
 
-def test_tables_hold_no_formulas(tmp_path: Path):
+def test_tables_hold_no_formulas(tmp_path):
     """Spreadsheets show a cell with an apostrophe as text. `read_csv` removes the apostrophe."""
     line = [
         "=A1",

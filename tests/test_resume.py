@@ -89,7 +89,7 @@ def test_resume_within_an_epoch_is_exact(model: str, fit: Fit):
     assert logged.equals(expected[expected["step"] >= 21].reset_index(drop=True))
 
 
-def test_last_continues_a_finished_training(app: App, tmp_path: Path):
+def test_last_continues_a_finished_training(app: App, tmp_path):
     """`--ckpt_path last` prolongs a training, and remembers the best checkpoint so far."""
     flags = [*PLAIN, *options(test=False, name="x")]
     runs = tmp_path / "runs/x"
@@ -123,7 +123,7 @@ def test_resumed_run_remembers_the_best_checkpoint(model: str, fit: Fit):
     assert read(run / "checkpoints/best.ckpt")["epoch"] == 0
 
 
-def test_config_of_a_run_selects_that_run(app: App, fit: Fit, tmp_path: Path):
+def test_config_of_a_run_selects_that_run(app: App, fit: Fit, tmp_path):
     """A run's config selects this run instead of the newest of its name.
 
     A finished training is rejected.
@@ -163,7 +163,7 @@ def positions(folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("loop", SAVES)
-def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path: Path):
+def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path):
     """No checkpoint is written inside a window, because it would lose the first batches' gradients.
 
     A resumed run has not saved its first step, and an interval of time ends after any batch.
@@ -178,9 +178,7 @@ def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path
 
 
 @pytest.mark.parametrize("loop", ["straight", "lightning"])
-def test_a_stop_inside_an_accumulation_window_waits_for_its_end(
-    loop: str, app: App, tmp_path: Path
-):
+def test_a_stop_inside_an_accumulation_window_waits_for_its_end(loop: str, app: App, tmp_path):
     app("fit", *IN_WINDOWS, *options(name="x", loop=loop), *acts("stop", 7))
     assert positions(tmp_path) == {9}
     assert record_of(tmp_path / "runs/x/version_0")["steps"] == 3
@@ -247,7 +245,7 @@ def test_early_stopping_saves_where_it_stops(fit: Fit):
 
 
 @SLOW
-def test_resume_across_strategies(fit: Fit, tmp_path: Path):
+def test_resume_across_strategies(fit: Fit, tmp_path):
     """A checkpoint of ddp resumes under ddp bit for bit, under other strategies up to rounding."""
     ddp = [*CNN, *STEPS, *on_cpu("ddp_fork")]
     saved = checkpoints(fork_fit(tmp_path, *ddp))
@@ -265,7 +263,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, fit: 
     )
 
 
-def test_changed_settings_start_a_new_run(app: App, tmp_path: Path):
+def test_changed_settings_start_a_new_run(app: App, tmp_path):
     """A changed setting, an earlier checkpoint, or a run in progress leads to a new run.
 
     One line gives the reason.
@@ -287,7 +285,7 @@ def test_changed_settings_start_a_new_run(app: App, tmp_path: Path):
     assert not any(record["parts"] for record in records)
 
 
-def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path: Path):
+def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path):
     """`auto` takes the newest readable checkpoint, or none; a finished training is only tested."""
     flags = [*PLAIN, "--run.name=x", "--ckpt_path=auto", "--trainer.max_epochs"]
     runs = tmp_path / "runs/x"
@@ -311,7 +309,7 @@ def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path: Path):
 FLAGS = [*PLAIN, *options(name="x", test=False), "--trainer.max_epochs"]
 
 
-def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path):
+def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path):
     """A damaged checkpoint is rejected by name or path; `auto` renames it and uses an earlier one.
 
     If no checkpoint is intact, `auto` rejects the run instead of starting it anew.
@@ -339,7 +337,7 @@ def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path: Path):
     assert "give another --run.name to begin anew" in message
 
 
-def test_checkpoint_without_a_needed_part_is_rejected(app: App, fit: Fit, tmp_path: Path):
+def test_checkpoint_without_a_needed_part_is_rejected(app: App, fit: Fit, tmp_path):
     good = read(last_of(fit(*FLAGS, "1")))
     bad = tmp_path / "bad.ckpt"
     trainer = Trainer(max_epochs=2, logger=False)
@@ -382,7 +380,7 @@ TUNED += ["--trainer.callbacks.unfreeze_backbone_at_epoch=1", "--trainer.callbac
 
 
 @pytest.mark.parametrize("steps", [3, 5, 8, 10])
-def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path: Path):
+def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path):
     """A run stopped before, at or after the epoch that unfreezes the backbone goes on as whole."""
     whole = fork_fit(tmp_path / "whole", *TUNED)
     fork_fit(tmp_path, *TUNED, "--run.name=cut", f"--trainer.max_steps={steps}")
@@ -391,7 +389,7 @@ def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path: Path):
     assert difference(whole, cut) == 0
 
 
-def test_unfrozen_layers_are_averaged_over_the_ranks(tmp_path: Path):
+def test_unfrozen_layers_are_averaged_over_the_ranks(tmp_path):
     """DDP wraps the model again when a callback unfreezes layers, also with virtual devices."""
     two = on_cpu("ddp_fork")
     fork_fit(tmp_path, *TUNED, *two)  # it would end with "ranks differ"
@@ -400,7 +398,7 @@ def test_unfrozen_layers_are_averaged_over_the_ranks(tmp_path: Path):
     assert difference(alone, fork_fit(tmp_path, *flags, *two)) == 0
 
 
-def test_module_that_steps_its_own_optimizer(tmp_path: Path):
+def test_module_that_steps_its_own_optimizer(tmp_path):
     """Lightning counts no steps, so batches count as steps, also in a resumed run."""
     flags = ["--model=saving_code.StepsItself", "--data=user_code.TheirData", "--run.name=x"]
     flags += [*options(root=tmp_path, test=False, accelerator="cpu"), "--trainer.max_epochs"]

@@ -28,7 +28,7 @@ Check = Callable[[dict[str, Any], Launched | None], None]
 
 
 @pytest.fixture
-def check(config: Namespace, monkeypatch: pytest.MonkeyPatch) -> Check:
+def check(config: Namespace, monkeypatch) -> Check:
     """Return a function that checks the configuration with changed settings under a launcher."""
 
     def run(settings: dict[str, Any], launcher: Launched | None) -> None:

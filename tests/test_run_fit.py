@@ -13,7 +13,7 @@ from app.record import Record
 FLAGS = ["--data=Synthetic", "--data.images=200", "--data.batch_size=20", "--run.wandb=off"]
 
 
-def test_missing_and_null_fields_get_defaults(tmp_path: Path):
+def test_missing_and_null_fields_get_defaults(tmp_path):
     path = tmp_path / "run.json"
     path.write_text('{"status": "completed", "throughput": null, "of_a_later_version": 1}')
     record = Record.load(path)
@@ -28,7 +28,7 @@ def test_path_is_text_on_the_command_line():
 
 
 @pytest.mark.slow
-def test_run_fit_returns_the_record(tmp_path: Path):
+def test_run_fit_returns_the_record(tmp_path):
     record = run_fit([*FLAGS, "--trainer.max_steps=8"], 120, tmp_path / "x")
     assert (record.status, record.steps) == ("completed", 8)
     assert Record.load(tmp_path / "x/version_0/run.json") == record
@@ -39,9 +39,7 @@ def test_run_fit_returns_the_record(tmp_path: Path):
     assert (late.status, late.time_limit) == ("interrupted", 8)
 
 
-def test_run_that_completes_at_its_limit_is_completed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_run_that_completes_at_its_limit_is_completed(tmp_path, monkeypatch):
     """A run that completes while it is being stopped at its time limit counts as completed."""
 
     def complete(processes: Sequence[Any]) -> None:

@@ -47,7 +47,12 @@ def test_aspect_ratio_is_kept(image_root: Path):
     assert cropped.min() > 200
     squashed = Geometry((10, 30), "squash").evaluated(stripes)
     assert squashed.float().mean() == pytest.approx(255 / 4, abs=9)
-    assert torch.equal(Geometry((20, 20)).evaluated(stripes[:, 10:30]), stripes[:, 10:30])
+    for width in range(20, 26):  # margins of 0 to 5 columns
+        image = torch.randint(256, (3, 20, width), dtype=torch.uint8)
+        centre = v2.functional.center_crop(image, [20, 20])
+        assert torch.equal(Geometry((20, 20)).evaluated(image), centre)
+    one_pixel = Geometry((1, 1), 1).evaluated(torch.zeros(3, 2, 4, dtype=torch.uint8))
+    assert one_pixel.shape == (3, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,7 @@ def test_training_images_are_kept_larger(
     image_root: Path,
     cache: Path,  # noqa: F811
     decoded: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     """Cached images have a shorter side of 20 to 23 pixels, or of 20 for `--data.crop random`.
 
@@ -95,7 +100,7 @@ def test_training_images_are_kept_larger(
     assert decoded() == 0, "the second start, with another scale"
 
 
-def test_jpegs_have_the_pixels_of_pil(tmp_path: Path):
+def test_jpegs_have_the_pixels_of_pil(tmp_path):
     """JPEG files of every kind get the same full-size pixels as from PIL.
 
     A truncated file raises PIL's error.
@@ -122,7 +127,7 @@ def corners(image: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tif"])
-def test_images_are_turned_upright(orientation: int, kind: str, tmp_path: Path):
+def test_images_are_turned_upright(orientation: int, kind: str, tmp_path):
     """Pixels are those of PIL's exif_transpose, for each EXIF orientation.
 
     A JPEG image that is decoded at a reduced size keeps each corner at its place.
@@ -146,7 +151,7 @@ def test_images_are_turned_upright(orientation: int, kind: str, tmp_path: Path):
         assert corners(image) == pytest.approx(corners(expected), abs=3)
 
 
-def test_broken_exif_is_ignored(tmp_path: Path):
+def test_broken_exif_is_ignored(tmp_path):
     picture = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
     path = tmp_path / "x.png"
     for exif in (b"MM\0*\xff\xff\xff\xff", b"nonsense", b"II*\0\x08\0\0\0\xff\xff"):
@@ -154,7 +159,7 @@ def test_broken_exif_is_ignored(tmp_path: Path):
         assert torch.equal(pixels(open_image(str(path)), 3), sample(path))
 
 
-def test_large_jpegs_are_decoded_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_jpegs_are_decoded_smaller(tmp_path, monkeypatch):
     large = tmp_path / "large.jpg"
     Image.fromarray(np.full((400, 800, 3), 77, np.uint8)).save(large)
     keep = Mock(side_effect=lambda image: image)
@@ -182,7 +187,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
 
 @pytest.mark.parametrize("variant", ["ddp_fork", "resumed", "decoded"])
 def test_every_variant_crops_and_augments_alike(
-    alone: tuple[list[str], Path], variant: str, tmp_path: Path
+    alone: tuple[list[str], Path], variant: str, tmp_path
 ):
     flags, expected = alone
     flags = [*flags]
@@ -216,7 +221,7 @@ def test_conflicting_flags_are_refused(flags: list[str], message: str, app: App,
     assert message in app.error("fit", *folder(image_root), *flags)
 
 
-def test_augmentations_by_name(image_root: Path, fit: Fit, tmp_path: Path):
+def test_augmentations_by_name(image_root: Path, fit: Fit, tmp_path):
     erasing = {"class_path": "RandomErasing", "init_args": {"p": 1.0, "value": 7}}
     settings = {"augment": ["TrivialAugmentWide", erasing, "user_code.Inverted"]}
     config = tmp_path / "augment.yaml"

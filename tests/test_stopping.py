@@ -58,9 +58,7 @@ SIGNALS += [slow(*case) for case in MORE]
 
 
 @pytest.mark.parametrize(("strategy", "name", "whom"), SIGNALS)
-def test_signal_during_training_saves_checkpoint(
-    strategy: str, name: str, whom: str, tmp_path: Path
-):
+def test_signal_during_training_saves_checkpoint(strategy: str, name: str, whom: str, tmp_path):
     flags = on_cpu(strategy)
     if strategy == "disk":
         flags = options(placement="disk", num_workers=2)
@@ -93,7 +91,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("flags", "validations"), ENDS)
 def test_ctrl_c_in_first_epoch_can_resume(
-    flags: list[str], validations: int, app: App, fit: Fit, tmp_path: Path
+    flags: list[str], validations: int, app: App, fit: Fit, tmp_path
 ):
     """A run that gets Ctrl-C in the fourth step ends after it, whatever its callbacks do.
 
@@ -119,7 +117,7 @@ def test_ctrl_c_in_first_epoch_can_resume(
 
 
 @SLOW
-def test_ranks_stop_one_step_later(tmp_path: Path):
+def test_ranks_stop_one_step_later(tmp_path):
     """One rank gets the signal in the third step; all ranks stop after the fourth.
 
     The agent does not restart the ranks, because the stop is no failure.
@@ -146,7 +144,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
-def test_task_zero_requeues_slurm_job(tmp_path: Path):
+def test_task_zero_requeues_slurm_job(tmp_path):
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$0.said"\n')
     (tmp_path / "scontrol").chmod(0o755)
     task = {**dict.fromkeys(TASK, "0"), "SLURM_JOB_ID": "7"}
@@ -168,7 +166,7 @@ def test_task_zero_requeues_slurm_job(tmp_path: Path):
 
 @SLOW
 @pytest.mark.parametrize(("strategy", "name"), [("ddp", "SIGINT"), ("ddp_spawn", "SIGTERM")])
-def test_signal_during_start_ends_run(strategy: str, name: str, tmp_path: Path):
+def test_signal_during_start_ends_run(strategy: str, name: str, tmp_path):
     with started(tmp_path, *SMALL, *on_cpu(strategy)) as run:
         awaited(lambda: len(family(run.mark)) > 2, 60)  # a rank, beside the multiprocessing tracker
         out = run.get(name, "group").end(code={"SIGINT": 130, "SIGTERM": 143}[name])
@@ -183,7 +181,7 @@ FOR_EVER = ["--trainer.max_epochs=100000"]
 
 
 @SLOW
-def test_failed_rank_is_reported_while_rank_zero_hangs(tmp_path: Path):
+def test_failed_rank_is_reported_while_rank_zero_hangs(tmp_path):
     """The run reports rank 1's exception, although rank zero hangs as in NCCL."""
     with started(tmp_path, *SMALL, "--model=stuck_code.FailsWhileRankZeroIsStuck", *DDP) as run:
         out = run.end(code=1)
@@ -199,14 +197,14 @@ def test_failed_rank_is_reported_while_rank_zero_hangs(tmp_path: Path):
 
 @SLOW
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_no_process_outlives_the_main_one(strategy: str, tmp_path: Path):
+def test_no_process_outlives_the_main_one(strategy: str, tmp_path):
     with started(tmp_path, *SMALL, *on_cpu(strategy), *FOR_EVER) as run:
         run.trained(3).get("SIGKILL", "main").end(30)
 
 
 @SLOW
 @pytest.mark.parametrize(("strategy", "command"), [("auto", []), ("ddp", []), ("ddp", ["nohup"])])
-def test_closed_terminal_saves_checkpoint(strategy: str, command: list[str], tmp_path: Path):
+def test_closed_terminal_saves_checkpoint(strategy: str, command: list[str], tmp_path):
     """The run saves a checkpoint, as after SIGTERM. Under nohup, it completes."""
     flags = [*SMALL, *on_cpu(strategy), "--trainer.max_epochs=30", "--run.root", tmp_path]
     process, terminal = pty.fork()
@@ -238,7 +236,7 @@ def block_while_saving(root: Path) -> None:
         Trainer.save_checkpoint(trainer, "last.ckpt")
 
 
-def test_a_rank_that_saves_goes_on_after_a_signal(tmp_path: Path):
+def test_a_rank_that_saves_goes_on_after_a_signal(tmp_path):
     """A rank that blocks in C code without saving ends: see the next test."""
     fork = multiprocessing.get_context("fork")
     process = fork.Process(target=block_while_saving, args=[tmp_path])
@@ -250,7 +248,7 @@ def test_a_rank_that_saves_goes_on_after_a_signal(tmp_path: Path):
 
 @SLOW
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_one_signal_ends_ranks_that_wait_for_each_other(strategy: str, tmp_path: Path):
+def test_one_signal_ends_ranks_that_wait_for_each_other(strategy: str, tmp_path):
     with started(
         tmp_path, *SMALL, *on_cpu(strategy), "--model=stuck_code.WaitsElsewhere", *FOR_EVER
     ) as run:
@@ -265,7 +263,7 @@ MANY = [("auto", "test"), *(slow(*case) for case in STAGES)]
 
 
 @pytest.mark.parametrize(("strategy", "stage"), MANY)
-def test_first_of_many_signals_ends_run(strategy: str, stage: str, tmp_path: Path):
+def test_first_of_many_signals_ends_run(strategy: str, stage: str, tmp_path):
     """The first of 300 SIGTERMs ends the run in order; the others do not disturb the end."""
     flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy), "--run.root", tmp_path]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]

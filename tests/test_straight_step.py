@@ -137,7 +137,7 @@ def test_trainer_can_be_pickled(name: str, fit: Fit):
 
 
 @SLOW
-def test_two_processes_accumulate(tmp_path: Path):
+def test_two_processes_accumulate(tmp_path):
     flags = tiny(203, 16, log_every_n_steps=3, accumulate_grad_batches=2, max_epochs=2, test=False)
     flags += on_cpu("ddp_fork")
     straight = fork_fit(tmp_path, *flags)

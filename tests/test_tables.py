@@ -49,9 +49,7 @@ def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, fit: Fit):
     assert data.class_names == ["cat", "dog", "eel"]
 
 
-def test_labels_are_read_again(
-    image_root: Path, table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
-):
+def test_labels_are_read_again(image_root: Path, table: pd.DataFrame, monkeypatch):
     """Labels are not cached: a changed label and another label column take effect.
 
     Classes are in numeric order.
@@ -114,7 +112,7 @@ def test_wrong_cell_or_column_is_named(image_root: Path, table: pd.DataFrame):
     ids=["comma", "tab", "blank rows", "spaces", "quotes", "paths"],
 )
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path):
+def test_dialects_of_tables(text: str, encoding: str, tmp_path):
     for name in ("a.png", "b.png", "c.png"):
         (tmp_path / name).touch()
     (tmp_path / "t.csv").write_bytes(text.replace("{folder}", str(tmp_path)).encode(encoding))
@@ -168,7 +166,7 @@ def test_dialects_of_tables(text: str, encoding: str, tmp_path: Path):
         ("file,label\na.png,c\udce4t\n", "invalid continuation byte): give a CSV file in UTF-8"),
     ],
 )
-def test_ambiguous_table_is_refused(text: str, problem: str, tmp_path: Path):
+def test_ambiguous_table_is_refused(text: str, problem: str, tmp_path):
     (tmp_path / "a.png").touch()
     (tmp_path / "t.csv").write_bytes(text.encode(errors="surrogateescape"))
     columns = {}
@@ -177,7 +175,7 @@ def test_ambiguous_table_is_refused(text: str, problem: str, tmp_path: Path):
     assert problem in rejection(tmp_path / "t.csv", **columns)
 
 
-def test_odd_names_of_classes(tmp_path: Path):
+def test_odd_names_of_classes(tmp_path):
     """NA is a class, letters of both cases are two, and numbers are sorted by value."""
     for rows, names in (
         ("1,NA\n2,null\n3,a\n4,A\n5,nan\n", ["A", "NA", "a", "nan", "null"]),
@@ -197,7 +195,7 @@ def saved(image_root: Path) -> Path:
     return image_root / "saved"
 
 
-def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp_path: Path):
+def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp_path):
     """A data set on disk or in Parquet has the image folder's pixels and labels.
 
     Only its first run decodes the images.
@@ -284,9 +282,7 @@ TEXT = Value("string")
     ],
     ids=["classes", "spaces", "strings", "signs", "truths"],
 )  # fmt: skip
-def test_labels_go_by_name(
-    train: Any, test: Any, names: str, numbers: list[list[int]], tmp_path: Path
-):
+def test_labels_go_by_name(train: Any, test: Any, names: str, numbers: list[list[int]], tmp_path):
     """Each split of a data set of Hugging Face may number its classes differently."""
     source = HuggingFace(save(tmp_path, test=test, train=train), label_column="label").source
     assert source.class_names == names.split()
@@ -294,7 +290,7 @@ def test_labels_go_by_name(
 
 
 @pytest.mark.parametrize("missing", [None, -1])
-def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_path: Path):
+def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_path):
     path = save(tmp_path, train=(BOTH, [0, 1]), test=(BOTH, [missing, missing]))
     assert HuggingFace(path).source.splits == ["train", "predict"]
 
@@ -322,9 +318,7 @@ def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_pa
         ((BOTH, [0, -1]), None, "row 1 of train has no label"),
     ],
 )  # fmt: skip
-def test_wrong_labels_of_hugging_face_are_refused(
-    train: Any, test: Any, problem: str, tmp_path: Path
-):
+def test_wrong_labels_of_hugging_face_are_refused(train: Any, test: Any, problem: str, tmp_path):
     path = save(tmp_path, train=train, **({"test": test} if test else {}))
     message = refusal(HuggingFace, Path(path), label_column="label")
     assert f"--data.path {path}: {problem}" in message

@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from app.monitor.progress_bar import ProgressBar
 SMALL = tiny(200, 20)
 
 
-def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.MonkeyPatch):
+def test_header_shows_layers_only_with_verbose(app: App, monkeypatch):
     """Layers appear only with --verbose; the warning about a busy machine always appears."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     flags = ["fit", *SMALL[:-2], "--run.test=false", "--trainer.max_steps=1"]
@@ -34,7 +33,7 @@ def test_header_shows_layers_only_with_verbose(app: App, monkeypatch: pytest.Mon
     assert "features.0" in app(*flags, "--verbose")
 
 
-def test_lines_of_epochs_and_next_commands(app: App, tmp_path: Path):
+def test_lines_of_epochs_and_next_commands(app: App, tmp_path):
     """A run prints a line for each epoch, also into a pipe, and then commands that work."""
     root = ["--run.root", tmp_path / "my runs"]
     out = app("fit", *SMALL[:-4], "--trainer.max_epochs=2", *root)
@@ -53,7 +52,7 @@ def test_lines_of_epochs_and_next_commands(app: App, tmp_path: Path):
     assert "left" not in lines[1]
 
 
-def test_bar_updates_a_few_times_a_second(app: App, monkeypatch: pytest.MonkeyPatch):
+def test_bar_updates_a_few_times_a_second(app: App, monkeypatch):
     """Our bar also updates after an epoch's last step. A user's own bar updates as usual."""
     noted: list[tuple[type, int]] = []
     metrics: list[dict[str, Any]] = []
@@ -94,7 +93,7 @@ def test_output_that_cannot_be_written(output: str):
 @SLOW
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 @pytest.mark.parametrize("output", [">/dev/full", "2>&1 | head -1"])
-def test_training_goes_on_without_its_output(strategy: str, output: str, tmp_path: Path):
+def test_training_goes_on_without_its_output(strategy: str, output: str, tmp_path):
     flags = [*SMALL, *on_cpu(strategy, max_epochs=2, root=tmp_path)]
     command = f"set -o pipefail; {sys.executable} -m app fit {shlex.join(map(str, flags))} {output}"
     subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=200, check=True)

@@ -1,7 +1,5 @@
 """Errors of objects that a flag created, and of the user's code."""
 
-from pathlib import Path
-
 import pytest
 from forked import fork_app
 from harness import ROOT, App, on_cpu, refusals, slow, tiny
@@ -69,7 +67,7 @@ test_error_names_the_flag_of_the_failing_object = refusals(OBJECTS, *SMALL)
 
 
 @pytest.mark.parametrize("strategy", [slow("ddp"), "ddp_fork"])
-def test_error_of_all_ranks_is_printed_once(strategy: str, tmp_path: Path):
+def test_error_of_all_ranks_is_printed_once(strategy: str, tmp_path):
     flags = on_cpu(strategy, root=tmp_path)
     message = fork_app.error("fit", *SMALL, *flags, *CROP.split())
     assert message.replace("rank 1: ", "") == TOO_LARGE  # the error of the rank that fails first
@@ -95,7 +93,7 @@ CODE = [
 
 
 @pytest.mark.parametrize("flags", CODE)
-def test_traceback_of_user_code_is_short_and_printed_once(flags: str, tmp_path: Path):
+def test_traceback_of_user_code_is_short_and_printed_once(flags: str, tmp_path):
     """The traceback is printed once, and has only the user's two frames and their caller."""
     out = fork_app("fit", *SMALL, "--run.root", tmp_path, *flags.split(), code=1)
     assert out.count("Traceback") == 1, out

@@ -43,15 +43,13 @@ MODES = [
 
 
 @pytest.mark.parametrize(("flag", "variable", "mode"), MODES)
-def test_more_private_mode_wins(
-    flag: str, variable: str, mode: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_more_private_mode_wins(flag: str, variable: str, mode: str, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", variable)
     flags = [f"--run.wandb={flag}"] if flag else []
     assert tracking_mode(resolve(["fit", *SMALL, *flags]).run.wandb) == mode
 
 
-def test_private_data_stays_local(image_root: Path, tmp_path: Path):
+def test_private_data_stays_local(image_root: Path, tmp_path):
     """Without `online`, the run does not connect. Its files hold no image, name or git remote."""
     for image in image_root.rglob("*.*"):
         image.rename(image.with_stem(f"patient-{image.stem}"))
@@ -73,7 +71,7 @@ def test_private_data_stays_local(image_root: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("strategy", ["auto", slow("ddp_fork")])
-def test_one_offline_run_has_all_results(strategy: str, tmp_path: Path):
+def test_one_offline_run_has_all_results(strategy: str, tmp_path):
     """One run has the results of all processes, and a read-only home causes no message."""
     env = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": "/proc/home", "XDG_CACHE_HOME": None}
     flags = on_cpu(strategy, max_epochs=2, root=tmp_path, track_images=True)
@@ -96,7 +94,7 @@ def test_one_offline_run_has_all_results(strategy: str, tmp_path: Path):
 
 
 @SLOW
-def test_offline_without_a_key(tmp_path: Path):
+def test_offline_without_a_key(tmp_path):
     home = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": "online"}
     out = fork_app("fit", *SMALL, *options(max_epochs=1, root=tmp_path), env=home)
     assert "has no key (wandb login, or WANDB_API_KEY): offline from here on" in out
@@ -144,7 +142,7 @@ FAILURES = ["drips", slow("refuses"), slow("is out of quota")]
 
 
 @pytest.mark.parametrize("fails", FAILURES)
-def test_offline_when_the_server_is_down(fails: str, tmp_path: Path):
+def test_offline_when_the_server_is_down(fails: str, tmp_path):
     """The run is complete offline, and the printed command uploads it."""
     with server_that(fails) as url:
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
@@ -163,9 +161,7 @@ def test_offline_when_the_server_is_down(fails: str, tmp_path: Path):
     assert not [path for path in kept if KEY.encode() in path.read_bytes()], "no file holds the key"
 
 
-def test_a_failing_tracker_does_not_stop_training(
-    app: App, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch, tmp_path):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -37,7 +37,7 @@ def optimizer(parameters): return load(parameters)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def folder(tmp_path, monkeypatch) -> Iterator[None]:
     """Make a current folder with a module of the user's. Check that no foreign code runs in it."""
     Path(tmp_path, "mine.py").write_text(MINE)
     Path(tmp_path, "7a__mypyc.py").touch()  # no config can name it

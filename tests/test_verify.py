@@ -74,7 +74,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("variant", ["ddp", "dp"])
-def test_correct_training_passes(variant: str, tmp_path: Path):
+def test_correct_training_passes(variant: str, tmp_path):
     """The last batch is smaller, and the shares have unequal sizes."""
     assert Runs(tmp_path, "Model", "Data").case(variant) == ({}, [])
 
@@ -117,14 +117,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_mistake_is_named_with_its_remedy(fault: str, tmp_path: Path):
+def test_mistake_is_named_with_its_remedy(fault: str, tmp_path):
     model, data, variant = fault.split()
     reasons = Runs(tmp_path, model, data).case(variant)[1]
     assert FAULTS[fault] in "\n".join(cause.text for cause in reasons)
     assert all(cause.remedy for cause in reasons)
 
 
-def test_callback_state_that_no_checkpoint_holds_is_named(tmp_path: Path):
+def test_callback_state_that_no_checkpoint_holds_is_named(tmp_path):
     average = "--trainer.callbacks+=faulty_code.Average"
     differing, reasons = Runs(tmp_path, "Model", "Data", average).case("resume")
     assert "evaluation" in differing
@@ -178,7 +178,7 @@ def test_variant_with_its_own_batch_size_keeps_it():
     )
 
 
-def test_failed_reference_fails_each_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_reference_fails_each_variant(tmp_path, monkeypatch):
     prover = Prover(Settings(), [], {"data": "Synthetic"}, tmp_path)
     failed = SimpleNamespace(status="failed", error="why", time_limit=None, wall_s=1.0)
     monkeypatch.setattr("app.lab.verify.proof.run_fit", lambda *_: failed)
@@ -223,7 +223,7 @@ OURS = ["--data=Synthetic", *options(images=203, batch_size=20, flip=True)]
 
 
 @SLOW
-def test_first_module_with_different_bits_is_named(app: App, tmp_path: Path):
+def test_first_module_with_different_bits_is_named(app: App, tmp_path):
     flags = [*OURS, *options(virtual_devices=4, threads=1)]
     flags += ["--quick", "--steps=4", "--bits=true"]
     report, out = verdict(app, tmp_path, *flags, "--model=faulty_code.Jitters", code=1)
@@ -314,9 +314,7 @@ CHANGES = [  # rank, its facts, and differences
 
 
 @pytest.mark.parametrize(("rank", "facts", "expected"), CHANGES)
-def test_differences_by_hand(
-    rank: int, facts: dict[str, Any], expected: dict[str, str], tmp_path: Path
-):
+def test_differences_by_hand(rank: int, facts: dict[str, Any], expected: dict[str, str], tmp_path):
     runs = []
     for name, changed in (("reference", RANK), ("variant", facts)):
         folder = tmp_path / name / FOLDER
@@ -367,7 +365,7 @@ def test_unstacked_batch_is_cut_into_samples():
 
 @SLOW
 @pytest.mark.usefixtures("drawn")
-def test_every_variant_passes_but_one_with_half_the_batch(app: App, tmp_path: Path):
+def test_every_variant_passes_but_one_with_half_the_batch(app: App, tmp_path):
     file = tmp_path / "variants.yaml"
     file.write_text("half the batch: {data.batch_size: 10, trainer.devices: 1}\n")
     flags = [*OURS, f"--variants={file}", "--steps=20"]
@@ -384,7 +382,7 @@ def test_every_variant_passes_but_one_with_half_the_batch(app: App, tmp_path: Pa
 
 
 @SLOW
-def test_rounding_is_proven_in_float64(app: App, tmp_path: Path):
+def test_rounding_is_proven_in_float64(app: App, tmp_path):
     """A high learning rate amplifies the rounding."""
     flags = ["--model.optimizer=Adam", "--model.optimizer.lr=0.01", *OURS]
     flags += ["--data.images=403", "--quick=true", "--steps=60"]
@@ -411,7 +409,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED)
 def test_impossible_flags_are_rejected_before_a_run(
-    flags: list[str], message: str, app: App, tmp_path: Path
+    flags: list[str], message: str, app: App, tmp_path
 ):
     assert message in app.error("verify", *OURS, *flags)
     assert not list(tmp_path.rglob("version_*"))

@@ -61,7 +61,7 @@ WAYS = [("ddp", 1), ("ddp", 2), ("ddp_fork", 3), slow("ddp_spawn", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS)
-def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path):
+def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path):
     run = train(tmp_path, SHARDED, ranks, f"--trainer.strategy={strategy}")
     assert digest(run) == digest(alone)
     assert (run / "metrics.csv").read_text() == (alone / "metrics.csv").read_text()
@@ -70,7 +70,7 @@ def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path: Path):
 
 
 @SLOW
-def test_the_fast_recipe(tmp_path: Path):
+def test_the_fast_recipe(tmp_path):
     """A run that stops on one process and resumes on two has an uninterrupted run's bits."""
     flags = ["--config=configs/speed/cifar10_cpu.yaml", "--model.warmup=1ep"]
     flags += tiny(90, 20, val_size=10, virtual_devices=4, threads=1, max_epochs=3, test=False)
@@ -80,7 +80,7 @@ def test_the_fast_recipe(tmp_path: Path):
     assert digest(rest) == digest(whole)
 
 
-def test_elastic(alone: Path, tmp_path: Path):
+def test_elastic(alone: Path, tmp_path):
     """A run has the same bits if it stops on three processes, resumes on two, and ends on one."""
     run = train(tmp_path, SHARDED, 3, "--trainer.max_steps=3")
     run = train(tmp_path, SHARDED, 2, "--trainer.max_steps=8", "--ckpt_path", last_of(run))
@@ -89,7 +89,7 @@ def test_elastic(alone: Path, tmp_path: Path):
 
 
 @SLOW
-def test_a_restart_with_fewer_workers(tmp_path: Path):
+def test_a_restart_with_fewer_workers(tmp_path):
     """After torchrun loses one of two nodes, the other ends with an uninterrupted run's bits."""
     flags = [*SHARDED, "--trainer.max_epochs=20", "--last_checkpoint.every_n_train_steps=3"]
     torchrun = [
@@ -150,7 +150,7 @@ def plain(
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
 
 
-def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path):
+def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path):
     """A plain Lightning module has the same weights and logged losses on three processes as on one.
 
     The module has BatchNorm and dropout, and its data has random crops and colours.
@@ -163,7 +163,7 @@ def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path: Path):
     assert_frame_equal(logged, read_csv(alone / "metrics.csv")[names], check_exact=True)
 
 
-def test_anybodys_buffers(tmp_path: Path):
+def test_anybodys_buffers(tmp_path):
     """InstanceNorm's statistics and a user's buffers have the same bits on one and three processes.
 
     Buffers that differ between shards are averaged.
@@ -176,7 +176,7 @@ def test_anybodys_buffers(tmp_path: Path):
     assert 0 < buffers["mean"] < 1
 
 
-def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path):
+def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path):
     """A run that stops mid-epoch on two processes and ends on one has one process's weights."""
     flags, alone = plain
     part = train(tmp_path, flags, 2, "--trainer.max_steps=4")
@@ -185,7 +185,7 @@ def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path: Path):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_shares_without_virtual_devices(accumulated: int, tmp_path: Path):
+def test_shares_without_virtual_devices(accumulated: int, tmp_path):
     """Without virtual devices, two ranks have the weights of one, also with a smaller last batch.
 
     Each rank's mean loss is weighted by its share, and a rank without a sample takes part.
@@ -312,7 +312,7 @@ class LogsItsOwn(PlainModel):
         self.log("val_loss", self(batch[0]).sum())
 
 
-def test_a_value_of_a_rank(tmp_path: Path):
+def test_a_value_of_a_rank(tmp_path):
     """Lightning advises sync_dist for validation_step's logged value, not for training_step's."""
     flags = [*THEIRS.split(), "--model=test_virtual_devices.LogsItsOwn", *QUIET]
     flags += on_cpu("ddp_fork", root=tmp_path, max_epochs=1, virtual_devices=2, test=False)

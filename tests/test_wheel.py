@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from harness import QUIET, ROOT, SLOW
 
 
 @SLOW
-def test_installed_wheel_works_in_an_empty_folder(tmp_path: Path):
+def test_installed_wheel_works_in_an_empty_folder(tmp_path):
     source = tmp_path / "source"
     installed = tmp_path / "installed"
     empty = tmp_path / "empty"
