@@ -35,7 +35,7 @@ data._utils.MP_STATUS_CHECK_INTERVAL = (
 
 
 @pytest.fixture(autouse=True, scope="session")
-def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def user_cache(tmp_path_factory) -> Iterator[None]:
     """Set the user's cache directory to a temporary one, also for started processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user_cache")))
@@ -48,7 +48,7 @@ def drawn() -> None:
 
 
 @pytest.fixture(autouse=True)
-def environment(request: pytest.FixtureRequest, monkeypatch) -> None:
+def environment(request, monkeypatch) -> None:
     """Use one thread per process and no tracker; unset variables that earlier tests may set."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
@@ -85,7 +85,7 @@ def forked_runs(monkeypatch) -> None:
 
 
 @pytest.fixture
-def app(tmp_path, capfd: pytest.CaptureFixture[str], forked_runs: None) -> App:
+def app(tmp_path, capfd, forked_runs: None) -> App:
     """Run `python -m app …` in this process, runs under tmp_path."""
 
     def run(*args: str | Path) -> tuple[int, str]:

@@ -159,11 +159,7 @@ def test_links_that_lead_elsewhere(image_root: Path, cache: Path, decoded: Calla
 
 @pytest.mark.parametrize("crop", ["none", "random_resized"])
 def test_damage_is_noticed(
-    crop: str,
-    image_root: Path,
-    cache: Path,
-    decoded: Callable[[], int],
-    capfd: pytest.CaptureFixture[str],
+    crop: str, image_root: Path, cache: Path, decoded: Callable[[], int], capfd
 ):
     """A changed bit in any part of the file is noticed, also if the file keeps its date."""
 

@@ -4,6 +4,7 @@ import errno
 import os
 from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,8 +14,11 @@ from forked import fork_app, fork_fit
 from harness import bit_flipped, last_of, on_cpu, options
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
-from app.command.checkpoint_file import LAST, PREVIOUS, CheckpointFiles, read
+from app.command.checkpoint_file import LAST, PREVIOUS, SNAPSHOT, CheckpointFiles, read
+from app.command.checkpoints import find_checkpoint, read_earlier
 from app.errors import UserError
+from app.modules.weights import checkpoint_of
+from app.record import Record
 from app.system import files
 
 
@@ -68,6 +72,40 @@ def test_checkpoints_of_lightning_and_torch_are_loaded(tmp_path):
 class Call:
     def __reduce__(self) -> Any:
         return os.system, ("touch ran",)
+
+
+def test_snapshot_and_remote_path(tmp_path):
+    """A snapshot is loaded as a copy; Lightning writes remote paths, but runs no code from them."""
+    plugin = CheckpointFiles()
+    plugin.snapshot = content(2)
+    for path in (tmp_path / LAST, "memory://x.ckpt"):
+        plugin.save_checkpoint(content(1), path)
+        assert plugin.load_checkpoint(path)["global_step"] == 1
+    plugin.load_checkpoint(SNAPSHOT).clear()
+    assert plugin.load_checkpoint(SNAPSHOT)["global_step"] == 2
+    plugin.save_checkpoint({"state_dict": {"w": Call()}}, "memory://x.ckpt")
+    with pytest.raises(UnpicklingError):
+        plugin.load_checkpoint("memory://x.ckpt")
+
+
+def test_best_checkpoint_of_a_moved_run(tmp_path):
+    """It has the recorded name, or begins with `best`; an unreadable record counts as none."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    record = Record()
+    record.checkpoint.best = "/gone/epoch=3.ckpt"
+    record.save(tmp_path / "run.json")
+    for time, name in enumerate((LAST, "epoch=3.ckpt", PREVIOUS)):
+        CheckpointFiles().save_checkpoint(content(1), folder / name)
+        os.utime(folder / name, (time, time))
+    configs = [str(tmp_path / "config.yaml")]
+    assert find_checkpoint("best", configs, "", "") == str(folder / "epoch=3.ckpt")
+    CheckpointFiles().save_checkpoint(content(1), folder / "best.ckpt")
+    (tmp_path / "run.json").write_text("{")
+    assert find_checkpoint("best", configs, "", "") == str(folder / "best.ckpt")
+    assert checkpoint_of(tmp_path) == folder / "best.ckpt"
+    assert checkpoint_of(tmp_path, resumes=True) == folder / LAST
+    assert read_earlier(tmp_path / "none.json") == Record()
 
 
 def test_loading_runs_no_code(tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ EXACT = [*SMALL, *options(precision="64-true", max_epochs=4, test=False)]  # 16 
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exact(tmp_path_factory) -> Path:
     """A run on one device in float64, so that rounding hides no difference."""
     return fork_fit(tmp_path_factory.mktemp("exact"), *EXACT)
 

@@ -152,9 +152,7 @@ def test_prediction_of_a_test_split_has_its_labels(image_root: Path, app: App, f
         ),
     ],
 )
-def test_layouts_of_folders(
-    folders: str, classes: str, splits: str, remark: str, tmp_path, caplog: pytest.LogCaptureFixture
-):
+def test_layouts_of_folders(folders: str, classes: str, splits: str, remark: str, tmp_path, caplog):
     """A folder is read as splits or classes, with a remark on unread folders, or refused."""
     for name in folders.split():
         (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)

@@ -211,7 +211,7 @@ def own_flags(command: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory) -> Path:
     """Folder with a reader's files: configs, images, and the documents' examples."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("configs", "tests"):

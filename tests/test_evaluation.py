@@ -34,7 +34,7 @@ def confusion(run: Path) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     learn = ["--model.optimizer=Adam", "--model.optimizer.lr=0.002", "--trainer.max_epochs=1"]
     return fork_fit(tmp_path_factory.mktemp("trained"), *DATA, *learn, "--run.name=x")
 

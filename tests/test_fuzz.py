@@ -168,7 +168,7 @@ def read_experiment(path: Path) -> None:
 )
 @examples(100)
 @given(st.data())
-def test_files(tmp_path_factory: pytest.TempPathFactory, read: Any, contents: Any, data: Any):
+def test_files(tmp_path_factory, read: Any, contents: Any, data: Any):
     path = tmp_path_factory.getbasetemp() / "example.yaml"
     content = yaml.safe_dump(data.draw(contents), allow_unicode=True)
     path.write_bytes(content.encode(errors="replace"))  # UTF-8 cannot encode all characters

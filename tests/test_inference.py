@@ -31,7 +31,7 @@ NAMES = ("cat", "dog", "eel")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     """Directory of a run on image files of different sizes."""
     folder = tmp_path_factory.mktemp("trained")
     images = draw_images(folder / "images", NAMES, train=12, test=4)
@@ -154,15 +154,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize(("fixture", "flags"), SOURCES)
-def test_new_images(
-    fixture: str,
-    flags: str,
-    fit: Fit,
-    app: App,
-    tmp_path,
-    request: pytest.FixtureRequest,
-    monkeypatch,
-):
+def test_new_images(fixture: str, flags: str, fit: Fit, app: App, tmp_path, request, monkeypatch):
     """`predict` and `app.load` prepare new images as in training, whose images are gone.
 
     The probabilities are those of torchvision's usual transforms, also from two processes.
@@ -336,7 +328,7 @@ def test_export_needs_a_run_and_its_packages(app: App, trained: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_fit_is_a_function(tmp_path, capfd: pytest.CaptureFixture[str]):
+def test_fit_is_a_function(tmp_path, capfd):
     """`app.fit` takes flags by the last part of their names, such as `images` for `--data.images`.
 
     Other names are short, such as `lr`. It prints the command's lines, and returns the new run's

@@ -85,13 +85,13 @@ def assert_undisturbed_up_to_its_end(run: Path, flags: Sequence[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory) -> Path:
     """Directory of an undisturbed run on images, with all features of a recipe."""
     return train(tmp_path_factory.mktemp("images"), IMAGES)
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def theirs(tmp_path_factory) -> Path:
     """Directory of an undisturbed run of a user's module on a DataLoader with workers."""
     return train(tmp_path_factory.mktemp("theirs"), THEIRS)
 

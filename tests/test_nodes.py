@@ -63,7 +63,7 @@ def test_nodes_meet_in_any_order(scheme: str, order: tuple[int, ...], go: Go, tm
 
 
 @SLOW
-def test_missing_node_is_named_until_timeout(go: Go, capfd: pytest.CaptureFixture[str]):
+def test_missing_node_is_named_until_timeout(go: Go, capfd):
     port = free_port()
     waiting = [go(tcp(port), node, nodes=3, timeout=9) for node in (0, 1)]
     for node in waiting:

@@ -45,9 +45,7 @@ def check_same(run: Path, expected: Path, tolerance: float = TOLERANCE) -> None:
 
 
 @pytest.fixture(scope="module")
-def single(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
+def single(request, tmp_path_factory) -> tuple[str, Path]:
     """Name of a model, and directory of its run on one device."""
     root = tmp_path_factory.mktemp(request.param)
     return request.param, fork_fit(root, *MODELS[request.param], *RECORDED)

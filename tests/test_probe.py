@@ -21,7 +21,7 @@ FROZEN = ["--model.freeze=backbone", "--model.optimizer.lr=0.1"]
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> str:
+def pretrained(tmp_path_factory) -> str:
     """Return the flag of weights for 1,000 classes."""
     file = tmp_path_factory.mktemp("weights") / "x.pth"
     torch.manual_seed(0)

@@ -230,9 +230,7 @@ def test_users_code_has_a_report(
         app(*shlex.split(words))
 
 
-def test_unwritable_report_prints_a_line(
-    app: App, tmp_path, monkeypatch, capfd: pytest.CaptureFixture[str]
-):
+def test_unwritable_report_prints_a_line(app: App, tmp_path, monkeypatch, capfd):
     """A report that cannot be written, or a damaged record, raises no error."""
     monkeypatch.setattr(
         "app.monitor.report.write_text", Mock(side_effect=OSError(28, "No space left on device"))

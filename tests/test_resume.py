@@ -207,7 +207,7 @@ UP_TO_TWO = [*PLAIN, *options(test=False, max_epochs=2)]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory) -> Path:
     """Directory of an uninterrupted run of two epochs."""
     return fork_fit(tmp_path_factory.mktemp("whole"), *UP_TO_TWO)
 

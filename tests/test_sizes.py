@@ -177,7 +177,7 @@ RECIPE += options(max_epochs=3, log_every_n_steps=1, flip=True)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+def alone(tmp_path_factory) -> tuple[list[str], Path]:
     """Flags of a training with crops and RandAugment, and its run's directory on one device."""
     root = tmp_path_factory.mktemp("alone")
     flags = folder(draw_images(root / "images", ("cat", "dog", "eel"), train=12))

@@ -1,6 +1,7 @@
 """`verify`: equal trainings pass, and each mistake is named."""
 
 import json
+import math
 from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from app.lab.verify import same_training
 from app.lab.verify.causes import Case, Cause, causes
-from app.lab.verify.differences import Difference, Recorded, differences
+from app.lab.verify.differences import Difference, Recorded, differences, first_bits
 from app.lab.verify.proof import Prover, Settings
 from app.lab.verify.recording import FOLDER, contents, singles, tensors
 from app.lab.verify.verdict import Result, Verdict
@@ -242,6 +243,7 @@ def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[st
     return json.loads(file.read_text()), out
 
 
+NORMS = {"w": 1000.0, "small": 1.0, "none": 1e-9, "overflow": math.inf}
 STEP = {
     "epoch": 0,
     "samples": [["a", "b"]],
@@ -250,7 +252,7 @@ STEP = {
     "losses": [1.0],
     "loss": 1.0,
     "rates": [0.1],
-    "gradients": {"w": 1000.0, "small": 1.0, "none": 1e-9},
+    "gradients": NORMS,
 }
 RANK = {
     "weighs": False,
@@ -272,6 +274,7 @@ def second(**values: Any) -> dict[str, Any]:
 
 CHANGES = [  # rank, its facts, and differences
     (0, RANK, {}),
+    (1, RANK | {"steps": [STEP]}, {"samples": "end: 1 steps, 2 in the reference"}),
     (
         1,
         second(samples=[["a", "c"]]),
@@ -279,20 +282,20 @@ CHANGES = [  # rank, its facts, and differences
     ),
     (
         0,
-        second(rates=[0.2]),
-        {"learning rate": "step 2: learning rate of group 0 0.2, 0.1 in the reference"},
+        second(rates=[0.1000001]),
+        {"learning rate": "step 2: learning rate of group 0 0.1000001, 0.1 in the reference"},
     ),
     (1, second(loss=3.0), {"loss": "step 2: 2, 1 in the reference"}),
-    (0, second(gradients={"w": 1000.0, "small": 1.0, "none": 3e-9}), {}),
+    (0, second(gradients=NORMS | {"none": 3e-9}), {}),
     (
         0,
-        second(gradients={"w": 1000.0, "small": 1.01, "none": 3e-9}),
+        second(gradients=NORMS | {"small": 1.01}),
         {"gradients": "step 2: norm of small 1.01, 1 in the reference"},
     ),
     (
         0,
-        RANK | {"weights": {"w": torch.tensor([1.0, 5.0])}},
-        {"weights": "w: differs by up to 0.25"},
+        RANK | {"weights": {"w": torch.tensor([1.0015, 4.0])}},
+        {"weights": "w: differs by up to 0.0015"},
     ),
     (1, RANK | {"digests": {"w": 2}}, {"weights": "w: differs between ranks"}),
     (
@@ -302,8 +305,8 @@ CHANGES = [  # rank, its facts, and differences
     ),
     (
         1,
-        RANK | {"metrics": {"acc": 0.75}},
-        {"evaluation": "rank 1: acc 0.75, 0.5 in the reference"},
+        RANK | {"metrics": {"acc": 0.5015}},
+        {"evaluation": "rank 1: acc 0.5015, 0.5 in the reference"},
     ),
     (
         0,
@@ -323,6 +326,17 @@ def test_differences_by_hand(rank: int, facts: dict[str, Any], expected: dict[st
         torch.save(changed if rank == 1 else RANK, folder / "rank_1.pt")
         runs.append(Recorded(tmp_path / name))
     assert {column: str(place) for column, place in differences(*runs).items()} == expected
+
+
+def test_first_different_bits_by_hand():
+    def run(*ranks: dict[str, list[str]]) -> Any:
+        step = SimpleNamespace(ranks=[{"bits": bits} for bits in ranks])
+        return SimpleNamespace(steps=[step])
+
+    reference = run({"a": ["1", "2"], "b": ["3"]})
+    assert first_bits(reference, run({"a": ["2"]}, {"a": ["1"], "b": ["4"]})) == "step 1: the b"
+    # modules that run less often have no counterpart
+    assert first_bits(reference, run({"a": ["1"], "b": ["3"]})) is None
 
 
 @pytest.mark.parametrize("padding", [0, 9])

@@ -52,7 +52,7 @@ def train(folder: Path, flags: Sequence[str], ranks: int, *more: str | Path) -> 
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(tmp_path_factory) -> Path:
     """Directory of a run on one process."""
     return train(tmp_path_factory.mktemp("alone"), SHARDED, 1)
 
@@ -142,9 +142,7 @@ PLAIN += options(global_batch=16, test=False, threads=1, max_epochs=2, log_every
 
 
 @pytest.fixture(scope="module", params=["false", "true"])
-def plain(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[str], Path]:
+def plain(request, tmp_path_factory) -> tuple[list[str], Path]:
     """Flags for plain Lightning's module and loader, and the directory of a run on one process."""
     flags = [*PLAIN, "--run.virtual_devices=4", f"--data.weighted={request.param}"]
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
