@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from cluster.hosts import awaited
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -80,7 +79,7 @@ class Ends(ENDS):  # type: ignore[misc, valid-type]
         if stage == self.stage and trainer.global_rank == min(self.rank, trainer.world_size - 1):
             end(self.way)
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_) -> None:
         if trainer.global_step == 2:
             self._reach("step", trainer)
 

@@ -64,15 +64,15 @@ class Linear(LightningModule):
     def forward(self, vectors: Tensor) -> Tensor:
         return self.layer(vectors)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         scores = self(batch[0])
         self.log("val_loss", nn.functional.cross_entropy(scores, batch[1]), sync_dist=True)
         self.log("val_acc", (scores.argmax(1) == batch[1]).float().mean(), sync_dist=True)
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+    def predict_step(self, batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return batch[0][:, 0]
 
     def configure_optimizers(self) -> Any:
@@ -194,8 +194,6 @@ class Writer(BasePredictionWriter):
         super().__init__("epoch")
         self.folder = folder
 
-    def write_on_epoch_end(
-        self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any
-    ) -> None:
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices) -> None:
         path = Path(self.folder, f"{trainer.global_rank}.pt")
         torch.save((predictions, batch_indices), path)

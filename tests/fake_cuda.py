@@ -77,7 +77,7 @@ class FakeCUDA:
         }
 
 
-def fake_device(args: Any) -> torch.device:
+def fake_device(args) -> torch.device:
     """Return the device that `prim::device` reports to autograd: `meta` for a fake GPU's tensor.
 
     On `meta`, the engine runs the backward pass in this thread, and needs no driver for contexts
@@ -117,7 +117,7 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         of_mode: Whether this is the dispatch of FakeTensorMode, and not of FakeTensor.
     """
 
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default:
             return fake_device(args)
@@ -201,7 +201,7 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that it runs on real tensors."""
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args, **kwargs) -> Any:
         with unset_fake_temporarily():
             return function(*args, **kwargs)
 
@@ -301,11 +301,11 @@ def fake_cuda(monkeypatch) -> Iterator[FakeCUDA]:
     train = call._call_and_handle_interrupt
     take_step = StraightLoop.advance
 
-    def on_fakes(*args: Any, **kwargs: Any) -> Any:
+    def on_fakes(*args, **kwargs) -> Any:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return train(*args, **kwargs)
 
-    def noting(loop: StraightLoop, fetcher: Any) -> None:
+    def noting(loop: StraightLoop, fetcher) -> None:
         trainer: Any = loop.trainer
         clock = next(callback for callback in trainer.callbacks if isinstance(callback, StepClock))
         ends = (trainer.global_step + 1) % log_window(trainer) == 0
@@ -326,9 +326,7 @@ def fake_cuda(monkeypatch) -> Iterator[FakeCUDA]:
     patch(ImageData, "_load_training", outside(ImageData._load_training))
     save = outside(CheckpointFiles.save_checkpoint)
 
-    def save_checkpoint(
-        files: CheckpointFiles, checkpoint: Any, *args: Any, **options: Any
-    ) -> None:
+    def save_checkpoint(files: CheckpointFiles, checkpoint, *args, **options) -> None:
         for tensor in tree_leaves(checkpoint):
             is_here = not is_on_cuda(tensor)
             fake.streams.use(fake.streams.host if is_here else fake.streams.current, tensor, ())

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 
-def is_on_cuda(value: Any) -> bool:
+def is_on_cuda(value) -> bool:
     return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
 
 
@@ -77,7 +77,7 @@ class Streams:
     def memory(self, tensor: Tensor, owner: Stream) -> Memory:
         return self._memory.setdefault(StorageWeakRef(tensor.untyped_storage()), Memory(owner))
 
-    def use(self, stream: Stream, read: Any, written: Any) -> None:
+    def use(self, stream: Stream, read, written) -> None:
         """Count an operation of a stream, and check its order."""
         stream.wait_stream(self.host)  # which issues it
         stream.done[stream] += 1
@@ -157,7 +157,7 @@ class Future:
         self.streams = streams
         self.ready = Stream()
 
-    def set_result(self, result: Any) -> None:
+    def set_result(self, result) -> None:
         self.result = result
         self.ready.wait_stream(self.streams.current)
 

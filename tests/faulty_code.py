@@ -42,12 +42,12 @@ class Model(LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         x, y = batch
         total = self.trainer.strategy.reduce(torch.tensor(float(len(y))), reduce_op="sum")
         return cross_entropy(self(x), y, reduction="sum") * self.trainer.world_size / total
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         self.accuracy.update(self(batch[0]), batch[1])
 
     def on_validation_epoch_end(self) -> None:
@@ -147,7 +147,7 @@ class Packed:
 class Hidden(Stock):
     """`Stock` with batches of a user's class in training."""
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx: int) -> Any:
         return Packed(batch) if self.trainer.training else batch  # type: ignore[union-attr]
 
 
@@ -203,7 +203,7 @@ class SplitByChance(Data):
 class Noisy(Data):
     """Data that adds noise from torch's global random state to training images."""
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx: int) -> Any:
         x, y = batch
         if self.trainer.training:
             x = x + 0.1 * torch.randn(x.shape)
@@ -223,12 +223,12 @@ class DropsLast(Data):
 class LogsItsOwn(Model):
     on_validation_epoch_end = LightningModule.on_validation_epoch_end
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         self.log("val_loss", cross_entropy(self(batch[0]), batch[1]))
 
 
 class MeanOfMeans(LogsItsOwn):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         self.log("val_loss", cross_entropy(self(batch[0]), batch[1]), batch_size=1, sync_dist=True)
 
 
@@ -263,14 +263,14 @@ class ByBatch(Model):
         self.schedule = LambdaLR(optimizer, lambda step: 0.99**step)
         return [optimizer], [{"scheduler": self.schedule, "interval": "epoch", "frequency": 10**6}]
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx: int) -> None:
         self.schedule.step()
 
 
 class LosesItsSchedule(Model):
     """Computes its learning rate from a counter that no checkpoint contains."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx: int) -> None:
         self.mine = getattr(self, "mine", 0) + 1
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = 0.1 * 0.9**self.mine
@@ -311,7 +311,7 @@ class PartlyUsed(Model):
 
 
 class DriftsOnOneRank(Model):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx: int) -> None:
         if self.trainer.global_rank == 1:
             self.net[1].bias.data += 0.01
 
@@ -323,7 +323,7 @@ class CountsItsOwn(Model):
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx: int) -> None:
         self.seen += batch[0].mean()
 
 
@@ -338,14 +338,14 @@ class ClipsTooEarly(Model):
 class PlainMean(Model):
     """Model whose loss is the mean of a rank's share, although the shares have unequal sizes."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         return cross_entropy(self(batch[0]), batch[1])
 
 
 class Weighted(PlainMean):
     """Weights the samples of a batch by their first pixel."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         weights = batch[0][:, 0, 0, 0].exp()
         losses = cross_entropy(self(batch[0]), batch[1], reduction="none")
         return (losses * weights).sum() / weights.sum()
@@ -356,7 +356,7 @@ class Average(Callback):
 
     average: Any = None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args) -> None:
         weight = pl_module.net[1].weight.detach()
         if self.average is None:
             self.average = weight.clone()
@@ -374,7 +374,7 @@ class Average(Callback):
 class Sum(Model):
     """Model whose loss is a sum over samples instead of a mean."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         return cross_entropy(self(batch[0]), batch[1], reduction="sum")
 
 

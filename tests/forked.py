@@ -147,7 +147,7 @@ def fork_fit(root: Path, *flags: str | Path) -> Path:
 
 
 def fork_run(
-    command: Sequence[str], *, stdout: Any, env: Mapping[str, str], **more: Any
+    command: Sequence[str], *, stdout, env: Mapping[str, str], **more
 ) -> Forked | subprocess.Popen[bytes]:
     """Replace `Popen` in `app.lab.runs`: start a fork, or a process for one of several nodes."""
     if "--cluster.node_rank" in command:

@@ -46,7 +46,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA 
 ON_GPU = [pytest.mark.gpu, NO_GPU]
 
 
-def on_gpu(test: Any) -> Any:
+def on_gpu(test) -> Any:
     """Mark a test that needs a GPU."""
     return pytest.mark.gpu(NO_GPU(test))
 
@@ -152,11 +152,11 @@ class App:
     def __init__(self, run: Callable[..., tuple[int, str]]) -> None:
         self.run = run
 
-    def __call__(self, *args: str | Path, code: int = 0, **settings: Any) -> str:
+    def __call__(self, *args: str | Path, code: int = 0, **settings) -> str:
         """Run a command, check its exit code, and return its output."""
         return output_of(*self.run(*args, **settings), code)
 
-    def error(self, *args: str | Path, **settings: Any) -> str:
+    def error(self, *args: str | Path, **settings) -> str:
         """Run a command that must fail, and return its error line."""
         return error_of(*self.run(*args, **settings))
 
@@ -249,7 +249,7 @@ def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
         patch: Function that sets a dotted name to a value, such as `monkeypatch.setattr`.
     """
 
-    def savefig(figure: Any, file: Any, *, format: str, **_: object) -> None:
+    def savefig(figure, file, *, format: str, **_: object) -> None:
         if format == "svg":
             file.write('<svg viewBox="0 0 9 9"></svg>')
         else:

@@ -62,7 +62,7 @@ def public_modules(module: ModuleType) -> Iterator[ModuleType]:
             yield from public_modules(inner)
 
 
-def members(hint: Any) -> Iterator[Any]:
+def members(hint) -> Iterator[Any]:
     """Yield the types in a union or a list that name a class or a callable."""
     if typing.get_origin(hint) in (list, Iterable, typing.Union, UnionType):
         for member in typing.get_args(hint):
@@ -71,7 +71,7 @@ def members(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def is_accepted(path: str, value: Any, hints: list[Any]) -> bool:
+def is_accepted(path: str, value, hints: list[Any]) -> bool:
     """Return whether one of a flag's types accepts a value."""
     for hint in hints:
         try:

@@ -19,7 +19,7 @@ class Everything(Linear):
         self.accuracy = MulticlassAccuracy(3, average="micro")
         self.mean = MeanMetric()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         vectors, labels = batch
         logits = self(vectors)
         loss = nn.functional.cross_entropy(logits, labels)

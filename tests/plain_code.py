@@ -28,13 +28,13 @@ class PlainModel(LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.net(x))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         x, y = batch
         loss = nn.functional.cross_entropy(self(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         x, y = batch
         self.log("val_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
 

@@ -1,7 +1,6 @@
 """User classes that raise an exception; each traceback has two frames of user code."""
 
 import time
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback
@@ -20,17 +19,17 @@ class Augment(torch.nn.Module):
 
 
 class Model(CIFARCNN):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         return self.fail(batch)
 
-    def fail(self, batch: Any) -> Tensor:
+    def fail(self, batch) -> Tensor:
         return torch.nn.functional.linear(batch[0], torch.zeros(3, 5))
 
 
 class Late(Model):
     """Rank 0 fails after rank 1, when the agent stops it."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         while self.global_rank == 0 and not Signals.of(self.trainer).noted:
             time.sleep(0.01)
         return self.fail(batch)
@@ -45,8 +44,8 @@ class Built(CIFARCNN):
 
 
 class Calls(Callback):
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module) -> None:
         self.fail(pl_module)
 
-    def fail(self, module: Any) -> None:
+    def fail(self, module) -> None:
         module.backbone()

@@ -15,7 +15,7 @@ class StepsItself(TheirModel):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx: int) -> None:
         self.optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
         self.optimizer.step()

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -167,7 +166,7 @@ def image_root(tmp_path) -> Path:
 def experiment(tmp_path) -> Callable[..., Path]:
     """Return a writer of experiment files with the settings of TINY, updated by its arguments."""
 
-    def write(**settings: Any) -> Path:
+    def write(**settings) -> Path:
         path = tmp_path / "tiny.yaml"
         path.write_text(yaml.safe_dump({**TINY, **settings}, sort_keys=False))
         return path

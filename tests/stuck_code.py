@@ -26,7 +26,7 @@ def must_hang(trainer: Trainer) -> bool:
 
 
 class SleepsInData(Synthetic):
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx: int) -> Any:
         if self.trainer is not None and self.trainer.global_rank == self.trainer.world_size - 1:
             time.sleep(0.02)
         return super().on_after_batch_transfer(batch, dataloader_idx)
@@ -39,7 +39,7 @@ def never_ends() -> None:
 
 
 class LoopsInData(Synthetic):
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx: int) -> Any:
         if self.trainer is not None and must_hang(self.trainer):
             while True:
                 pass
@@ -68,12 +68,12 @@ class LoopsInSetup(Synthetic):
 
 
 class LeavesTheEpochEarly(CIFARCNN):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch, batch_idx: int) -> int | None:
         return -1 if must_hang(self.trainer) else None
 
 
 class ReducesAlone(CIFARCNN):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         if must_hang(self.trainer):
             distributed.all_reduce(torch.zeros(1))
         return super().training_step(batch, batch_idx)
@@ -82,7 +82,7 @@ class ReducesAlone(CIFARCNN):
 class WaitsElsewhere(CIFARCNN):
     """Model whose two ranks wait for each other in collective calls of different groups."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         if self.trainer.global_step >= HANGS:
             groups = [distributed.new_group() for _ in range(2)]
             Path(str(self.trainer.log_dir), f"stuck_{self.global_rank}").touch()
@@ -93,7 +93,7 @@ class WaitsElsewhere(CIFARCNN):
 class FailsWhileRankZeroIsStuck(CIFARCNN):
     """Fails on rank 1, while rank 0 hangs outside of any collective call."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         if self.global_rank == 1:
             raise RuntimeError("only here")
         threading.Event().wait(100)
@@ -110,7 +110,7 @@ class NeverReady(CIFARCNN):
 class HangingModel(CIFARCNN):
     """Never finishes the first step, and ignores SIGTERM."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         threading.Event().wait(300)
         return super().training_step(batch, batch_idx)
@@ -119,5 +119,5 @@ class HangingModel(CIFARCNN):
 class TakesItsTime(Callback):
     """Lengthens each step by five seconds."""
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_) -> None:
         threading.Event().wait(5)

@@ -87,9 +87,9 @@ def test_no_verdict_from_single_runs():
 def test_variants_that_tie_share_the_first_place():
     """Variants that are as fast as the fastest share the first place."""
     near = FOUR | {"variant": "near", "samples_per_s": 3590.0, "n": 2}
-    touching = ONE | {"samples_per_s_max": 3564.0}  # the slowest run of `four`
-    assert judged(ONE, FOUR | {"n": 2}, near).places == {"four": 1, "near": 1, "one": 3}
-    assert judged(touching, FOUR).places == {"four": 1, "one": 1}
+    touching = ONE | {"samples_per_s_max": 3564.0, "n": 1}  # the slowest run of `four`
+    assert judged(ONE, FOUR | {"n": 1}, near).places == {"four": 1, "near": 1, "one": 3}
+    assert judged(touching, FOUR | {"n": 2}).places == {"four": 1, "one": 1}
 
 
 CPU = {"accelerator": "cpu", "threads": 4}
@@ -191,11 +191,12 @@ def test_table_by_hand(monkeypatch):
         outcomes.append(Outcome(Variant(name, [], Namespace()), records, "measured"))
     columns = ["samples_per_s", "samples_per_s_max", "n", "replica_batch", "speed_up", "efficiency"]
     columns += ["best_acc", "less_accurate", "memory_main_percent", "memory_others_percent"]
+    columns += ["memory_others_gib"]
     rows = tabulate(outcomes, "one")[columns].to_numpy().tolist()
-    assert rows[0] == pytest.approx([100, 130, 3, 32, 1, nan, 0.9, 0, 12.5, 37.5], nan_ok=True)
+    assert rows[0] == pytest.approx([100, 130, 3, 32, 1, nan, 0.9, 0, 12.5, 37.5, 3], nan_ok=True)
     assert rows[1:] == [
-        [160, 210, 3, 16, 1.6, 0.8, 0.9, 0, 12.5, 37.5],
-        [50, 50, 3, 8, 0.5, 0.125, 0.9, 1, 12.5, 37.5],
+        [160, 210, 3, 16, 1.6, 0.8, 0.9, 0, 12.5, 37.5, 3],
+        [50, 50, 3, 8, 0.5, 0.125, 0.9, 1, 12.5, 37.5, 3],
     ]
     monkeypatch.setattr("app.lab.compare.results.usable_cores", lambda: 2)
     outcomes[1].status = "slow"

@@ -144,7 +144,7 @@ def test_odd_entries_of_a_folder_are_named(image_root: Path, tmp_path, monkeypat
     empty.rmdir()
     scandir = os.scandir
 
-    def denied(folder: Any) -> Any:
+    def denied(folder) -> Any:
         if Path(folder).name == "dog":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         return scandir(folder)

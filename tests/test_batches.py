@@ -42,11 +42,7 @@ READERS = {
 
 
 def loader(
-    rows: Tensor | int,
-    placement: str = "memory",
-    draws: int = 0,
-    alternate: bool = False,
-    **order: Any,
+    rows: Tensor | int, placement: str = "memory", draws: int = 0, alternate: bool = False, **order
 ) -> GlobalBatches:
     """Return a loader of some rows of a split of 50."""
     rows = torch.arange(rows) if isinstance(rows, int) else rows
@@ -121,6 +117,17 @@ def test_even_shares():
     assert GlobalOrder(8, 4, world_size=3).is_uneven
     assert GlobalOrder(9, 4, world_size=2).is_uneven
     assert not GlobalOrder(9, 4, drop_last=True, world_size=2).is_uneven
+    assert GlobalOrder(7, 7, virtual_devices=3).shards([], 0).counts == [3, 2, 2]
+
+
+def test_places_by_hand():
+    """The last sample is mixed with the first; a rank without a sample reads the first."""
+    settings = {"batch_size": 4, "world_size": 2, "empty": "stand_in"}
+    first, second = (ImageOrder(torch.arange(5), rank=rank, **settings) for rank in range(2))
+    assert first.place(0) == (slice(0, 2), None)
+    assert first.place(0, is_mixed=True) == (slice(0, 2), slice(2, 3))
+    assert second.place(0, is_mixed=True) == (slice(2, 4), slice(0, 1))
+    assert second.place(1) == (slice(4, 5), None)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

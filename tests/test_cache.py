@@ -58,7 +58,7 @@ def decoded(tmp_path, monkeypatch) -> Callable[[], int]:
     return count
 
 
-def images_of(root: Path, cache: Path | str, name: str = "train", **kwargs: Any) -> torch.Tensor:
+def images_of(root: Path, cache: Path | str, name: str = "train", **kwargs) -> torch.Tensor:
     """Return the images of a split as the application reads them at the start of a command."""
     stage = {"train": "fit", "test": "test"}[name]
     data = attach(ImageFolder(str(root), cache=str(cache), num_workers=0, **kwargs), stage)
@@ -254,7 +254,7 @@ def test_processes_that_write_at_once(image_root: Path, cache: Path):
     together = threading.Barrier(4)
 
     class Meets(FolderSource):
-        def load(self, split: Any) -> Any:
+        def load(self, split) -> Any:
             together.wait(20)
             return super().load(split)
 

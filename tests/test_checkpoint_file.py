@@ -15,7 +15,7 @@ from harness import bit_flipped, last_of, on_cpu, options
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from app.command.checkpoint_file import LAST, PREVIOUS, SNAPSHOT, CheckpointFiles, read
-from app.command.checkpoints import find_checkpoint, read_earlier
+from app.command.checkpoints import RunCheckpoint, find_checkpoint, read_earlier
 from app.errors import UserError
 from app.modules.weights import checkpoint_of
 from app.record import Record
@@ -106,6 +106,24 @@ def test_best_checkpoint_of_a_moved_run(tmp_path):
     assert checkpoint_of(tmp_path) == folder / "best.ckpt"
     assert checkpoint_of(tmp_path, resumes=True) == folder / LAST
     assert read_earlier(tmp_path / "none.json") == Record()
+
+
+def test_of_equal_accuracies_the_lower_loss_is_kept():
+    callback = RunCheckpoint(monitor="val_acc", mode="max")
+    callback.best_k_models = {"a.ckpt": torch.tensor(0.5)}
+    callback.kth_best_model_path = "a.ckpt"
+    callback.best_model_score = torch.tensor(0.5)
+    callback.best_loss = 2.0
+    for accuracy, loss, is_kept in (
+        (0.5, 2, 0),
+        (0.5, 1, 1),
+        (0.5, 1.5, 0),
+        (0.4, 0.5, 0),
+        (0.6, 3, 1),
+    ):
+        trainer = Mock(callback_metrics={"val_loss": loss})
+        trainer.strategy.reduce_boolean_decision = bool
+        assert callback.check_monitor_top_k(trainer, torch.tensor(accuracy)) == is_kept
 
 
 def test_loading_runs_no_code(tmp_path, monkeypatch):

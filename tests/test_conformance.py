@@ -71,7 +71,7 @@ CALLBACKS = {"callback": HOOKS["callback"]}  # the module is then the user's own
 CALLS = []
 
 
-def described(value: Any) -> Any:
+def described(value) -> Any:
     """Return a form of an argument that two runs can compare."""
     if isinstance(value, Tensor):
         return value.dtype, value.tolist() if value.numel() < 100 else float(value.double().sum())
@@ -88,7 +88,7 @@ def recording(base: type, owner: str, hooks: Iterable[str]) -> type:
     """Return a new subclass that overrides these hooks, and records their calls."""
 
     def overriding(name: str) -> Callable[..., Any]:
-        def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def hook(self, *args, **kwargs) -> Any:
             place: tuple[Any, ...] = ()
             for value in (*args, getattr(self, "trainer", None)):
                 if isinstance(value, pl.Trainer):
@@ -118,7 +118,7 @@ class Plain(TheirModel):
         torch.manual_seed(0)
         super().__init__(width=4)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         if batch_idx % 3 == 0:
@@ -154,27 +154,27 @@ class OwnLoaders(Plain):
 
 
 class Dict(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx), "index": batch_idx}
 
 
 class Skips(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx: int) -> Any:
         return None if batch_idx == 2 else super().training_step(batch, batch_idx)
 
 
 class EndsEpoch(Plain):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+    def on_train_batch_start(self, batch, batch_idx: int) -> Any:
         return -1 if batch_idx == 3 else None
 
 
 class TakesNoIndex(Plain):
-    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+    def training_step(self, batch) -> Any:  # type: ignore[override]
         return super().training_step(batch, 1)
 
 
 class TakesIterator(Plain):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+    def training_step(self, dataloader_iter) -> Any:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
@@ -182,14 +182,14 @@ class TakesIterator(Plain):
 class KeepsLoss(Plain):
     """Module that keeps its loss, while hooks change the other losses in place."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx: int) -> Any:
         self.loss = super().training_step(batch, batch_idx)
         return self.loss
 
     def on_before_backward(self, loss: Tensor) -> None:
         loss.mul_(0.5)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx: int) -> None:
         CALLS.append(("kept", described(outputs["loss"]), described(self.loss)))
         outputs["loss"].zero_()
         CALLS.append(("kept", described(self.loss)))
@@ -218,14 +218,14 @@ class PlateauByEpoch(Plateau):
 
 
 class Stops(Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_) -> None:
         trainer.should_stop = trainer.global_step == 7
 
 
 def saving(hook: str) -> Callback:
     """Return a callback whose hook saves a checkpoint once, after seven steps."""
 
-    def save(self: Any, trainer: pl.Trainer, *_: Any) -> None:
+    def save(self, trainer: pl.Trainer, *_) -> None:
         path = Path(trainer.loggers[0].save_dir, "middle.ckpt")
         if trainer.global_step >= 7 and not path.exists():
             trainer.save_checkpoint(path)
@@ -234,7 +234,7 @@ def saving(hook: str) -> Callback:
 
 
 class FailsLater(Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_) -> None:
         if trainer.global_step == 7:
             raise ZeroDivisionError
 
@@ -252,7 +252,7 @@ class StreamedData(TheirData):
 
 
 class ClipsEach(Precision):
-    def clip_gradients(self, optimizer: Any, *_: Any, **__: Any) -> None:
+    def clip_gradients(self, optimizer, *_, **__) -> None:
         for parameter in optimizer.param_groups[0]["params"]:
             nn.utils.clip_grad_norm_(parameter, 0.01)
 
@@ -268,7 +268,7 @@ def trained(
     data: type | None = StatefulData,
     hooks: Mapping[str, Iterable[str]] = CALLBACKS,
     ckpt_path: Path | None = None,
-    **flags: Any,
+    **flags,
 ) -> tuple[list[Any], dict[str, Any], str | None]:
     """Train, by default two epochs of five batches; return calls, checkpoint and the loop's reason.
 
@@ -313,9 +313,7 @@ def same_checkpoint(saved: dict[str, Any], other: dict[str, Any]) -> None:
     assert repr(other["optimizer_states"]) == repr(saved["optimizer_states"])
 
 
-def assert_alike(
-    tmp_path, reason: str | None = None, saves: str | None = None, **settings: Any
-) -> None:
+def assert_alike(tmp_path, reason: str | None = None, saves: str | None = None, **settings) -> None:
     """Train in Lightning's loop and in the straight loop; check that both do the same.
 
     Args:

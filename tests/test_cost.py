@@ -44,7 +44,7 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         if not func.is_view and not func._schema.name.startswith("aten::empty"):
             self.counts[func._schema.name.removeprefix("aten::")] += 1
         return func(*args, **(kwargs or {}))
@@ -76,7 +76,7 @@ def calls_per_step(fit: Fit, monkeypatch) -> Counts:
         calls = 0
         marks = []
 
-        def profile(frame: FrameType, event: str, arg: Any) -> None:
+        def profile(frame: FrameType, event: str, arg) -> None:
             nonlocal calls
             if event in ("call", "c_call"):
                 if event == "call" and frame.f_code is STEP:
@@ -106,12 +106,12 @@ def operations_per_step(fit: Fit, monkeypatch) -> Counts:
 
         # keeps the module's name: Lightning copies the loss of a user's training step
         @wraps(training_step)
-        def step(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+        def step(self: ImageClassifier, batch, batch_idx: int) -> Any:
             marks.append(mode.counts.copy())
             return training_step(self, batch, batch_idx)
 
         def counting(read: Callable[..., Any]) -> Callable[..., Any]:
-            def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            def counted(self: torch.Tensor, *args, **kwargs) -> Any:
                 mode.counts["_local_scalar_dense"] += 1
                 return read(self, *args, **kwargs)
 
@@ -229,7 +229,7 @@ class CountsReads(CIFARCNN):
         if self.current_epoch == 1:
             self.mode.__enter__()
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx: int) -> torch.Tensor:
         self.reads.append(self.mode.counts["_local_scalar_dense"])
         return super().training_step(batch, batch_idx)
 

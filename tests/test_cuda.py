@@ -29,7 +29,7 @@ CPU = ["--trainer.accelerator=cpu"]
 def gpu(monkeypatch) -> None:
     """Fake a GPU, and fail the test if the run touches it."""
 
-    def touched(*_: Any) -> None:
+    def touched(*_) -> None:
         pytest.fail("took memory on the GPU")
 
     def reset(device: torch.device) -> None:

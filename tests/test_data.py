@@ -3,7 +3,6 @@
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageDa
     return data
 
 
-def refusal(cls: Any, path: Path, **settings: Any) -> str:
+def refusal(cls, path: Path, **settings) -> str:
     """Read image files or a table, which must fail, and return the error message."""
     with pytest.raises(UserError) as error:
         attach(cls(str(path), num_workers=0, **settings))

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 
 class ChangesItsBias(Linear):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx: int) -> None:
         if self.global_rank == 0 and self.global_step == 3:
             self.layer.bias.data += 0.1
 
@@ -36,7 +36,7 @@ class SchedulesItsRate(Linear):
 class FollowsItsLoss(Linear):
     """Module with a scheduler that follows a value which differs between ranks."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         self.log("val_loss", torch.tensor(float(self.current_epoch * (1 - 2 * self.global_rank))))
 
     def configure_optimizers(self) -> Any:
@@ -109,7 +109,7 @@ class LogsClasses(Linear):
 
     classes: tuple[int, ...] = (0, 1, 2)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         losses = cross_entropy(self(batch[0]), batch[1], reduction="none")
         order = self.classes if self.global_rank == 0 else self.classes[::-1]
         for label in order:
@@ -117,7 +117,7 @@ class LogsClasses(Linear):
 
 
 class LogsItsClass(LogsClasses):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         self.log(f"val_{self.global_rank}", self(batch[0]).mean(), sync_dist=True)
 
 
@@ -125,7 +125,7 @@ class LogsItsClassAtTheEnd(LogsClasses):
     def on_train_epoch_end(self) -> None:
         self.last = self(torch.ones(1, 4)).mean()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log(f"seen_{self.global_rank}", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss

@@ -1,7 +1,6 @@
 """The exact loader (`--run.loader exact`), beside plain loops over the same samples."""
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -162,11 +161,12 @@ LEFT = [  # loaders that stay with Lightning: the stage, its loader, and the rea
     ("test", DataLoader(SIX, sampler=[0, 1]), "has a sampler of its own (list)"),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2]] * 2), "has batches of several sizes"),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2, 3], [4]]), None),
+    ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2, 3]]), None),
 ]
 
 
 @pytest.mark.parametrize(("stage", "loader", "reason"), LEFT)
-def test_loader_that_stays_with_lightning(stage: str, loader: Any, reason: str | None):
+def test_loader_that_stays_with_lightning(stage: str, loader, reason: str | None):
     assert why_not(loader, stage, 2) == reason
 
 

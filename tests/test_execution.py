@@ -127,7 +127,7 @@ def test_fused_by_default_on_a_gpu(cls: str):
     """
     model = nn.Linear(2, 2)
 
-    def make(**options: Any) -> torch.optim.Optimizer:
+    def make(**options) -> torch.optim.Optimizer:
         return getattr(torch.optim, cls)(model.parameters(), lr=0.25, weight_decay=0.5, **options)
 
     plain = make().param_groups[0]

@@ -282,7 +282,7 @@ def cost_of_a_rank(size: int) -> tuple[int, Counter[str]]:
     """Return the Python calls and operations with which the last rank reads its first batch."""
     calls = 0
 
-    def profile(*_: Any) -> None:
+    def profile(*_) -> None:
         nonlocal calls
         calls += 1
 

@@ -7,7 +7,6 @@ For a command line, this error line must contain a flag or a value.
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -84,7 +83,7 @@ flags = st.lists(st.tuples(st.sampled_from(FLAGS), values), min_size=1, max_size
 COMMANDS = ("fit", "validate", "test", "predict")
 
 
-def refused(call: Any, *args: Any) -> str | None:
+def refused(call, *args) -> str | None:
     """Return the line with which a call rejects its arguments, or None."""
     try:
         call(*args)
@@ -168,7 +167,7 @@ def read_experiment(path: Path) -> None:
 )
 @examples(100)
 @given(st.data())
-def test_files(tmp_path_factory, read: Any, contents: Any, data: Any):
+def test_files(tmp_path_factory, read, contents, data):
     path = tmp_path_factory.getbasetemp() / "example.yaml"
     content = yaml.safe_dump(data.draw(contents), allow_unicode=True)
     path.write_bytes(content.encode(errors="replace"))  # UTF-8 cannot encode all characters

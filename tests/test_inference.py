@@ -7,7 +7,6 @@ import resource
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -250,7 +249,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("name", "content"), DAMAGED, ids=str)
-def test_a_damaged_run_is_named(name: str, content: Any, trained: Path, tmp_path):
+def test_a_damaged_run_is_named(name: str, content, trained: Path, tmp_path):
     shutil.copy(trained / "config.yaml", tmp_path)
     file = shutil.copy(trained / "checkpoints/best.ckpt", tmp_path)
     if isinstance(content, dict):

@@ -109,13 +109,14 @@ CHANCES = [
 
 @pytest.mark.parametrize(("places", "noise", "longer", "delay", "expected"), CHANCES)
 def test_chance_names_no_slow_rank(
-    places: str, noise: float, longer: float, delay: float, expected: int
+    places: str, noise: float, longer: float, delay: float, expected: int, monkeypatch
 ):
     """Rank 1 counts as slow in the expected number of 50 simulated runs, and rank 0 in none.
 
     In each of a run's 100 windows, rank 1 computes for `longer` seconds more, and waits `delay`
     seconds for a core.
     """
+    monkeypatch.setattr(rank_times, "rank_zero_info", Mock())
     rng = np.random.default_rng(0)
     count = 0
     for _ in range(50):
@@ -132,6 +133,7 @@ def test_chance_names_no_slow_rank(
         assert 0 not in slow
         count += slow == [1]
     assert count == expected
+    assert rank_times.rank_zero_info.call_count == expected, "a slow rank is named once"
 
 
 @pytest.mark.usefixtures("drawn")
@@ -193,12 +195,12 @@ def test_windows_by_hand(monkeypatch):
 # ------------------------------------------------------------------------------------------
 
 
-def line_of(cls: Any, text: str) -> int:
+def line_of(cls, text: str) -> int:
     lines, first = inspect.getsourcelines(cls)
     return first + next(index for index, line in enumerate(lines) if text in line)
 
 
-def line(cls: Any, text: str, hook: str) -> str:
+def line(cls, text: str, hook: str) -> str:
     """Return a pattern of a line of code that contains a text, or of the next one."""
     at = line_of(cls, text)
     return f"stuck_code.py:({at}|{at + 1}) {hook}"

@@ -9,7 +9,7 @@ import shutil
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from unittest.mock import Mock
 
 import pandas as pd
@@ -171,7 +171,7 @@ def prefixed(prefix: str) -> dict[str, Tensor]:
     return {prefix + name: value for name, value in SQUEEZENET.items()}
 
 
-def loaded(network: nn.Module, content: Any, folder: Path) -> str:
+def loaded(network: nn.Module, content, folder: Path) -> str:
     """Load a file of weights into a network, and return the line about it."""
     torch.save(content, folder / "x.pth")
     return load_weights(network, read_weights(str(folder / "x.pth"), ""), "x.pth")[0]

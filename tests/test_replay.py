@@ -3,7 +3,6 @@
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -118,7 +117,7 @@ def test_run_with_a_plain_loader_is_repeated_from_its_beginning(app: App, fit: F
 
 
 class Tenth(CIFARCNN):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         return 0.1 * cross_entropy(self(batch[0]), batch[1])
 
 

@@ -65,7 +65,7 @@ def test_training_images_are_kept_larger(
     scale: dict[str, Any],
     image_root: Path,
     cache: Path,  # noqa: F811
-    decoded: Any,  # noqa: F811
+    decoded,  # noqa: F811
     monkeypatch,
 ):
     """Cached images have a shorter side of 20 to 23 pixels, or of 20 for `--data.crop random`.

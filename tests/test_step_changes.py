@@ -14,22 +14,22 @@ from test_conformance import CALLS, HOOKS, ByStep, ClipsEach, assert_alike, reco
 from torch import Tensor, nn
 
 
-def wrap(owner: Any, name: str) -> None:
+def wrap(owner, name: str) -> None:
     """Replace a method by one that records its call, then calls the method."""
     method = getattr(owner, name)
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args, **kwargs) -> Any:
         CALLS.append(("wrapped", name))
         return method(*args, **kwargs)
 
     setattr(owner, name, wrapped)
 
 
-def adam(trainer: Any) -> torch.optim.Optimizer:
+def adam(trainer) -> torch.optim.Optimizer:
     return torch.optim.Adam(trainer.lightning_module.parameters(), lr=0.05)
 
 
-def second_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+def second_step(self, batch, batch_idx: int) -> Tensor:
     return nn.functional.mse_loss(self.net(batch[0]), nn.functional.one_hot(batch[1], 2).float())
 
 
@@ -40,25 +40,25 @@ class Halved(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args) -> Any:
         return self.module(*args) * 0.5
 
 
-def set_up_adam(trainer: Any) -> None:
+def set_up_adam(trainer) -> None:
     trainer.lightning_module.configure_optimizers = lambda: adam(trainer)
     trainer.strategy.setup_optimizers(trainer)
 
 
-def halve(trainer: Any) -> None:
+def halve(trainer) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
     trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]
 
 
-def train_manually(trainer: Any) -> None:
+def train_manually(trainer) -> None:
     module = trainer.lightning_module
     optimizer = module.optimizers()
 
-    def step(batch: Any, batch_idx: int) -> None:
+    def step(batch, batch_idx: int) -> None:
         optimizer.zero_grad()
         module.manual_backward(second_step(module, batch, batch_idx))
         optimizer.step()
@@ -67,10 +67,10 @@ def train_manually(trainer: Any) -> None:
     module.training_step = step
 
 
-def sets(owner: str, **values: Any) -> Callable[[Any], None]:
+def sets(owner: str, **values) -> Callable[[Any], None]:
     """Return a change of attributes of an object that belongs to the module's Trainer."""
 
-    def change(trainer: Any) -> None:
+    def change(trainer) -> None:
         for name, value in values.items():
             setattr(attrgetter(owner)(trainer), name, value)
 
@@ -162,7 +162,7 @@ def test_change_in_mid_epoch(change: str, tmp_path):
     reason = change if change in ("a profiler", "manual optimization") else None
 
     def changes() -> Callback:
-        def call(self: Any, trainer: Any, *_: Any) -> None:
+        def call(self, trainer, *_) -> None:
             if trainer.global_step == 2 and not vars(self).setdefault("changed", False):
                 self.changed = True
                 CHANGES[change](trainer)

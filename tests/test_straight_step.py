@@ -2,7 +2,6 @@
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -114,7 +113,7 @@ class Pickles(Callback):
     So does a loader that spawns workers with a data module's `collate_fn`.
     """
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
         if trainer.current_epoch == 1:
             copy = pickle.loads(pickle.dumps(trainer))
             assert copy.current_epoch == 1

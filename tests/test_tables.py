@@ -282,7 +282,7 @@ TEXT = Value("string")
     ],
     ids=["classes", "spaces", "strings", "signs", "truths"],
 )  # fmt: skip
-def test_labels_go_by_name(train: Any, test: Any, names: str, numbers: list[list[int]], tmp_path):
+def test_labels_go_by_name(train, test, names: str, numbers: list[list[int]], tmp_path):
     """Each split of a data set of Hugging Face may number its classes differently."""
     source = HuggingFace(save(tmp_path, test=test, train=train), label_column="label").source
     assert source.class_names == names.split()
@@ -318,7 +318,7 @@ def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_pa
         ((BOTH, [0, -1]), None, "row 1 of train has no label"),
     ],
 )  # fmt: skip
-def test_wrong_labels_of_hugging_face_are_refused(train: Any, test: Any, problem: str, tmp_path):
+def test_wrong_labels_of_hugging_face_are_refused(train, test, problem: str, tmp_path):
     path = save(tmp_path, train=train, **({"test": test} if test else {}))
     message = refusal(HuggingFace, Path(path), label_column="label")
     assert f"--data.path {path}: {problem}" in message

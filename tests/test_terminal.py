@@ -58,9 +58,7 @@ def test_bar_updates_a_few_times_a_second(app: App, monkeypatch):
     metrics: list[dict[str, Any]] = []
     then = RichProgressBar.on_train_batch_end
 
-    def note(
-        self: RichProgressBar, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
-    ) -> None:
+    def note(self: RichProgressBar, trainer, module, outputs, batch, index: int) -> None:
         noted.append((type(self), index))
         metrics.append(self.get_metrics(trainer, module))
         then(self, trainer, module, outputs, batch, index)

@@ -109,7 +109,7 @@ class OutOfQuota(BaseHTTPRequestHandler):
 
     do_GET = do_POST = _answer  # noqa: N815
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, *args) -> None:
         pass
 
 

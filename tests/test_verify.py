@@ -267,7 +267,7 @@ RANK = {
 }
 
 
-def second(**values: Any) -> dict[str, Any]:
+def second(**values) -> dict[str, Any]:
     """Return a rank's facts with a change of its second step."""
     return RANK | {"steps": [STEP, STEP | values]}
 

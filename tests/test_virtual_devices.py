@@ -246,11 +246,11 @@ class Normalized(Linear):
         self.mean = 0.9 * self.mean + 0.1 * vectors.mean(0)
         return self.layer(self.norm(vectors))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Any:
         self.log("largest", batch[0].max(), on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
+        return {"loss": super().training_step(batch, batch_idx)}
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx: int) -> None:
         self.log("loss", outputs["loss"], on_step=False, on_epoch=True)
 
 
@@ -306,7 +306,7 @@ def test_buffers_of_a_step():
 
 
 class LogsItsOwn(PlainModel):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         self.log("val_loss", self(batch[0]).sum())
 
 

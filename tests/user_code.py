@@ -35,13 +35,13 @@ class TheirModel(LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         *_, x, y = batch
         loss = nn.functional.cross_entropy(self(x), y)
         self.log("their_loss", loss)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         *_, x, y = batch
         self.log("their_val_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
 
@@ -52,7 +52,7 @@ class TheirModel(LightningModule):
 class Poisoned(CIFARCNN):
     """CIFARCNN whose loss is NaN for the first epoch's seventh batch, on the last rank only."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         is_last_rank = self.global_rank == self.trainer.world_size - 1
         if is_last_rank and self.trainer.current_epoch == 0 and batch_idx == 6:
@@ -63,7 +63,7 @@ class Poisoned(CIFARCNN):
 class Unrepeatable(CIFARCNN):
     """CIFARCNN that calls an operation without a deterministic version in torch."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
         return super().training_step(batch, batch_idx)
 
@@ -71,7 +71,7 @@ class Unrepeatable(CIFARCNN):
 class PoisonedUpdate(CIFARCNN):
     """CIFARCNN whose losses are finite, but whose updates make some weights infinite."""
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def optimizer_step(self, *args, **kwargs) -> None:
         super().optimizer_step(*args, **kwargs)
         next(self.parameters()).data[0] = float("inf")
 
@@ -92,14 +92,14 @@ class Lazy(TheirModel):
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch, batch_idx: int) -> Tensor:
         return self(batch[0])
 
 
 class SkipsForward(TheirModel):
     """Model that calls its network instead of itself, so that dp has no call to split."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
 
@@ -129,7 +129,7 @@ class NamedData(TheirData):
 class HiddenData(NamedData):
     """NamedData whose training batches hide their tensors."""
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx: int) -> Any:
         return iter(batch) if self.trainer.training else batch  # type: ignore[union-attr]
 
 
@@ -194,7 +194,7 @@ class OneCycle(CIFARCNN):
 class StopsItself(CIFARCNN):
     """CIFARCNN that sends SIGINT, as Ctrl-C does, to its process in the fourth step."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx: int) -> None:
         if self.global_step == 3 and not getattr(self, "told", False):
             self.told = True
             os.kill(os.getpid(), signal.SIGINT)
@@ -247,47 +247,47 @@ class Normalises(TheirModel):
 class LogsNothing(TheirModel):
     """Model that logs nothing."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self(batch[0])
 
-    def accuracy(self, batch: Any) -> Tensor:
+    def accuracy(self, batch) -> Tensor:
         return (self(batch[0]).argmax(1) == batch[1]).float().mean()
 
 
 class LogsAccuracy(LogsNothing):
     """Model that logs `val_acc`, one per validation loader, and `test_acc`."""
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_acc", self.accuracy(batch), sync_dist=True)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx: int) -> None:
         self.log("test_acc", self.accuracy(batch), sync_dist=True)
 
 
 class AccuracyFalls(TheirModel):
     """Model that logs an accuracy which gets worse with each epoch."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         self.log("val_acc", -float(self.current_epoch))
 
 
 class LossRises(TheirModel):
     """Model that logs a loss which gets worse with each epoch, and no accuracy."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx: int) -> None:
         self.log("val_loss", float(self.current_epoch))
 
 
 class LogsOtherNames(LogsNothing):
     """Model that logs names with a slash and a space, a NaN, and a loss without an accuracy."""
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val/their acc", torch.tensor(float("nan")), prog_bar=True, sync_dist=True)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx: int) -> None:
         self.log("test/their acc", self.accuracy(batch), sync_dist=True)
         self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
@@ -299,7 +299,7 @@ class TwoOptimizers(TheirModel):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx: int) -> None:
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         for optimizer in self.optimizers():
             optimizer.zero_grad()
@@ -314,13 +314,13 @@ class TwoOptimizers(TheirModel):
 class Fails(TheirModel):
     """Model that fails on the last rank, in the second step of an epoch."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
             raise RuntimeError("only here")
         return super().training_step(batch, batch_idx)
 
 
-def speaking_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
+def speaking_hook(state, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket of gradients, and print a line."""
     print("averaged a bucket\n", end="", flush=True)  # one write, because other ranks also print
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]
@@ -403,7 +403,7 @@ class Talks(CIFARCNN):
     def on_train_start(self) -> None:
         print(f"rank {self.global_rank} writes to a terminal: {sys.stdout.isatty()}", flush=True)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         answer = 6 * 7  # noqa: F841  (for the debugger)
         if self.stops and self.global_step == 0:
             breakpoint()
@@ -424,7 +424,7 @@ class ActsAfter(Callback):
     def __init__(self, action: str, batches: int) -> None:
         self.action, self.batches = action, batches
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args) -> None:
         if trainer.fit_loop.epoch_loop.total_batch_idx + 1 != self.batches:
             return
         if self.action == "exit":
@@ -443,7 +443,7 @@ class CountsLabels(CIFARCNN):
         super().__init__(num_classes=num_classes)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx: int) -> Any:
         self.seen += batch[1].sum()
         return super().training_step(batch, batch_idx)
 
@@ -453,7 +453,7 @@ class LogsInAnyOrder(CIFARCNN):
 
     order = 1
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx: int) -> Any:
         self.order = -self.order
         for name in ("first", "second")[:: self.order]:
             self.log(name, float(len(name)))

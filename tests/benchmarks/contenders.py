@@ -42,12 +42,12 @@ class Clock(Callback):
         self.walls: list[float] = []
         self.cpus: list[float] = []
 
-    def start(self, *_: Any) -> None:
+    def start(self, *_) -> None:
         """Start an epoch."""
         self.wall = time.perf_counter()
         self.cpu = time.process_time()
 
-    def stop(self, *_: Any) -> None:
+    def stop(self, *_) -> None:
         """End an epoch; as a callback, before the checkpoint is written."""
         self.walls.append(time.perf_counter() - self.wall)
         self.cpus.append(time.process_time() - self.cpu)
@@ -72,7 +72,7 @@ class Clock(Callback):
             Path(os.environ["CLOCK"]).write_text(json.dumps(figures))
 
 
-def cost_of(command: list[str], **settings: Any) -> dict[str, float]:
+def cost_of(command: list[str], **settings) -> dict[str, float]:
     """Run a command, and return its CPU seconds and its duration."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
@@ -301,7 +301,7 @@ class OrdinaryModel(LightningModule):
 
         self.network = nn.Sequential(nn.AvgPool2d(7), LeNet())
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:

@@ -51,14 +51,14 @@ _figures: dict[str, Any] = {}
 _lock = threading.Lock()
 
 
-def note(name: str, value: Any) -> None:
+def note(name: str, value) -> None:
     """Add a figure to the file of figures, which is whole at any time."""
     with _lock:
         _figures[name] = float(f"{value:.4g}") if isinstance(value, float) else value
         write_json(FIGURES, _figures)
 
 
-def start(*args: Any, env: dict[str, str] | None = None) -> tuple[int, str]:
+def start(*args, env: dict[str, str] | None = None) -> tuple[int, str]:
     """Run `python -m app …` in a separate process; return exit code and output."""
     command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
     limit = 150 if CPU else 65
@@ -145,7 +145,7 @@ class Watch(Callback):
         self.waits: Counter[str] = Counter()
         self._show = warnings.showwarning
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args) -> None:
         """Start and stop counting."""
         if trainer.global_step == 60 and not CPU:
             warnings.simplefilter("always")
@@ -155,7 +155,7 @@ class Watch(Callback):
             torch.cuda.set_sync_debug_mode("default")
             warnings.showwarning = self._show
 
-    def _note(self, message: Any, *args: Any, **kwargs: Any) -> None:
+    def _note(self, message, *args, **kwargs) -> None:
         if "synchroniz" in str(message).lower():
             frames = [f for f in traceback.extract_stack()[:-1] if "warnings.py" not in f.filename]
             ours = [f for f in frames if "/app/" in f.filename or "lightning" in f.filename]
@@ -300,7 +300,7 @@ def commands() -> None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
         note("nvidia-smi", subprocess.check_output(query, text=True).strip())
 
-    def command(*words: Any) -> None:
+    def command(*words) -> None:
         code, out = start(*words)
         print(out)
         note(words[0], f"exit code {code}: {out.strip().splitlines()[-1][:200]}")

@@ -105,14 +105,14 @@ def loaders_of(photos: Path, seed: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def accuracy(network: Any, loader: Any) -> float:
+def accuracy(network, loader) -> float:
     """Return a network's accuracy over a loader."""
     network.eval()
     right = [(network(images).argmax(1) == labels).float() for images, labels in loader]
     return torch.cat(right).mean().item()
 
 
-def train(network: Any, loader: Any, loss_of: Any, optimizer: Any) -> None:
+def train(network, loader, loss_of, optimizer) -> None:
     """Train a network for an epoch."""
     network.train()
     for images, labels in loader:
