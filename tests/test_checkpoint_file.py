@@ -126,6 +126,13 @@ def test_of_equal_accuracies_the_lower_loss_is_kept():
         assert callback.check_monitor_top_k(trainer, torch.tensor(accuracy)) == is_kept
 
 
+@pytest.mark.parametrize(("batches", "monitor"), [([0, 0], None), ([0, 3], "val_loss")])
+def test_without_validation_no_metric_is_monitored(batches: list[int], monitor: str | None):
+    callback = RunCheckpoint(monitor="val_loss")
+    callback.on_train_start(Mock(num_val_batches=batches), Mock())
+    assert callback.monitor == monitor
+
+
 def test_loading_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, zipped in (("new.ckpt", True), ("old.ckpt", False)):

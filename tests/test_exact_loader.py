@@ -1,6 +1,8 @@
 """The exact loader (`--run.loader exact`), beside plain loops over the same samples."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -11,7 +13,7 @@ from harness import QUIET, difference, last_of, on_cpu, options, record_of, refu
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, Sampler, SequentialSampler
 
-from app.data.exact_loader import EvaluationSampler, why_not
+from app.data.exact_loader import EvaluationSampler, Exactness, GlobalSampler, why_not
 
 THEIRS = ["--model=exact_code.Linear", "--run.name=x", *QUIET]
 THEIRS += options(enable_model_summary=True, accelerator="cpu", test=False, threads=1, max_epochs=2)
@@ -168,6 +170,31 @@ LEFT = [  # loaders that stay with Lightning: the stage, its loader, and the rea
 @pytest.mark.parametrize(("stage", "loader", "reason"), LEFT)
 def test_loader_that_stays_with_lightning(stage: str, loader, reason: str | None):
     assert why_not(loader, stage, 2) == reason
+
+
+ORDERS = [  # kind of loader, drop_last, settings; samples, global batch, and its parts
+    ("train", False, {}, (5, 4, 2)),
+    ("train", False, {"virtual_devices": 4}, (5, 8, 4)),
+    ("train", True, {"global_batch": 2}, (5, 2, 2)),
+    ("val", True, {"virtual_devices": 4}, (4, 4, 2)),  # drops what one process drops
+    ("predict", True, {"virtual_devices": 4}, (5, 4, 2)),
+]
+
+
+@pytest.mark.parametrize(("name", "drop_last", "settings", "expected"), ORDERS)
+def test_orders_by_hand(name: str, drop_last: bool, settings, expected: tuple[int, ...]):
+    """Five samples in batches of two, on two ranks."""
+    exactness = Exactness(**{"virtual_devices": None, "global_batch": None, "seed": 0, **settings})
+    trainer = Mock(world_size=2, global_rank=0, overfit_batches=0)
+    source = SimpleNamespace(instance=exactness, name=f"{name}_dataloader")
+    loader = DataLoader(samples(5, 0), batch_size=2, drop_last=drop_last)
+    order = exactness._exact(loader, trainer, source).batch_sampler
+    assert (order.count, order.batch_size, order.parts) == expected
+
+
+def test_seeds_of_samples_differ():
+    (shards,) = GlobalSampler(SequentialSampler(range(99)), batch_size=99)
+    assert len({seed for _, seed in shards[0]}) == 99
 
 
 SHARES = [  # number of samples, global batch, and the samples of two ranks

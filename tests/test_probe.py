@@ -13,7 +13,7 @@ from user_code import Tiny
 
 from app.data import ImageData
 from app.data.synthetic import SyntheticSource
-from app.modules.probe import PENALTIES, fit_head
+from app.modules.probe import PENALTIES, _score, fit_head
 
 NETWORK = "--model=ImageClassifier", "--model.network=user_code.Tiny"
 FLAGS = [*tiny(90, 20, threads=1, max_epochs=2, test=False, log_every_n_steps=1), *NETWORK]
@@ -54,6 +54,14 @@ def test_validation_selects_the_penalty(follows: int, expected: int):
     val_labels = (val[:, follows] > 0).long()
     weight, bias = fit_head({"train": (train, labels), "val": (val, val_labels)}, 2, None)
     assert (weight @ val[0].double() + bias).argmax() == expected
+
+
+def test_score_by_hand():
+    """Ties of accuracy are broken by the cross-entropy, here of margins 0.5 and 1."""
+    solution = torch.tensor([[1.0], [-1.0]]).double(), torch.tensor([0.5, -0.5]).double()
+    score = _score(torch.tensor([[-0.25], [-1.0]]), torch.tensor([0, 1]), solution)
+    losses = [math.log(1 + math.exp(-margin)) for margin in (0.5, 1)]
+    assert score == pytest.approx((1.0, -sum(losses) / 2))
 
 
 def test_head_solves_the_regression(fit: Fit, pretrained: str):

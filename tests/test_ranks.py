@@ -56,6 +56,7 @@ def test_figures_of_ranks():
         row = [data, 0.2, 0.0, 1.5]
         times.hear(10.0, [[*row, 30, 8, 0], [*row, 30, 7, 0], [*row, 99, 50, 0]])
     assert times.others_cores == (30 - 8 - 7) / 10
+    assert times.memory.points == [[10.0, 1.5, 1.5, 1.5]] * 3
     assert [(row.rank, row.node, row.data) for row in times.ranks] == [
         (0, 0, 300),
         (1, 0, 300),
