@@ -68,7 +68,7 @@ def test_advice_names_the_fastest():
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.03])
-def test_no_verdict_from_runs_that_overlap(spread: float):
+def test_no_verdict_from_runs_that_overlap(spread):
     """Variants tie if their ranges overlap, or their medians differ by less than one range."""
     text = told(ONE, FOUR | {"samples_per_s": 1050.0, "spread": spread})
     assert text.startswith(
@@ -115,7 +115,7 @@ LOADS = [
 
 
 @pytest.mark.parametrize(("others", "one_thread", "explained"), LOADS)
-def test_load_explains_a_difference(others: float, one_thread: int, explained: bool):
+def test_load_explains_a_difference(others, one_thread, explained):
     """Load explains a difference if the slower variant might be as fast on a quiet machine."""
     slow = ONE | CPU | {"others_cores": others, "threads": 4 // one_thread}
     assert judged(FOUR | CPU | {"threads": 1}, slow).is_busy == explained
@@ -142,7 +142,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("figures", "limit"), LIMITS)
-def test_advice_names_the_bottleneck(figures: dict[str, float], limit: str):
+def test_advice_names_the_bottleneck(figures, limit):
     assert limit in told(ONE | figures)
 
 

@@ -22,8 +22,6 @@ import numpy as np
 import pytest
 import torchvision
 from harness import (
-    App,
-    Fit,
     bit_flipped,
     difference,
     draw_images,
@@ -48,7 +46,7 @@ REPLACE = "replace unreadable images, or --data.on_bad_image skip"
 SMALL = tiny()
 
 
-def test_no_data_and_no_network(app: App, tmp_path, monkeypatch):
+def test_no_data_and_no_network(app, tmp_path, monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=URLError("no network in tests")))
     for data, model, file in (
         ("CIFAR10", "CIFARCNN", "cifar-10-python.tar.gz"),
@@ -67,7 +65,7 @@ def test_no_data_and_no_network(app: App, tmp_path, monkeypatch):
         assert hint in app.error("fit", *folder(tmp_path / name / "train"))
 
 
-def test_broken_image_is_named(app: App, image_root: Path):
+def test_broken_image_is_named(app, image_root):
     image = image_root / "train/dog/02.jpg"
     image.write_bytes(image.read_bytes()[:200])
     for flags in (options(num_workers=2), options(cache="off", placement="disk")):
@@ -77,7 +75,7 @@ def test_broken_image_is_named(app: App, image_root: Path):
     assert "dog" in rejection(image_root)
 
 
-def test_bad_checkpoints(app: App, fit: Fit):
+def test_bad_checkpoints(app, fit):
     good = last_of(fit(*SMALL, "--trainer.max_epochs=1"))
     other = ["--model.network=resnet18", f"--ckpt_path={good}"]
     for command in ("fit", "test"):
@@ -85,7 +83,7 @@ def test_bad_checkpoints(app: App, fit: Fit):
         assert 'state_dict for CIFARCNN: Missing key(s) in state_dict: "network.conv1' in message
 
 
-def test_records_with_odd_values(app: App, fit: Fit):
+def test_records_with_odd_values(app, fit):
     """Reading a record with a value of the wrong form raises an error with the value's name.
 
     `replay` then ends with one error line. A resumed run continues without the record.
@@ -112,7 +110,7 @@ def test_records_with_odd_values(app: App, fit: Fit):
     assert f"{refused}: continuing without it" in out
 
 
-def test_images_of_one_class(app: App, tmp_path):
+def test_images_of_one_class(app, tmp_path):
     message = app.error("fit", *folder(draw_images(tmp_path, ("cat",), train=12)))
     assert message == "error: a classifier needs two classes or more, not 1: add a class to --data"
 
@@ -120,7 +118,7 @@ def test_images_of_one_class(app: App, tmp_path):
 rejection = partial(refusal, ImageFolder)
 
 
-def test_odd_entries_of_a_folder_are_named(image_root: Path, tmp_path, monkeypatch):
+def test_odd_entries_of_a_folder_are_named(image_root, tmp_path, monkeypatch):
     """An error names pipes, wrong links, an empty class and an unreadable folder."""
     odd = image_root / "train/cat/odd.jpg"
     os.mkfifo(odd)
@@ -154,7 +152,7 @@ def test_odd_entries_of_a_folder_are_named(image_root: Path, tmp_path, monkeypat
     assert "/dog cannot be read (Permission denied)" in rejection(image_root)
 
 
-def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path):
+def test_bad_images_are_skipped(app, image_root, tmp_path):
     """Skipped images are counted in the record, and reported once.
 
     Both placements skip the same images.
@@ -190,7 +188,7 @@ def test_bad_images_are_skipped(app: App, image_root: Path, tmp_path):
     assert "cat/08.jpg cannot be read (not an image) and 28 more" in message
 
 
-def test_odd_images_are_read(app: App, fit: Fit, image_root: Path):
+def test_odd_images_are_read(app, fit, image_root):
     """Unusual images are read: CMYK, 16 bits, animated, of one pixel, or with a wrong suffix.
 
     Names of classes and files need not be UTF-8.
@@ -212,7 +210,7 @@ def test_odd_images_are_read(app: App, fit: Fit, image_root: Path):
     assert b"/\xfe.jpg" in (run / "predict_1/predictions.csv").read_bytes()
 
 
-def test_changed_bit_of_fashion_mnist_is_noticed(fashion_root: Path, monkeypatch):
+def test_changed_bit_of_fashion_mnist_is_noticed(fashion_root, monkeypatch):
     """Extracted files are compared with the archives that torchvision downloads."""
     dataset = torchvision.datasets.FashionMNIST
     file = fashion_root / "FashionMNIST/raw/train-labels-idx1-ubyte"
@@ -227,7 +225,7 @@ def test_changed_bit_of_fashion_mnist_is_noticed(fashion_root: Path, monkeypatch
         attach(FashionMNIST(str(fashion_root)))
 
 
-def test_broken_files_of_fashion_mnist_are_refused(fashion_root: Path):
+def test_broken_files_of_fashion_mnist_are_refused(fashion_root):
     """Files are cut off, or hold zeros, or a label beyond the classes."""
     labels = fashion_root / "FashionMNIST/raw/train-labels-idx1-ubyte"
     whole = labels.read_bytes()
@@ -238,7 +236,7 @@ def test_broken_files_of_fashion_mnist_are_refused(fashion_root: Path):
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_an_unreadable_image_leaves_no_worker_behind(in_memory: bool, tmp_path):
+def test_an_unreadable_image_leaves_no_worker_behind(in_memory, tmp_path):
     """After an image's error, the worker processes end at once, without a garbage collection."""
     (tmp_path / "bad.png").write_bytes(b"x")
     split = FileSplit([str(tmp_path / "bad.png")], [0], (3, 8, 8), Geometry((8, 8)))

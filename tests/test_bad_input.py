@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import App, refusals, start_app, tiny
+from harness import refusals, start_app, tiny
 
 from app.cli import main
 from app.errors import ExitStatus, printable
@@ -117,7 +117,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("content", "message"), CONFIGS)
-def test_odd_configs_are_rejected(content: str | bytes, message: str, app: App):
+def test_odd_configs_are_rejected(content, message, app):
     os.mkfifo("pipe")
     Path("twice.yaml").write_text("class_path: CIFARCNN\nclass_path: FashionMLP\n")
     Path("x.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
@@ -136,7 +136,7 @@ PIPES = [
 
 
 @pytest.mark.parametrize(("argv", "message"), PIPES)
-def test_pipes_are_not_read(argv: list[str], message: str, app: App):
+def test_pipes_are_not_read(argv, message, app):
     """A pipe is refused, because reading it would block."""
     run = Path("runs/x/version_0")
     (run / "checkpoints").mkdir(parents=True)
@@ -157,7 +157,7 @@ def test_pipes_are_not_read(argv: list[str], message: str, app: App):
         ("a\0b", "its name has a NUL character"),
     ],
 )
-def test_only_regular_files_are_opened(name: str, reason: str):
+def test_only_regular_files_are_opened(name, reason):
     os.mkfifo("pipe")
     with pytest.raises(OSError, match=reason):
         open_file(name)
@@ -172,7 +172,7 @@ def test_output_on_an_ascii_terminal():
     assert r"3 \xd7 32 \xd7 32" in out
 
 
-def test_deleted_folder_is_reported(app: App, tmp_path, monkeypatch):
+def test_deleted_folder_is_reported(app, tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -198,7 +198,7 @@ SHORTAGES = [
 
 
 @pytest.mark.parametrize(("error", "message"), SHORTAGES)
-def test_shortages_name_a_remedy(error: Exception, message: str):
+def test_shortages_name_a_remedy(error, message):
     assert str(ExitStatus.of(error).reason).startswith(message)
 
 
@@ -214,9 +214,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("error", "context", "status"), ENDS)
-def test_status_of_an_error(
-    error: BaseException, context: BaseException | None, status: tuple[int, str, str | None]
-):
+def test_status_of_an_error(error, context, status):
     error.__context__ = context
     assert ExitStatus.of(error) == ExitStatus(*status)
 
@@ -225,7 +223,7 @@ def test_control_characters_are_escaped():
     assert printable("a\x1b[31m\té\n") == "a\\x1b[31m\té\n"
 
 
-def test_foreign_modules_need_trust(app: App, monkeypatch):
+def test_foreign_modules_need_trust(app, monkeypatch):
     """Modules in the current folder are trusted, modules elsewhere only with `--trust`."""
     Path("mine.py").write_text(
         "from app.modules import CIFARCNN\n\nclass Mine(CIFARCNN):\n    pass\n"

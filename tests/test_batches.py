@@ -10,7 +10,7 @@ import pytest
 import torch
 from cluster.hosts import awaited
 from forked import fork_fit
-from harness import SLOW, App, on_cpu, options, tiny
+from harness import SLOW, on_cpu, options, tiny
 from torch import Tensor, nn
 
 from app.data.batches import (
@@ -53,7 +53,7 @@ def loader(
 @pytest.mark.parametrize("placement", READERS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle: bool):
+def test_ranks_share_every_global_batch(placement, world_size, shuffle):
     rows = torch.arange(3, 40)  # 37 samples: batches of 8, the last one of 5
     order = {"batch_size": 8, "shuffle": shuffle, "seed": 5}
     reference = loader(rows, draws=2, **order)
@@ -79,9 +79,7 @@ def test_ranks_share_every_global_batch(placement: str, world_size: int, shuffle
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("accumulated", [1, 2, 3])
 @pytest.mark.parametrize("virtual_devices", [None, 4])
-def test_weighted_losses_are_means_over_optimizer_steps(
-    world_size: int, accumulated: int, virtual_devices: int | None
-):
+def test_weighted_losses_are_means_over_optimizer_steps(world_size, accumulated, virtual_devices):
     """Weighted losses of ranks and batches sum to a plain loop's mean, even in a short batch."""
     count = 22
     losses = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -131,7 +129,7 @@ def test_places_by_hand():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_flips_alternate_on_any_number_of_ranks(world_size: int):
+def test_flips_alternate_on_any_number_of_ranks(world_size):
     loaders = []
     for rank in range(world_size):
         order = {"batch_size": 6, "shuffle": True, "rank": rank, "world_size": world_size}
@@ -157,7 +155,7 @@ def test_each_epoch_has_its_permutation():
 
 
 @pytest.mark.parametrize("placement", READERS)
-def test_loader_resumes_at_the_position(placement: str):
+def test_loader_resumes_at_the_position(placement):
     order = {"batch_size": 8, "shuffle": True}
     expected = [batch.labels.tolist() for batch in loader(50, placement, **order)]
     rest = loader(50, placement, position=lambda: 4, **order)
@@ -172,7 +170,7 @@ class Scramble(nn.Module):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_augment_alike_whatever_the_world_size(num_workers: int):
+def test_workers_augment_alike_whatever_the_world_size(num_workers):
     def epochs(rank: int, world_size: int) -> list[Tensor]:
         rows = torch.arange(20)
         order = ImageOrder(rows, batch_size=8, rank=rank, world_size=world_size)
@@ -194,7 +192,7 @@ def test_workers_augment_alike_whatever_the_world_size(num_workers: int):
     assert torch.equal(torch.get_rng_state(), state), "global random state is left alone"
 
 
-def test_augmentation_that_cannot_be(app: App):
+def test_augmentation_that_cannot_be(app):
     flags = [*tiny(80), *TWO_STEPS, "--data.augment"]
     elastic = "torchvision.transforms.v2.ElasticTransform"
     assert "--data.placement disk, not memory" in app.error(

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from forked import fork_app, fork_fit
-from harness import QUIET, SLOW, App, Fit, losses, on_cpu, options, record_of
+from harness import QUIET, SLOW, losses, on_cpu, options, record_of
 from PIL import Image
 from test_data import attach, folder
 
@@ -65,9 +65,7 @@ def images_of(root: Path, cache: Path | str, name: str = "train", **kwargs) -> t
     return data._splits[name][0].tensor()
 
 
-def test_the_second_start_decodes_nothing(
-    image_root: Path, cache: Path, app: App, decoded: Callable[[], int]
-):
+def test_the_second_start_decodes_nothing(image_root, cache, app, decoded):
     flags = [*folder(image_root, cache=cache), *STEPS]
     gc.collect()  # ends the workers of other tests
     out = app("fit", *flags)
@@ -83,14 +81,14 @@ def test_the_second_start_decodes_nothing(
     assert decoded() == 12
 
 
-def test_a_command_decodes_what_it_reads(image_root: Path, cache: Path, decoded: Callable[[], int]):
+def test_a_command_decodes_what_it_reads(image_root, cache, decoded):
     images_of(image_root, cache, "test")
     assert decoded() == 12
     images_of(image_root, cache, "test", batch_size=0.5)
     assert decoded() == 36, "the batch is a fraction of the training images"
 
 
-def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, fit: Fit):
+def test_all_placements_and_no_cache_train_alike(image_root, cache, fit):
     flags = folder(image_root, batch_size=8, max_epochs=2, num_workers=1, test=False)
     flags += options(log_every_n_steps=1)
     curves = []
@@ -101,7 +99,7 @@ def test_all_placements_and_no_cache_train_alike(image_root: Path, cache: Path, 
     assert curves == curves[:1] * 5
 
 
-def test_cache_off_writes_no_file(image_root: Path, tmp_path, fit: Fit, monkeypatch):
+def test_cache_off_writes_no_file(image_root, tmp_path, fit, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     config = tmp_path / "off.yaml"
     config.write_text("data:\n  class_path: ImageFolder\n  init_args:\n    cache: off\n")
@@ -113,9 +111,7 @@ def test_cache_off_writes_no_file(image_root: Path, tmp_path, fit: Fit, monkeypa
     assert len(list(folder_of_caches.iterdir())) == 2
 
 
-def test_changed_images_are_decoded_again(
-    image_root: Path, cache: Path, decoded: Callable[[], int]
-):
+def test_changed_images_are_decoded_again(image_root, cache, decoded):
     first = images_of(image_root, cache)
     image = image_root / "train/cat/00.jpg"
     decoded()
@@ -138,7 +134,7 @@ def test_changed_images_are_decoded_again(
     assert len(list(cache.iterdir())) == 4
 
 
-def test_links_that_lead_elsewhere(image_root: Path, cache: Path, decoded: Callable[[], int]):
+def test_links_that_lead_elsewhere(image_root, cache, decoded):
     """The cache notices a folder's new link target, even if its files have the same dates."""
     other = image_root / "other"
     for image in sorted((image_root / "train").rglob("*.*")):
@@ -158,9 +154,7 @@ def test_links_that_lead_elsewhere(image_root: Path, cache: Path, decoded: Calla
 
 
 @pytest.mark.parametrize("crop", ["none", "random_resized"])
-def test_damage_is_noticed(
-    crop: str, image_root: Path, cache: Path, decoded: Callable[[], int], capfd
-):
+def test_damage_is_noticed(crop, image_root, cache, decoded, capfd):
     """A changed bit in any part of the file is noticed, also if the file keeps its date."""
 
     def content() -> list[Any]:
@@ -193,9 +187,7 @@ def test_damage_is_noticed(
     assert content() == expected
 
 
-def test_a_start_checks_a_large_file_in_part(
-    image_root: Path, cache: Path, decoded: Callable[[], int], monkeypatch
-):
+def test_a_start_checks_a_large_file_in_part(image_root, cache, decoded, monkeypatch):
     """If a file has been modified since it was written, all of its blocks are checked."""
     monkeypatch.setattr("app.data.cache.BLOCK", 3072)
     monkeypatch.setattr("app.data.cache.SAMPLE", 2)
@@ -222,7 +214,7 @@ def test_a_start_checks_a_large_file_in_part(
     assert decoded() == 36
 
 
-def test_unfinished_files_are_removed(image_root: Path, cache: Path):
+def test_unfinished_files_are_removed(image_root, cache):
     cache.mkdir()
     left = cache / f".train-x.0{PART}"
     left.touch()
@@ -231,7 +223,7 @@ def test_unfinished_files_are_removed(image_root: Path, cache: Path):
 
 
 @pytest.mark.parametrize("obstacle", ["no folder", "full", "full later on"])
-def test_no_room_for_a_cache(obstacle: str, image_root: Path, cache: Path, app: App, monkeypatch):
+def test_no_room_for_a_cache(obstacle, image_root, cache, app, monkeypatch):
     reason = "No space left on device"
     if obstacle == "no folder":
         cache.touch()
@@ -250,7 +242,7 @@ def test_no_room_for_a_cache(obstacle: str, image_root: Path, cache: Path, app: 
     assert cache.is_file() or not list(cache.iterdir())
 
 
-def test_processes_that_write_at_once(image_root: Path, cache: Path):
+def test_processes_that_write_at_once(image_root, cache):
     together = threading.Barrier(4)
 
     class Meets(FolderSource):
@@ -276,9 +268,7 @@ def test_processes_that_write_at_once(image_root: Path, cache: Path):
 # ----------------------------------------------------------------------------------------------
 
 
-def test_pickles_are_checked_once_and_opened_once(
-    cifar_root: Path, cache: Path, app: App, fit: Fit, monkeypatch
-):
+def test_pickles_are_checked_once_and_opened_once(cifar_root, cache, app, fit, monkeypatch):
     load = Mock(side_effect=pickle.load)
     monkeypatch.setattr(pickle, "load", load)
     flags = ["--data=CIFAR10", *options(cache=cache), f"--data.root={cifar_root}", *STEPS]
@@ -313,9 +303,7 @@ def test_pickles_are_checked_once_and_opened_once(
         ("ImageFolder --model=CIFARCNN", "images", "ddp_spawn", 36),
     ],
 )
-def test_ranks_share_one_file(
-    data: str, root: str, strategy: str, count: int, cache: Path, tmp_path
-):
+def test_ranks_share_one_file(data, root, strategy, count, cache, tmp_path):
     flags = ["--data", *data.split(), "--data.root", tmp_path / root, *STEPS, *UNTESTED]
     flags += options(batch_size=8, cache=cache, root=tmp_path)
     flags += ["--trainer.callbacks+=user_code.SaysWhereImagesLie"]
@@ -336,7 +324,7 @@ def test_ranks_agree_on_a_placement(tmp_path):
     assert record_of(fork_fit(tmp_path, *flags, *on_cpu("ddp_fork")))["placement"] == "disk"
 
 
-def test_images_without_labels_are_another_file(image_root: Path, cache: Path):
+def test_images_without_labels_are_another_file(image_root, cache):
     """The test split's images have a second cache file as `predict_dir`, without labels."""
     kept = ImageCache(str(cache))
     unlabelled = ImageFolder(str(image_root), predict_dir=str(image_root / "test")).source
@@ -350,7 +338,7 @@ def test_images_without_labels_are_another_file(image_root: Path, cache: Path):
         assert set(made.labels.tolist()) == expected
 
 
-def test_training_images_in_other_splits_are_named(image_root: Path, app: App):
+def test_training_images_in_other_splits_are_named(image_root, app):
     """One line names a pair of files, even if training images are cropped.
 
     A copy in another format has the same pixels.

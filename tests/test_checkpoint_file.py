@@ -127,7 +127,7 @@ def test_of_equal_accuracies_the_lower_loss_is_kept():
 
 
 @pytest.mark.parametrize(("batches", "monitor"), [([0, 0], None), ([0, 3], "val_loss")])
-def test_without_validation_no_metric_is_monitored(batches: list[int], monitor: str | None):
+def test_without_validation_no_metric_is_monitored(batches, monitor):
     callback = RunCheckpoint(monitor="val_loss")
     callback.on_train_start(Mock(num_val_batches=batches), Mock())
     assert callback.monitor == monitor
@@ -207,7 +207,7 @@ def theirs(model: str, **settings: object) -> list[str]:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_unreadable_checkpoint_ends_the_run_before_it_trains(devices: int, tmp_path):
+def test_unreadable_checkpoint_ends_the_run_before_it_trains(devices, tmp_path):
     """The line names the object. It is the last one on every number of processes."""
     flags = ["--run.root", tmp_path, *theirs("SavesMode", max_epochs=2)]
     flags += on_cpu("ddp_fork") if devices == 2 else []

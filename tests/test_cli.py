@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 from forked import fork_fit
-from harness import QUIET, ROOT, App, options, start_app, tiny
+from harness import QUIET, ROOT, options, start_app, tiny
 from lightning.pytorch import callbacks
 
 from app import __version__
@@ -29,7 +29,7 @@ def test_help_lists_every_command_without_torch():
         assert re.search(rf"^  {command} +\w+", out, re.MULTILINE)
 
 
-def test_version(app: App):
+def test_version(app):
     assert (
         app.run("--version")
         == app.run("fit", "--version")
@@ -43,7 +43,7 @@ def test_idle_threads_spin_briefly():
     assert "GOMP_SPINCOUNT = '20000'" in out
 
 
-def test_help_of_fit_shows_settings_of_model_and_data(app: App):
+def test_help_of_fit_shows_settings_of_model_and_data(app):
     out = app("fit", "--help")
     assert out.startswith("usage: python -m app fit [--config FILE]")
     assert re.search(r"--model.optimizer.lr LR +Learning rate \(default: 0.001\)", out)
@@ -66,13 +66,13 @@ PAGES = [
 
 
 @pytest.mark.parametrize(("page", "flag"), PAGES)
-def test_help_pages_of_settings(page: list[str], flag: str, app: App):
+def test_help_pages_of_settings(page, flag, app):
     """`fit --help` names each page, and each page lists its flags."""
     assert " ".join(page) in app.run("fit", "--help")[1]
     assert flag in app("fit", *page)
 
 
-def test_order_of_flags_does_not_matter(app: App, tmp_path):
+def test_order_of_flags_does_not_matter(app, tmp_path):
     """Configs and classes are read first, wherever they are in the command line."""
     (tmp_path / "c.yaml").write_text("model: {class_path: FashionMLP, init_args: {repeats: 2}}\n")
     late = "--data.like FashionMNIST --data.images=64 --model.optimizer.lr 0.5 --model.repeats=1"
@@ -91,7 +91,7 @@ def test_order_of_flags_does_not_matter(app: App, tmp_path):
     ("typed", "suggestion"),
     [("train", "fit"), ("tset", "test"), ("nope", None), ("--trainer.max_epochs", None)],
 )
-def test_unknown_command_suggests_nearest(typed: str, suggestion: str | None, app: App):
+def test_unknown_command_suggests_nearest(typed, suggestion, app):
     hint = f": did you mean {suggestion}?" if suggestion else ""
     commands = "(fit, validate, test, predict, join, export, compare, verify, replay, runs, doctor)"
     assert app.error(typed) == f"error: {typed}: there is no such command{hint} {commands}"
@@ -162,7 +162,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)
-def test_wrong_flags(flags: str, message: str, app: App, tmp_path, monkeypatch):
+def test_wrong_flags(flags, message, app, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("class Small:\n    pass\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images/train/cat").mkdir(parents=True)
@@ -172,20 +172,20 @@ def test_wrong_flags(flags: str, message: str, app: App, tmp_path, monkeypatch):
     assert not list((tmp_path / "runs").glob("*/*/checkpoints")), "nothing was kept"
 
 
-def test_verbose_shows_the_traceback(app: App, monkeypatch):
+def test_verbose_shows_the_traceback(app, monkeypatch):
     assert "Traceback" in app.run("fit", *SMALL, "--ckpt_path", "no.ckpt", "--verbose")[1]
     monkeypatch.setenv("APP_DEBUG", "1")
     assert "Traceback" in app.run("fit", *SMALL, "--ckpt_path", "no.ckpt")[1]
 
 
-def test_evaluation_needs_weights(app: App, tmp_path):
+def test_evaluation_needs_weights(app, tmp_path):
     missing = "error: test needs weights: give --ckpt_path last, best or a file"
     assert app.error("test", *SMALL, "--run.name", "nope").startswith(missing)
     assert not (tmp_path / "runs/nope").exists()
 
 
 @pytest.mark.parametrize("root", ["file", "dangling"])
-def test_run_folder_that_cannot_be_created(root: str, app: App, tmp_path):
+def test_run_folder_that_cannot_be_created(root, app, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere/deep")
     message = app.error("fit", *SMALL, "--run.root", tmp_path / root)
@@ -217,7 +217,7 @@ def chosen(*names: str) -> list[str]:
     return words
 
 
-def test_every_callback_of_lightning_can_be_chosen(app: App, tmp_path):
+def test_every_callback_of_lightning_can_be_chosen(app, tmp_path):
     """All except base classes, and one that needs a function, are chosen, saved and read again."""
     others = {"Callback", "Checkpoint", "ProgressBar", "ThroughputMonitor", "BaseFinetuning"}
     words = chosen(*sorted({*callbacks.__all__} - others))
@@ -236,7 +236,7 @@ def test_config_saved_with_callbacks_runs_again(tmp_path):
     fork_fit(tmp_path / "again", "--config", run / "config.yaml")
 
 
-def test_config_that_replaces_callbacks_says_so(app: App, tmp_path):
+def test_config_that_replaces_callbacks_says_so(app, tmp_path):
     first = tmp_path / "a.yaml"
     second = tmp_path / "b.yaml"
     first.write_text("trainer: {callbacks: [{class_path: Timer}]}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 from forked import ForkServer
-from harness import QUIET, ROOT, SLOW, App, free_port, options, output_of, record, record_of, tiny
+from harness import QUIET, ROOT, SLOW, free_port, options, output_of, record, record_of, tiny
 from packaging.specifiers import SpecifierSet
 from test_tracker import inspect
 
@@ -53,7 +53,7 @@ def test_slurm_script():
     assert "#SBATCH" not in body, "SLURM reads none below the first command"
 
 
-def test_containers(app: App):
+def test_containers(app):
     """Both images have the Python and files that pyproject.toml needs; their commands exist.
 
     Sources of instructions and sections: docs.docker.com/reference/dockerfile,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from forked import fork_app, fork_fit
-from harness import App, difference, on_cpu, options, record_of, refusals, slow, tiny
+from harness import difference, on_cpu, options, record_of, refusals, slow, tiny
 from jsonargparse import Namespace
 
 from app.command.configuration import resolve
@@ -59,7 +59,7 @@ def rings(rank: int, store: str, is_staged: bool) -> None:
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_ring_all_reduce(is_staged: bool, tmp_path):
+def test_ring_all_reduce(is_staged, tmp_path):
     torch.testing.assert_close(0.0, 0.0)  # import torch.testing's modules once, not in each fork
     torch.multiprocessing.start_processes(
         rings, (str(tmp_path / "store"), is_staged), nprocs=8, start_method="fork"
@@ -83,7 +83,7 @@ ACTING = [
 
 
 @pytest.mark.parametrize(("strategy", "settings"), ACTING)
-def test_hooks_act_on_cpu(strategy: str, settings: list[str], exact: Path, tmp_path):
+def test_hooks_act_on_cpu(strategy, settings, exact, tmp_path):
     run = fork_fit(tmp_path, *EXACT, *forked(*settings, strategy=strategy))
     assert 1e-9 < difference(run, exact) < 1e-2
     assert record_of(run)["strategy"] in (strategy, f"{strategy}_fork")
@@ -119,7 +119,7 @@ def test_options_follow_a_name():
 
 
 @pytest.mark.parametrize("content", ["ddp_fp16", {"class_path": "app.training.FP16"}])
-def test_options_follow_a_name_in_a_config(content: str | dict[str, str], tmp_path):
+def test_options_follow_a_name_in_a_config(content, tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"strategy": content}}))
     spec = strategy(f"--config={config}", "--trainer.strategy.bucket_cap_mb=2")
@@ -158,7 +158,7 @@ REFUSED = {
 test_what_cannot_act_is_refused = refusals(REFUSED, *SMALL, *CPU)
 
 
-def test_bf16_is_refused_where_torch_would(app: App, monkeypatch):
+def test_bf16_is_refused_where_torch_would(app, monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     message = app.error("fit", *SMALL, *on_cpu("ddp_bf16"))
     assert "use --trainer.strategy ddp_fp16" in message

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from html import escape
 from pathlib import Path
@@ -14,7 +13,7 @@ import pandas as pd
 import pytest
 import yaml
 from cluster.hosts import awaited
-from harness import ROOT, SLOW, App, Running, record_of, running, tiny
+from harness import ROOT, SLOW, Running, record_of, running, tiny
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -58,7 +57,7 @@ LATE = "after 40 s: see --time_limit$"
 
 
 @SLOW
-def test_variants_that_cannot_run_fail_hang_or_are_slow(app: App, experiment: Callable[..., Path]):
+def test_variants_that_cannot_run_fail_hang_or_are_slow(app, experiment):
     gpus = {"trainer.accelerator": "gpu", "trainer.devices": 4096}
     two = DDP | {"trainer.devices": 2}
     # status, pattern of the reason, and flags
@@ -100,7 +99,7 @@ def test_variants_that_cannot_run_fail_hang_or_are_slow(app: App, experiment: Ca
 
 
 @SLOW
-def test_a_users_loader_has_the_baselines_batch(app: App, experiment: Callable[..., Path]):
+def test_a_users_loader_has_the_baselines_batch(app, experiment):
     """The loader's batch size counts per process: two processes would have another batch."""
     two = DDP | {"trainer.devices": 2}
     path = experiment(
@@ -122,7 +121,7 @@ def idle(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("idle", "drawn")
-def test_report_files(app: App, experiment: Callable[..., Path]):
+def test_report_files(app, experiment):
     path = experiment(
         description="<script>alert(1)</script> Which?",
         variants={"=one": {}, "<img src=x> | mixed": BF16},
@@ -171,7 +170,7 @@ def test_report_files(app: App, experiment: Callable[..., Path]):
 
 
 @pytest.mark.usefixtures("drawn")
-def test_settings_are_compared_by_their_accuracy(app: App, tmp_path):
+def test_settings_are_compared_by_their_accuracy(app, tmp_path):
     """The repeats of a variant have different seeds."""
     grid = ["--grid=model.optimizer.lr=[0.01,0.001]", "--grid=data.flip=[true]"]
     words = [*grid, "--repeats=2", *tiny(400, max_epochs=1, accelerator="cpu")]
@@ -187,7 +186,7 @@ def test_settings_are_compared_by_their_accuracy(app: App, tmp_path):
     assert (folder / "accuracy.png").exists()
 
 
-def test_no_verdict_on_a_busy_machine(app: App, experiment: Callable[..., Path], monkeypatch):
+def test_no_verdict_on_a_busy_machine(app, experiment, monkeypatch):
     """If other programs take all cores, the report states the load, and how to measure again."""
     cores = os.cpu_count() or 1
     monkeypatch.setattr(
@@ -212,7 +211,7 @@ def test_no_verdict_on_a_busy_machine(app: App, experiment: Callable[..., Path],
 
 
 @SLOW
-def test_killed_comparison_continues(experiment: Callable[..., Path]):
+def test_killed_comparison_continues(experiment):
     """A comparison continues, or begins anew; its tracker gets every run."""
     path = experiment(variants={"one": {}, "dp": DP})
     runs = folder_of(path) / "runs/repeat_1"
@@ -235,7 +234,7 @@ def test_killed_comparison_continues(experiment: Callable[..., Path]):
 
 
 @SLOW
-def test_ctrl_c_leaves_a_report(experiment: Callable[..., Path]):
+def test_ctrl_c_leaves_a_report(experiment):
     path = experiment(variants={"one": {}, "hangs": {"model": "stuck_code.HangingModel"}})
     with comparing(path) as process:
         assert process.process.stdout is not None
@@ -265,9 +264,7 @@ CURVES = [
 
 
 @pytest.mark.parametrize(("curves", "classes", "title"), CURVES)
-def test_title_counts_curves_that_coincide_with_the_baseline(
-    curves: list[list[float]], classes: int, title: str
-):
+def test_title_counts_curves_that_coincide_with_the_baseline(curves, classes, title):
     """The first variant is the baseline."""
     outcomes = []
     for name, losses in enumerate(curves):
@@ -278,13 +275,13 @@ def test_title_counts_curves_that_coincide_with_the_baseline(
     assert pictures(table, outcomes, "0", Verdict("", []))["loss_epoch"].title == title
 
 
-def test_nothing_can_run(app: App, experiment: Callable[..., Path]):
+def test_nothing_can_run(app, experiment):
     path = experiment(flags={"data": "CIFAR10", "data.root": "/nowhere"}, variants={"one": {}})
     assert "no CIFAR10 in" in app.error("compare", "--experiment", path)
 
 
 @SLOW
-def test_quick_form_measures_this_machine(app: App, tmp_path):
+def test_quick_form_measures_this_machine(app, tmp_path):
     """this_machine.yaml measures two variants or more, in its quick form. No variant fails."""
     path = ROOT / "configs/compare/this_machine.yaml"
     app("compare", "--experiment", path, "--quick=true")

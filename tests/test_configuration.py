@@ -4,7 +4,7 @@ import functools
 import sys
 
 import pytest
-from harness import QUIET, Fit
+from harness import QUIET
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CUDAAccelerator
 
@@ -39,7 +39,7 @@ def test_resolve_ignores_arguments_of_the_process(monkeypatch):
 @pytest.mark.parametrize(
     ("devices", "count"), [("auto", 1), ("-1", 1), (3, 3), ("3", 3), ("0,2", 2), ([0, 1, 5], 3)]
 )
-def test_devices_are_counted_as_lightning_does(devices: object, count: int):
+def test_devices_are_counted_as_lightning_does(devices, count):
     assert trainer(devices=devices, strategy="ddp").devices == count
 
 
@@ -56,7 +56,7 @@ def test_auto_devices_are_one_for_strategy_auto(monkeypatch):
 
 
 @pytest.mark.parametrize("devices", ["-2", "abc", 0, "[]"])
-def test_invalid_devices(devices: object):
+def test_invalid_devices(devices):
     with pytest.raises(UserError, match=r"--trainer.devices .*: give a count from 1 on"):
         trainer(devices=devices).devices  # noqa: B018
 
@@ -65,12 +65,12 @@ def test_invalid_devices(devices: object):
     ("strategy", "nodes", "processes"),
     [("auto", 1, 3), ("ddp", 2, 3), ("ddp_spawn", 1, 3), ("dp", 1, 1), ("single_device", 1, 1)],
 )
-def test_processes_and_replicas(strategy: str, nodes: int, processes: int):
+def test_processes_and_replicas(strategy, nodes, processes):
     config = trainer(strategy=strategy, devices=3, num_nodes=nodes)
     assert (config.processes, config.replicas) == (processes, 3 * nodes)
 
 
-def test_limits_are_of_our_own_classes(fit: Fit):
+def test_limits_are_of_our_own_classes(fit):
     """Limits of our flags do not apply to the user's classes; a default may be null."""
     classes = ["--model", "user_code.OddModel", "--data", "user_code.OddData"]
     config = resolve(["fit", *classes, "--data.seed", "abc", "--model.clip", ".inf"])
@@ -83,7 +83,7 @@ def test_limits_are_of_our_own_classes(fit: Fit):
 
 @pytest.mark.parametrize("flag", ["data.flip", "run.test", "trainer.deterministic"])
 @pytest.mark.parametrize(("end", "value"), [("", True), (" false", False), ("=true", True)])
-def test_switch_needs_no_value(flag: str, end: str, value: bool):
+def test_switch_needs_no_value(flag, end, value):
     section, _, name = flag.partition(".")
     words = f"--{flag}{end}".split()
     settings = resolve(["fit", "--data", "Synthetic", *words, "--data.cutout", "3"])[section]
@@ -100,7 +100,7 @@ def test_switch_needs_no_value(flag: str, end: str, value: bool):
         (["--dry_run", "false"], False),
     ],
 )
-def test_switch_of_another_command(words: list[str], value: bool):
+def test_switch_of_another_command(words, value):
     parser = PlainParser(prog="x")
     parser.add_argument("--dry_run", type=bool, default=False)
     assert parser.parse_args(words).dry_run is value
@@ -116,5 +116,5 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("flags", "name"), NAMES)
-def test_a_run_is_named_by_its_network_and_data(flags: list[str], name: str):
+def test_a_run_is_named_by_its_network_and_data(flags, name):
     assert default_name(resolve(["fit", *flags])) == name

@@ -397,12 +397,12 @@ CASES = {
 
 @pytest.mark.parametrize("hooks", [CALLBACKS, HOOKS], ids=["callback", "all"])
 @pytest.mark.parametrize("case", CASES)
-def test_case(case: str, hooks: dict[str, list[str]], tmp_path):
+def test_case(case, hooks, tmp_path):
     assert_alike(tmp_path, hooks=hooks, **CASES[case])
 
 
 @pytest.mark.parametrize(("owner", "hook"), EVERY)
-def test_hook(owner: str, hook: str, tmp_path):
+def test_hook(owner, hook, tmp_path):
     """A hook that is the only one overridden."""
     settings = {"model": ByStep, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     assert_alike(tmp_path, hooks={owner: [hook]}, max_epochs=1, **settings)

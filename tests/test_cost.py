@@ -165,7 +165,7 @@ def clock(monkeypatch) -> None:
 
 # for comparison, calls per step: stock Trainer 3,750, or 4,169 with bar, CSV and checkpoints;
 # hand-written loop 209
-def test_python_calls(calls_per_step: Counts):
+def test_python_calls(calls_per_step):
     """A step averages at most 1,000 Python calls. Callbacks that override nothing add none."""
     calls = calls_per_step(*MLP)
     assert mean(calls) <= 1000
@@ -173,12 +173,12 @@ def test_python_calls(calls_per_step: Counts):
     assert calls_per_step(*MLP, idle, idle) == calls
 
 
-def test_python_calls_of_the_fast_config(calls_per_step: Counts):
+def test_python_calls_of_the_fast_config(calls_per_step):
     config = ["--config", ROOT / "configs/fast.yaml"]
     assert mean(calls_per_step(*MLP, *config)) <= 800
 
 
-def test_timing_a_rank_is_a_percent(calls_per_step: Counts):
+def test_timing_a_rank_is_a_percent(calls_per_step):
     """The step clock takes at most 1 % of a step's Python calls, its epoch-end calls excepted."""
 
     def ours(code: CodeType) -> bool:
@@ -194,7 +194,7 @@ def check_reads(steps: list[Counter[str]]) -> None:
     assert reading == [100 - 72 - 1], "72 steps of the first epoch; a window is 50"
 
 
-def test_operations(operations_per_step: Counts):
+def test_operations(operations_per_step):
     """LeNet's step has at most 8 operations more than a hand-written one.
 
     Crop, flip and cutout add at most 14. Only the last step of a logging window reads the device.
@@ -214,7 +214,7 @@ FLOAT16 = ["--trainer.plugins=user_code.Float16"]
 @pytest.mark.parametrize(
     "flags", [options(strategy="dp", devices=2), [*FLOAT16, *FUSED]], ids=["dp", "float16"]
 )
-def test_reads_of_the_device(flags: list[str], operations_per_step: Counts):
+def test_reads_of_the_device(flags, operations_per_step):
     check_reads(operations_per_step(*LENET, *flags))
 
 
@@ -253,7 +253,7 @@ def test_reads_of_the_device_by_two_processes(tmp_path):
         assert reads[28] == reads[-1], "and after it"
 
 
-def test_a_recipe_costs_half_a_step_at_most(calls_per_step: Counts, operations_per_step: Counts):
+def test_a_recipe_costs_half_a_step_at_most(calls_per_step, operations_per_step):
     plain = calls_per_step(*LENET, *AUGMENTED)
     rich = calls_per_step(*LENET, *AUGMENTED, *RECIPE)
     assert median(rich) <= 1.5 * median(plain)

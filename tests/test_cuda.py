@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import QUIET, App, Fit, difference, losses, on_gpu, options, record_of, start_app, tiny
+from harness import QUIET, difference, losses, on_gpu, options, record_of, start_app, tiny
 from torch import nn
 
 import app.training.ddp
@@ -45,7 +45,7 @@ def gpu(monkeypatch) -> None:
     monkeypatch.setattr(machine, "nvidia_smi", lambda field: ["NVIDIA of somebody"])
 
 
-def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu: None, fit: Fit):
+def test_a_run_on_the_cpu_of_a_machine_that_has_a_gpu(gpu, fit):
     record = record_of(fit(*SMALL, *CPU, "--trainer.max_epochs=1"))
     assert record["hardware"]["gpus"] == ["NVIDIA of somebody"]
     assert record["peak_memory"][0]["device"] == "cpu"
@@ -72,7 +72,7 @@ def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch):
 
 
 @pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("mps", 1), ("cuda:1", 1)])
-def test_the_clock_waits_for_every_accelerator(device: str, waits: int, monkeypatch):
+def test_the_clock_waits_for_every_accelerator(device, waits, monkeypatch):
     awaited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", awaited.append)
     machine.time_when_done(torch.device(device))
@@ -91,7 +91,7 @@ VARIABLES = [
 
 
 @pytest.mark.parametrize(("name", "before", "after"), VARIABLES)
-def test_variables_for_cuda(name: str, before: str | None, after: str, monkeypatch):
+def test_variables_for_cuda(name, before, after, monkeypatch):
     """cuBLAS is ready for later deterministic training.
 
     torch reads cuBLAS's variable at the first product only.
@@ -144,9 +144,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(
-    error: BaseException, nccl: list[str]
-):
+def test_an_error_leaves_nccl_before_lightning_waits_for_the_device(error, nccl):
     """NCCL's own errors are understood after its group was left, too."""
     with pytest.raises(ERRORS[error]), explaining_errors():
         fail(error)
@@ -192,7 +190,7 @@ def test_dp_copies_the_network_alone():
     assert Replica(mirrored).module is mirrored
 
 
-def test_dp_on_one_device_is_a_plain_call(fit: Fit):
+def test_dp_on_one_device_is_a_plain_call(fit):
     run = fit(*SMALL, *CPU, *options(strategy="dp", devices=1, max_epochs=8, test=False))
     assert record_of(run)["time_per_step"]["communication"] == 0
     strategy = DataParallelStrategy([torch.device("cuda", 0)])
@@ -211,7 +209,7 @@ EVERY += ["--last_checkpoint.every_n_train_steps=7"]
 
 @on_gpu
 @pytest.mark.parametrize("model", ["CIFARCNN", "FashionMLP"])
-def test_float32_is_that_of_the_cpu(model: str, fit: Fit):
+def test_float32_is_that_of_the_cpu(model, fit):
     """By default, losses on GPU and CPU are equal, because TF32 is off, even in convolutions."""
     like = ["--data.like=FashionMNIST"] if model == "FashionMLP" else []
     runs = [fit(f"--model={model}", *SGD, *STEPS, *like, *device) for device in (ON_GPU, CPU)]
@@ -220,7 +218,7 @@ def test_float32_is_that_of_the_cpu(model: str, fit: Fit):
 
 @on_gpu
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_exact_resume_with_deterministic_algorithms(precision: str, fit: Fit):
+def test_exact_resume_with_deterministic_algorithms(precision, fit):
     flags = [*STEPS, *EVERY, *ON_GPU, *options(precision=precision, deterministic=True)]
     try:
         whole = fit(*flags) / "checkpoints"
@@ -239,7 +237,7 @@ def test_fsdp_resumes_and_tests(tmp_path):
     assert record_of(tmp_path / "LeNet-Synthetic/version_0")["test"] is not None
 
 
-def test_out_of_memory_is_said_in_one_line(app: App, tmp_path, monkeypatch):
+def test_out_of_memory_is_said_in_one_line(app, tmp_path, monkeypatch):
     """Error line and record name the requested and free memory, and a setting that needs less."""
     message = (
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has "

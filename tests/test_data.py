@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import QUIET, App, Fit, last_of, options, record_of
+from harness import QUIET, last_of, options, record_of
 from lightning.fabric.plugins.environments import LightningEnvironment
 from PIL import Image
 
@@ -105,7 +105,7 @@ def test_flip_crop_and_cutout_do_what_they_say():
 
 
 @pytest.mark.usefixtures("drawn")
-def test_fashion_mnist(fashion_root: Path, fit: Fit):
+def test_fashion_mnist(fashion_root, fit):
     """A batch size may be a fraction of the training images, rounded up: a quarter of 54 is 14."""
     data = attach(FashionMNIST(str(fashion_root), batch_size=0.25))
     assert next(iter(data.train_dataloader())).images.shape == (14, 1, 28, 28)
@@ -115,7 +115,7 @@ def test_fashion_mnist(fashion_root: Path, fit: Fit):
     assert (run / "most_wrong.png").stat().st_size > 1000
 
 
-def test_prediction_of_a_test_split_has_its_labels(image_root: Path, app: App, fit: Fit):
+def test_prediction_of_a_test_split_has_its_labels(image_root, app, fit):
     flags = folder(image_root)
     run = fit(*flags, *TWO_STEPS)
     app("predict", *flags, "--ckpt_path", last_of(run))
@@ -151,7 +151,7 @@ def test_prediction_of_a_test_split_has_its_labels(image_root: Path, app: App, f
         ),
     ],
 )
-def test_layouts_of_folders(folders: str, classes: str, splits: str, remark: str, tmp_path, caplog):
+def test_layouts_of_folders(folders, classes, splits, remark, tmp_path, caplog):
     """A folder is read as splits or classes, with a remark on unread folders, or refused."""
     for name in folders.split():
         (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def test_layouts_of_folders(folders: str, classes: str, splits: str, remark: str
     assert bool(remark) == bool(caplog.text)
 
 
-def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path):
+def test_files_are_known_by_their_content(image_root, app, tmp_path):
     """All images are read, whatever their names are.
 
     Other files are counted, in training and in prediction.
@@ -200,7 +200,7 @@ def test_files_are_known_by_their_content(image_root: Path, app: App, tmp_path):
     assert len((run / "predict_1/predictions.csv").read_text().splitlines()) == 1 + 12
 
 
-def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path):
+def test_links_are_followed_and_hidden_names_ignored(image_root, tmp_path):
     """Links may replace a split, a class and a file.
 
     Hidden files of notebooks and desktops are ignored.
@@ -225,7 +225,7 @@ def test_links_are_followed_and_hidden_names_ignored(image_root: Path, tmp_path)
     assert torch.equal(data._splits["train"][0].tensor(), plain._splits["train"][0].tensor())
 
 
-def test_a_folder_of_classes(image_root: Path, app: App, tmp_path):
+def test_a_folder_of_classes(image_root, app, tmp_path):
     """Without splits, validation images are split off, and there is no test.
 
     `predict` takes a single file, too.
@@ -249,7 +249,7 @@ def test_a_folder_of_classes(image_root: Path, app: App, tmp_path):
     assert f"{image_root / 'empty'} holds no images" in app.error(*predict, image_root / "empty")
 
 
-def test_image_folder_takes_size_channels_and_a_validation_folder(image_root: Path):
+def test_image_folder_takes_size_channels_and_a_validation_folder(image_root):
     (image_root / "test").rename(image_root / "val")
     data = attach(ImageFolder(str(image_root), size=(10, 12), channels=1))
     assert isinstance(data.val_dataloader(), GlobalBatches)
@@ -274,7 +274,7 @@ def test_synthetic():
 @pytest.mark.parametrize(
     ("ranks", "slurm", "expected"), [(1, None, 6), (8, None, 1), (4, "3", 3), (4, "", 1)]
 )
-def test_workers_follow_the_cores(ranks: int, slurm: str | None, expected: int, monkeypatch):
+def test_workers_follow_the_cores(ranks, slurm, expected, monkeypatch):
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 6)
     data = Synthetic(images=10)
     environment = LightningEnvironment()
@@ -298,6 +298,6 @@ def test_overfitting_repeats_the_same_batches():
 
 
 @pytest.mark.parametrize("size", [0, 1.5, -0.1])
-def test_wrong_batch_size_is_refused(size: float):
+def test_wrong_batch_size_is_refused(size):
     with pytest.raises(UserError, match="batch_size"):
         Synthetic(batch_size=size)

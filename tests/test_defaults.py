@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from harness import App, options
+from harness import options
 from jsonargparse import Namespace
 
 from app.command import defaults
@@ -34,7 +34,7 @@ def chosen(*flags: str | Path) -> tuple[Namespace, Namespace, Any]:
     return config.model.init_args, config.data.init_args, config.trainer
 
 
-def test_a_folder_is_enough(image_root: Path, published: Mock):
+def test_a_folder_is_enough(image_root, published):
     model, data, trainer = chosen("--data", image_root)
     published.assert_called_with("DEFAULT", "resnet18")
     assert (model.network, model.weights, model.head) == ("resnet18", "DEFAULT", "auto")
@@ -45,7 +45,7 @@ def test_a_folder_is_enough(image_root: Path, published: Mock):
     assert trainer.precision is None
 
 
-def test_weights_of_the_user_are_not_downloaded(image_root: Path, published: Mock, monkeypatch):
+def test_weights_of_the_user_are_not_downloaded(image_root, published, monkeypatch):
     """`app.fit` asks for no published weights either while it looks up the names of flags."""
     monkeypatch.setattr("app.lab.runs.run_fit", Mock(return_value=Record()))
     weights = image_root / "weights.pth"
@@ -54,14 +54,14 @@ def test_weights_of_the_user_are_not_downloaded(image_root: Path, published: Moc
     published.assert_not_called()
 
 
-def test_frozen_networks_get_no_augmentation_and_images_in_memory_no_crop(image_root: Path):
+def test_frozen_networks_get_no_augmentation_and_images_in_memory_no_crop(image_root):
     frozen = chosen("--data", image_root, "--model.freeze", "backbone")[1]
     assert (frozen.size, frozen.crop, frozen.flip) == (224, "none", False)
     in_memory = chosen("--data", image_root, "--data.placement", "memory")[1]
     assert (in_memory.crop, in_memory.flip) == ("none", True)
 
 
-def test_settings_of_the_user_remain(image_root: Path):
+def test_settings_of_the_user_remain(image_root):
     flags = "--data.size=64 --data.crop=random --model.optimizer=Adam --trainer.max_steps=9"
     flags += " --model.scheduler=torch.optim.lr_scheduler.ConstantLR --data.mean=[0,0,0]"
     model, data, trainer = chosen("--data", image_root, *flags.split())
@@ -73,14 +73,14 @@ def test_settings_of_the_user_remain(image_root: Path):
     assert (trainer.max_steps, trainer.max_epochs) == (9, 50)
 
 
-def test_a_config_with_a_model_is_complete(image_root: Path, tmp_path):
+def test_a_config_with_a_model_is_complete(image_root, tmp_path):
     config = tmp_path / "model.yaml"
     config.write_text(yaml.safe_dump({"model": {"class_path": "ImageClassifier"}}))
     model, data, trainer = chosen("--config", config, "--data", image_root)
     assert (model.weights, model.schedule, data.size, trainer.max_epochs) == (None, None, 32, 50)
 
 
-def test_the_shipped_config_spells_out_the_defaults(image_root: Path):
+def test_the_shipped_config_spells_out_the_defaults(image_root):
     for ours, spelt in zip(
         chosen("--data", image_root),
         chosen("--config", "configs/finetune.yaml", "--data.root", image_root),
@@ -90,7 +90,7 @@ def test_the_shipped_config_spells_out_the_defaults(image_root: Path):
 
 
 @pytest.mark.parametrize("network", ["resnet18", "timm/tf_efficientnet_lite0"])
-def test_a_file_of_weights_brings_the_networks_sizes(network: str, image_root: Path, tmp_path):
+def test_a_file_of_weights_brings_the_networks_sizes(network, image_root, tmp_path):
     torch.save({}, tmp_path / "x.pth")
     flags = ["--model", network, "--model.weights", tmp_path / "x.pth"]
     model, data, _ = chosen("--data", image_root, *flags)
@@ -103,14 +103,14 @@ def test_a_file_of_weights_brings_the_networks_sizes(network: str, image_root: P
 @pytest.mark.parametrize(
     ("capabilities", "precision"), [(["8.0", "9.0"], "bf16-mixed"), (["9.0", "7.5"], "16-mixed")]
 )
-def test_precision_of_a_gpu(capabilities: list[str], precision: str, image_root: Path, monkeypatch):
+def test_precision_of_a_gpu(capabilities, precision, image_root, monkeypatch):
     monkeypatch.setattr(defaults, "nvidia_smi", lambda field: capabilities)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert chosen("--data", image_root)[2].precision == precision
     assert chosen("--data", image_root, "--trainer.accelerator=cpu")[2].precision is None
 
 
-def test_from_scratch_without_a_connection(app: App, image_root: Path, tmp_path, monkeypatch):
+def test_from_scratch_without_a_connection(app, image_root, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
@@ -131,7 +131,7 @@ def test_from_scratch_without_a_connection(app: App, image_root: Path, tmp_path,
     assert "crop random_resized" in out
 
 
-def test_a_csv_file_is_enough(image_root: Path, tmp_path):
+def test_a_csv_file_is_enough(image_root, tmp_path):
     table = tmp_path / "photos.csv"
     table.write_text(f"file,label\n{image_root}/train/cat/00.jpg,cat\n")
     config = resolve(["fit", "--data", str(table)])
@@ -139,7 +139,7 @@ def test_a_csv_file_is_enough(image_root: Path, tmp_path):
     assert config.data.init_args.csv == str(table)
 
 
-def test_a_missing_folder(app: App, published: Mock):
+def test_a_missing_folder(app, published):
     message = app.error("fit", "--data", "no/photos")
     assert message.startswith("error: --data.root no/photos: ")
     assert "has no folder no" in message

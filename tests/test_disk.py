@@ -44,7 +44,7 @@ def leftovers(root: Path) -> list[Path]:
 
 
 @pytest.mark.cluster
-def test_full_disk_keeps_last_checkpoint(disk: Path, tmp_path):
+def test_full_disk_keeps_last_checkpoint(disk, tmp_path):
     """A checkpoint that does not fit leaves no file, and earlier checkpoints stay whole.
 
     The error line and the record name the reason.
@@ -68,7 +68,7 @@ def test_full_disk_keeps_last_checkpoint(disk: Path, tmp_path):
 
 
 @pytest.mark.cluster
-def test_full_disk_cuts_no_metrics_line(disk: Path, tmp_path):
+def test_full_disk_cuts_no_metrics_line(disk, tmp_path):
     """On a disk that becomes full, training continues, and no line of metrics.csv is cut."""
     flags = [*FIT, "--model.hidden=[8]", "--trainer.max_epochs=40", "--data.images=2000"]
     flags += [
@@ -93,7 +93,7 @@ def test_full_disk_cuts_no_metrics_line(disk: Path, tmp_path):
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("devices", [1, 2])
-def test_full_tmpdir_is_harmless(devices: int, disk: Path, tmp_path):
+def test_full_tmpdir_is_harmless(devices, disk, tmp_path):
     """A full $TMPDIR does not stop a run whose own folder has room."""
     (disk / "filler").write_bytes(bytes(15 * 2**20 + 900_000))
     flags = [*FIT, *BIG, *on_cpu("auto", devices, root=tmp_path / "runs")]

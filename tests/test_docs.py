@@ -23,7 +23,7 @@ import torch
 import yaml
 from benchmarks import gpu_day, speed
 from forked import ForkServer
-from harness import QUIET, ROOT, SLOW, Fit, draw_images, losses, on_cpu, options
+from harness import QUIET, ROOT, SLOW, draw_images, losses, on_cpu, options
 from jsonargparse import capture_parser
 
 import app
@@ -252,14 +252,14 @@ def wrong_commands(document: Path) -> dict[str, str]:
     return wrong
 
 
-def test_commands_of_the_readme(reader: Path):
+def test_commands_of_the_readme(reader):
     assert len(commands(ROOT / "README.md")) > 15
     assert not wrong_commands(ROOT / "README.md")
 
 
 @SLOW
 @pytest.mark.parametrize("document", DOCUMENTS[1:], **NAME)
-def test_commands(document: Path, reader: Path):
+def test_commands(document, reader):
     assert not wrong_commands(document)
 
 
@@ -278,7 +278,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("command", WRONG)
-def test_a_wrong_command_is_found(command: str, reader: Path):
+def test_a_wrong_command_is_found(command, reader):
     with pytest.raises((UserError, AssertionError, SystemExit, KeyError)):
         check(command)
 
@@ -355,7 +355,7 @@ def small(command: str) -> list[str] | None:
 
 @SLOW
 @pytest.mark.usefixtures("drawn")
-def test_commands_run(reader: Path, tmp_path):
+def test_commands_run(reader, tmp_path):
     """Commands of the introductory documents run in a reader's folder, with small sizes.
 
     If several commands are equal with these sizes, the test runs only one of them.
@@ -381,7 +381,7 @@ def test_commands_run(reader: Path, tmp_path):
             assert code == 0, f"{shlex.join(words)}: {out}"
 
 
-def test_before_and_after(reader: Path, cifar_root: Path, fit: Fit):
+def test_before_and_after(reader, cifar_root, fit):
     """The README's script runs; the module in its place has equal losses on one device and two."""
     before = reader / "train.py"
     assert len([line for line in before.read_text().splitlines() if line and line[0] != "#"]) <= 15
@@ -397,7 +397,7 @@ def test_before_and_after(reader: Path, cifar_root: Path, fit: Fit):
 
 
 @pytest.mark.parametrize("document", MARKDOWN, **NAME)
-def test_links(document: Path):
+def test_links(document):
     """Each link leads to a file, and to a heading in it."""
     for link in re.findall(r"\]\(([^)\s]+)\)", text(document)):
         if link.startswith("http"):
@@ -412,7 +412,7 @@ def test_links(document: Path):
             assert anchor in slugs, link
 
 
-def test_examples_in_other_languages(reader: Path):
+def test_examples_in_other_languages(reader):
     """YAML examples parse as experiments; Python examples compile, and their imports exist."""
     for document in MARKDOWN:
         for block in blocks(document, "yaml"):

@@ -6,7 +6,7 @@ import re
 import psutil
 import pytest
 import torch
-from harness import SLOW, App, running
+from harness import SLOW, running
 
 import app.lab.doctor
 from app.record import Record, TrainLoss
@@ -48,7 +48,7 @@ LOADS = [(1.9, 2, 2, False), (2.1, 2, 2, True), (40.0, 2, 64, False), (63.0, 2, 
 
 
 @pytest.mark.parametrize(("load", "usable", "total", "is_busy"), LOADS)
-def test_busy(load: float, usable: int, total: int, is_busy: bool, monkeypatch):
+def test_busy(load, usable, total, is_busy, monkeypatch):
     """A machine is busy if its load exceeds the usable cores, and the unusable cores, too."""
     set_load(monkeypatch, load)
     monkeypatch.setattr("app.system.machine.usable_cores", lambda: usable)
@@ -100,9 +100,7 @@ OUTCOMES = [
 
 @pytest.mark.parametrize(("outcomes", "load", "levels"), OUTCOMES)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tested strategies depend on the GPUs")
-def test_timeout_is_red_only_on_a_quiet_machine(
-    outcomes: Records, load: float, levels: dict[str, str], quick: Records, app: App, monkeypatch
-):
+def test_timeout_is_red_only_on_a_quiet_machine(outcomes, load, levels, quick, app, monkeypatch):
     quick.update(outcomes)
     set_load(monkeypatch, load)
     code, out = app.run("doctor")
@@ -114,7 +112,7 @@ def test_timeout_is_red_only_on_a_quiet_machine(
     assert checks["processor"] == ("yellow" if load == BUSY else "green")
 
 
-def test_report_on_a_terminal(quick: Records, app: App, monkeypatch):
+def test_report_on_a_terminal(quick, app, monkeypatch):
     set_load(monkeypatch, BUSY)
     lines = app("doctor").splitlines()
     assert re.match(r"yellow +processor +.* a load of 10000\.0 on \d+ of \d+ cores", lines[0])

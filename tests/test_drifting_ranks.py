@@ -80,7 +80,7 @@ def flags_of(model: str, root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("model", DRIFTING)
-def test_what_differs_is_named(model: str, tmp_path):
+def test_what_differs_is_named(model, tmp_path):
     flags = flags_of(model, tmp_path)
     if model == "Normalises":
         flags[flags.index("ddp_fork")] = "lightning.pytorch.strategies.DDPStrategy"
@@ -145,7 +145,7 @@ def test_names_in_another_order_are_reduced_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("model", "name"), [("LogsItsClass", "val"), ("LogsItsClassAtTheEnd", "seen")]
 )
-def test_missing_names_are_refused(model: str, name: str, tmp_path):
+def test_missing_names_are_refused(model, name, tmp_path):
     message = fork_app.error("fit", *flags_of(model, tmp_path))
     assert message.startswith(
         f"error: {name}_0, {name}_1: only rank 0 of 2 logs {name}_0 with sync_dist=True"

@@ -58,7 +58,7 @@ def test_rank_zero_has_terminal_and_debugger(tmp_path):
 
 
 @pytest.mark.parametrize("verbose", [True, False])
-def test_agent_logs_only_with_debug(verbose: bool, tmp_path):
+def test_agent_logs_only_with_debug(verbose, tmp_path):
     """The agent logs a signal only with APP_DEBUG, and always deletes its temporary folders."""
     env = {"TMPDIR": str(tmp_path), "APP_DEBUG": "1" if verbose else None}
     with started(tmp_path / "runs", *SMALL, "--trainer.max_epochs=100000", env=env) as run:
@@ -123,7 +123,7 @@ MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # rank zero checks 
 @pytest.mark.parametrize(
     ("flags", "text"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)]
 )
-def test_error_of_rank_is_printed_at_once(flags: str, text: str, tmp_path):
+def test_error_of_rank_is_printed_at_once(flags, text, tmp_path):
     with started(tmp_path, *STEPS, flags, launcher=TORCHRUN) as run:
         out = run.end(120, code=1)  # torchrun's exit code
     assert f"error: {text}" in out
@@ -148,7 +148,7 @@ def test_workers_end_with_torchrun(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_signal_to_torchrun_saves_checkpoint(name: str, tmp_path):
+def test_signal_to_torchrun_saves_checkpoint(name, tmp_path):
     with started(tmp_path, *STEPS, "--trainer.max_epochs=100000", launcher=TORCHRUN) as run:
         out = run.trained(2).get(name, "group").end(29)  # before 30 s, when torchrun kills ranks
     assert run.process.returncode != 0, out

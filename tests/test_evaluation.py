@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import fork_app, fork_fit
-from harness import App, Fit, on_cpu, record_of, slow, tiny
+from harness import on_cpu, record_of, slow, tiny
 from PIL import Image
 from test_data import folder
 
@@ -40,7 +40,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("dp", 4), slow("ddp_fork", 2)])
-def test_test(trained: Path, strategy: str, devices: int, tmp_path):
+def test_test(trained, strategy, devices, tmp_path):
     flags = [*on_cpu(strategy, devices, root=tmp_path, name="t"), *best_of(trained)]
     fork_app("test", *DATA, *flags)
     ours = result(tmp_path / "t/version_0")
@@ -53,7 +53,7 @@ def test_test(trained: Path, strategy: str, devices: int, tmp_path):
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 4), slow("ddp_fork", 4)])
-def test_predict(trained: Path, strategy: str, devices: int, tmp_path):
+def test_predict(trained, strategy, devices, tmp_path):
     flags = [*on_cpu(strategy, devices, root=tmp_path, name="p"), *best_of(trained)]
     fork_app("predict", *DATA, *flags)
     rows = list(csv.DictReader((tmp_path / "p/version_0/predictions.csv").open()))
@@ -67,7 +67,7 @@ def test_predict(trained: Path, strategy: str, devices: int, tmp_path):
         assert [pairs[label, predicted] for predicted in range(10)] == list(map(int, row[1:]))
 
 
-def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path):
+def test_validate_equals_the_validation_of_fit(trained, app, tmp_path):
     flags = ["--config", trained / "config.yaml", *best_of(trained)]
     app("validate", *flags, *on_cpu("dp", 3, root=tmp_path, name="v"))
     metrics = list(csv.DictReader((tmp_path / "v/version_0/metrics.csv").open()))[-1]
@@ -77,7 +77,7 @@ def test_validate_equals_the_validation_of_fit(trained: Path, app: App, tmp_path
 
 
 @pytest.mark.parametrize("by", ["path", "name"])
-def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App):
+def test_a_checkpoint_brings_its_config(by, trained, app):
     """Without flags for model and data, a test uses those of the checkpoint's run."""
     flags = {"path": best_of(trained), "name": ["--ckpt_path=best", "--run.name=x"]}[by]
     app("test", *flags, "--run.root", trained.parents[1])
@@ -86,7 +86,7 @@ def test_a_checkpoint_brings_its_config(by: str, trained: Path, app: App):
     assert "class_path: app.data.Synthetic" in (tests[-1] / "config.yaml").read_text()
 
 
-def test_images_that_lack_a_class_are_tested_by_name(image_root: Path, app: App, fit: Fit):
+def test_images_that_lack_a_class_are_tested_by_name(image_root, app, fit):
     """Without a class's images, the confusions of the other classes are those of the whole test."""
     flags = folder(image_root)
     run = fit(*flags, "--trainer.max_epochs=2", "--model.optimizer.lr=0.1")
@@ -97,7 +97,7 @@ def test_images_that_lack_a_class_are_tested_by_name(image_root: Path, app: App,
     assert confusion(run / "test_1") == [whole[0], ["cat", "0", "0", "0"], *whole[2:]]
 
 
-def test_a_checkpoint_can_be_used_alone(trained: Path, app: App, tmp_path):
+def test_a_checkpoint_can_be_used_alone(trained, app, tmp_path):
     """A checkpoint holds class names, image size and normalisation.
 
     Images of other classes are refused.

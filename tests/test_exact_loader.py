@@ -72,7 +72,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path):
+def test_trains_and_validates_like_a_plain_loop(case, tmp_path):
     data, flags, devices, plain = CASES[case]
     run, out = fit(tmp_path, data, *flags, devices=devices)
     expected, loss, accuracy = by_hand(*plain)
@@ -89,7 +89,7 @@ def test_trains_and_validates_like_a_plain_loop(case: str, tmp_path):
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("data", ["Ordinary", "OwnBatches", "Delegates", "DropsLast", "TwoSets"])
-def test_predicts_each_row_once(data: str, devices: int, tmp_path):
+def test_predicts_each_row_once(data, devices, tmp_path):
     expected = [samples(23, 1)]
     if data == "TwoSets":
         expected.append(samples(7, 2))
@@ -116,7 +116,7 @@ def test_predicts_each_row_once(data: str, devices: int, tmp_path):
 @pytest.mark.parametrize(
     ("data", "count"), [("Delegates", 23), ("Delegates", 4), ("Delegates", 1), ("DropsLast", 23)]
 )
-def test_evaluates_each_sample_once(data: str, count: int, devices: int, tmp_path):
+def test_evaluates_each_sample_once(data, count, devices, tmp_path):
     """Also in batches of one sample. `drop_last` drops what it drops on one device.
 
     A single sample on several ranks is left to Lightning, which repeats it.
@@ -131,7 +131,7 @@ def test_evaluates_each_sample_once(data: str, count: int, devices: int, tmp_pat
 
 @pytest.mark.parametrize("steps", [3, 5, 7, 10])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_resumes_with_workers(steps: int, devices: int, tmp_path):
+def test_resumes_with_workers(steps, devices, tmp_path):
     """Stopped in either epoch of 5 steps, or at an epoch's end: persistent workers read ahead."""
     flags = ["--data.train=workers", "--run.global_batch=8", "--trainer.max_epochs=3"]
     whole, _ = fit(tmp_path / "whole", "Ordinary", *flags)
@@ -168,7 +168,7 @@ LEFT = [  # loaders that stay with Lightning: the stage, its loader, and the rea
 
 
 @pytest.mark.parametrize(("stage", "loader", "reason"), LEFT)
-def test_loader_that_stays_with_lightning(stage: str, loader, reason: str | None):
+def test_loader_that_stays_with_lightning(stage, loader, reason):
     assert why_not(loader, stage, 2) == reason
 
 
@@ -182,7 +182,7 @@ ORDERS = [  # kind of loader, drop_last, settings; samples, global batch, and it
 
 
 @pytest.mark.parametrize(("name", "drop_last", "settings", "expected"), ORDERS)
-def test_orders_by_hand(name: str, drop_last: bool, settings, expected: tuple[int, ...]):
+def test_orders_by_hand(name, drop_last, settings, expected):
     """Five samples in batches of two, on two ranks."""
     exactness = Exactness(**{"virtual_devices": None, "global_batch": None, "seed": 0, **settings})
     trainer = Mock(world_size=2, global_rank=0, overfit_batches=0)
@@ -204,7 +204,7 @@ SHARES = [  # number of samples, global batch, and the samples of two ranks
 
 
 @pytest.mark.parametrize(("count", "batch_size", "shares"), SHARES)
-def test_shares_of_an_evaluation(count: int, batch_size: int, shares: list[list[list[int]]]):
+def test_shares_of_an_evaluation(count, batch_size, shares):
     for rank, expected in enumerate(shares):
         order = {"batch_size": batch_size, "rank": rank, "world_size": 2, "empty": "skip"}
         sampler = EvaluationSampler(SequentialSampler(range(count)), **order)
@@ -222,7 +222,7 @@ def test_what_is_not_exact_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("loader", ["exact", "lightning"])
-def test_an_epoch_resumed_in_another_order_is_said(loader: str, tmp_path):
+def test_an_epoch_resumed_in_another_order_is_said(loader, tmp_path):
     """A loader that cannot continue within an epoch begins anew; an epoch's end is exact."""
     data = {"exact": "Combined", "lightning": "Ordinary"}[loader]
     line = "this epoch goes on in another order than before the stop: some samples come twice"

@@ -2,24 +2,11 @@
 
 import shutil
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import (
-    App,
-    Fit,
-    assert_same,
-    last_of,
-    losses,
-    on_gpu,
-    options,
-    record_of,
-    refusals,
-    slow,
-    tiny,
-)
+from harness import assert_same, last_of, losses, on_gpu, options, record_of, refusals, slow, tiny
 from torch import nn
 
 from app.command import rules
@@ -52,9 +39,7 @@ ALIKE = [
 
 
 @pytest.mark.parametrize(("flags", "other", "expected"), ALIKE)
-def test_execution_does_not_change_training(
-    flags: list[str], other: list[str], expected: tuple[str, Any, Any], fit: Fit
-):
+def test_execution_does_not_change_training(flags, other, expected, fit):
     name, before, after = expected
     if name == "compile" and not shutil.which("g++"):
         pytest.skip("needs g++")
@@ -66,7 +51,7 @@ def test_execution_does_not_change_training(
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_resume_converts_momentum_to_the_layout(before: bool, fit: Fit):
+def test_resume_converts_momentum_to_the_layout(before, fit):
     """On resume, the checkpoint's momentum takes the memory layout of the new run's weights."""
     flags = [*SMALL, *CNN, *STEPS]
     fit(*flags, *options(max_epochs=1), f"--model.channels_last={before}")
@@ -103,7 +88,7 @@ def ampere(monkeypatch) -> SimpleNamespace:
     return gpu
 
 
-def test_precision_on_a_gpu(ampere: SimpleNamespace):
+def test_precision_on_a_gpu(ampere):
     for name, tf32 in (("highest", False), ("high", True), ("medium", True)):
         settled = Execution("auto", "off", name).prepare(LeNet(), CUDA, "32-true")  # type: ignore[arg-type]
         expected = {"matmul_precision": name, "channels_last": False, "benchmark": False}
@@ -119,7 +104,7 @@ def test_precision_on_a_gpu(ampere: SimpleNamespace):
 
 
 @pytest.mark.parametrize("cls", ["SGD", "Adam", "AdamW"])
-def test_fused_by_default_on_a_gpu(cls: str):
+def test_fused_by_default_on_a_gpu(cls):
     """On a GPU, the optimizer is fused, and its other settings are kept.
 
     It is not fused in three cases: on a CPU; if the user chose another implementation; if gradients
@@ -147,7 +132,7 @@ def test_fused_by_default_on_a_gpu(cls: str):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_checkpoint_of_another_implementation(fused: bool):
+def test_a_checkpoint_of_another_implementation(fused):
     """A resumed run uses its own kind of update, fused or not, whatever the checkpoint used."""
     model = nn.Linear(2, 2)
     saved = torch.optim.Adam(model.parameters(), lr=0.25, fused=not fused)
@@ -182,7 +167,7 @@ REFUSED = {
 test_flags_without_effect_are_rejected = refusals(REFUSED, *SMALL, "--trainer.accelerator=cpu")
 
 
-def test_missing_compiler_is_reported(app: App, monkeypatch):
+def test_missing_compiler_is_reported(app, monkeypatch):
     monkeypatch.setattr(rules.shutil, "which", lambda name: None)
     message = app.error("fit", *SMALL, "--model.compile=default")
     assert "--model.compile: torch needs a compiler (" in message
@@ -196,7 +181,7 @@ PLACES = [("cuda", ROOM + 1, "device"), ("cuda", ROOM - 1, "memory"), ("cpu", 0,
 
 
 @pytest.mark.parametrize(("device", "free", "placement"), PLACES)
-def test_placement_of_images(device: str, free: int, placement: str, monkeypatch):
+def test_placement_of_images(device, free, placement, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     strategy = SimpleNamespace(
         root_device=torch.device(device), reduce_boolean_decision=lambda fits, all: fits
@@ -209,7 +194,7 @@ def test_placement_of_images(device: str, free: int, placement: str, monkeypatch
 
 @on_gpu
 @pytest.mark.parametrize("compiled", ["default", "reduce-overhead"])
-def test_compiled_on_cuda(compiled: str, fit: Fit):
+def test_compiled_on_cuda(compiled, fit):
     flags = [*SMALL, *STEPS, "--trainer.accelerator=cuda"]
     runs = [fit(*flags, f"--model.compile={mode}") for mode in ("off", compiled)]
     np.testing.assert_allclose(*map(losses, runs), rtol=0, atol=1e-4)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,9 +18,7 @@ def dry(app: App, path: Path, *words) -> tuple[str, list[str]]:
     return out, [line for line in out.splitlines() if "python -m app fit" in line]
 
 
-def test_grid_expands_to_every_combination_that_is_not_excluded(
-    app: App, experiment: Write, tmp_path
-):
+def test_grid_expands_to_every_combination_that_is_not_excluded(app, experiment, tmp_path):
     grid = {"trainer.strategy": ["dp", "ddp"], "trainer.devices": [1, 2], "data.num_workers": [0]}
     exclude = [{"trainer.strategy": "dp", "trainer.devices": 1}]
     out, commands = dry(app, experiment(grid=grid, exclude=exclude))
@@ -33,7 +30,7 @@ def test_grid_expands_to_every_combination_that_is_not_excluded(
     assert not (tmp_path / "runs/compare").exists(), "a dry run writes nothing"
 
 
-def test_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: Write):
+def test_global_batch_is_fixed_or_grows_with_the_replicas(app, experiment):
     ddp = {"trainer.strategy": "ddp", "trainer.devices": 2}
     path = experiment(variants={"one": {}, "two": ddp})
     for line in dry(app, path)[1]:
@@ -47,7 +44,7 @@ def test_global_batch_is_fixed_or_grows_with_the_replicas(app: App, experiment: 
     assert "warmup 1ep" not in one
 
 
-def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Write):
+def test_settings_and_flags_of_fit_on_the_command_line(app, experiment):
     path = experiment(variants={"one": {}, "other": BF16})
     words = ["--repeats=4", "--max_epochs=7", "--data.flip=true", "--seed_everything=3"]
     out, commands = dry(app, path, *words)
@@ -57,9 +54,7 @@ def test_settings_and_flags_of_fit_on_the_command_line(app: App, experiment: Wri
             assert flag in line
 
 
-def test_another_data_class_drops_flags_of_the_experiments_class(
-    app: App, experiment: Write, image_root: Path
-):
+def test_another_data_class_drops_flags_of_the_experiments_class(app, experiment, image_root):
     flags = {"data": "Synthetic", "data.images": 240, "model.optimizer": "SGD"}
     path = experiment(variants={"one": {}}, flags=flags | {"model.optimizer.lr": 0.01})
     config = image_root / "own.yaml"
@@ -72,7 +67,7 @@ def test_another_data_class_drops_flags_of_the_experiments_class(
         assert "--model.optimizer.lr 0.01" in command
 
 
-def test_two_nodes_are_two_commands_with_ranks(app: App, experiment: Write):
+def test_two_nodes_are_two_commands_with_ranks(app, experiment):
     path = experiment(variants={"nodes": {"trainer.strategy": "ddp", "trainer.num_nodes": 2}})
     first, second = dry(app, path)[1]
     assert first.startswith("OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo python -m app fit")
@@ -105,9 +100,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("settings", "message"), WRONG)
-def test_wrong_experiment_is_rejected(
-    app: App, experiment: Write, settings: dict[str, Any], message: str
-):
+def test_wrong_experiment_is_rejected(app, experiment, settings, message):
     assert message in app.error("compare", "--experiment", experiment(**settings))
 
 
@@ -122,14 +115,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("word", "message"), REFUSED)
-def test_flag_that_cannot_take_effect_is_rejected(
-    app: App, experiment: Write, word: str, message: str
-):
+def test_flag_that_cannot_take_effect_is_rejected(app, experiment, word, message):
     path = experiment(variants={"a": {}, "b": BF16})
     assert message in app.error("compare", "--experiment", path, word)
 
 
-def test_small_form_keeps_flags_and_yields_to_the_command_line(app: App, experiment: Write):
+def test_small_form_keeps_flags_and_yields_to_the_command_line(app, experiment):
     form = {"repeats": 3, "max_epochs": 4, "flags": {"data.images": 120}}
     path = experiment(**ONE, quick_form=form)
     out, (command,) = dry(app, path, "--quick=true", "--repeats=5")
@@ -140,5 +131,5 @@ def test_small_form_keeps_flags_and_yields_to_the_command_line(app: App, experim
 
 @pytest.mark.parametrize("quick", ["false", slow("true")])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_experiments_can_be_read(app: App, path: Path, quick: str):
+def test_shipped_experiments_can_be_read(app, path, quick):
     dry(app, path, "--quick", quick)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import CUDA, FakeCUDA, fake_cuda
-from harness import RECIPE, App, Fit, last_of, options, record_of, tiny
+from fake_cuda import CUDA, fake_cuda
+from harness import RECIPE, last_of, options, record_of, tiny
 from test_cost import Counting
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,7 +53,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, fit: Fit):
+def test_a_step_never_waits_for_the_gpu(case, fake_cuda, fit):
     """Only the last step of a logging window makes the host wait, at most five times.
 
     Lightning's LearningRateMonitor then also copies each of up to four rates to the GPU. In other
@@ -76,7 +76,7 @@ def test_a_step_never_waits_for_the_gpu(case: str, fake_cuda: FakeCUDA, fit: Fit
     assert copies <= 4 * windows, waits
 
 
-def test_evaluation_on_a_gpu(fake_cuda: FakeCUDA, app: App, tmp_path):
+def test_evaluation_on_a_gpu(fake_cuda, app, tmp_path):
     """The test's confusion matrix and predictions are written; Lightning prints no advice.
 
     Checkpoints are saved while the next batch is copied.
@@ -115,9 +115,7 @@ def bucket_of(layer: nn.Module) -> Any:
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize(("count", "size"), [(8, 3), (8, 5), (6, 2), (6, 4), (7, 6), (None, 3)])
-def test_streams_wait_for_each_other(
-    count: int | None, size: int, backend: str, fake_cuda: FakeCUDA, monkeypatch
-):
+def test_streams_wait_for_each_other(count, size, backend, fake_cuda, monkeypatch):
     """Gradient averages over `count` virtual devices, or in a ring, race on no rank.
 
     gloo gets host memory only.
@@ -199,7 +197,7 @@ RACES = [read_too_early, freed_too_early, overwritten_too_early, timed_too_early
 
 
 @pytest.mark.parametrize("race", RACES)
-def test_races_are_found(race: Callable[[torch.cuda.Stream], None], fake_cuda: FakeCUDA):
+def test_races_are_found(race, fake_cuda):
     with FakeTensorMode(), pytest.raises(AssertionError, match=r"another stream|too early"):
         race(torch.cuda.Stream())
 
@@ -250,7 +248,7 @@ def ends(ranks: list[list[list[Call]]]) -> bool:
 
 
 @pytest.mark.parametrize("size", range(2, 9))
-def test_point_to_point_calls_end(size: int, monkeypatch):
+def test_point_to_point_calls_end(size, monkeypatch):
     """The tree, for any share of the shards, and the ring neither block nor mix up their calls."""
     draw = random.Random(size)
     for length in (1, size, 3 * size + 1):

@@ -59,7 +59,7 @@ def newest(root: Path) -> Path:
     return max(root.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def test_kills_at_random_moments(server: ForkServer, tmp_path, tally: Tally):
+def test_kills_at_random_moments(server, tmp_path, tally):
     """After a kill at any moment, the resumed run ends like an undisturbed one."""
     kills = 0
     seed = random.Random(7)
@@ -93,7 +93,7 @@ def test_kills_at_random_moments(server: ForkServer, tmp_path, tally: Tally):
     tally("SIGKILL at a random moment of a run that saves every 3 steps", kills)
 
 
-def test_killed_inside_accumulation_windows(server: ForkServer, tmp_path, tally: Tally):
+def test_killed_inside_accumulation_windows(server, tmp_path, tally):
     """A run with a recipe, killed after any batches, ends with an undisturbed run's weights.
 
     Each of its parts runs on another number of processes.
@@ -125,7 +125,7 @@ def test_killed_inside_accumulation_windows(server: ForkServer, tmp_path, tally:
     tally("exits between two batches of an optimizer step, on other processes then", sum(done))
 
 
-def test_two_processes_killed_at_random_moments(tmp_path, tally: Tally):
+def test_two_processes_killed_at_random_moments(tmp_path, tally):
     seed = random.Random(3)
     flags = [*SHORT, *SAVES, "--trainer.max_epochs=3"]
     results = []
@@ -145,7 +145,7 @@ def test_two_processes_killed_at_random_moments(tmp_path, tally: Tally):
     tally("SIGKILL of any process of `ddp` on two devices", TIMES)
 
 
-def test_signals_at_random_moments(server: ForkServer, tmp_path, tally: Tally):
+def test_signals_at_random_moments(server, tmp_path, tally):
     """After a signal at any moment, the exit code is the signal's, or 0 for a completed run.
 
     There is no traceback, all checkpoints load, and each record says `completed` or `interrupted`.
@@ -182,9 +182,7 @@ def damage(content: bytes, seed: random.Random) -> bytes:
     return bytes(changed)
 
 
-def test_damaged_data(
-    cifar_root: Path, fashion_root: Path, image_root: Path, tmp_path, tally: Tally, monkeypatch
-):
+def test_damaged_data(cifar_root, fashion_root, image_root, tmp_path, tally, monkeypatch):
     """A damaged file of images or of the cache is read, or rejected by name."""
     monkeypatch.setattr("app.data.module.usable_cores", lambda: 0)
     seed = random.Random(13)
@@ -224,7 +222,7 @@ def test_damaged_data(
     tally("files of images and caches, cut off or with changed bytes", count)
 
 
-def test_flipped_bits(server: ForkServer, tmp_path, tally: Tally):
+def test_flipped_bits(server, tmp_path, tally):
     """A flipped bit in a file of an earlier run is reported by name, or changes no weight."""
     seed = random.Random(17)
     runs = tmp_path / "runs"
@@ -251,7 +249,7 @@ def test_flipped_bits(server: ForkServer, tmp_path, tally: Tally):
     tally("bits flipped in files of a run that is resumed", len(files) * TIMES)
 
 
-def test_strangers_on_the_ports(tmp_path, tally: Tally):
+def test_strangers_on_the_ports(tmp_path, tally):
     """Whatever a stranger sends to the ports of a run under `ddp` has no effect."""
     seed = random.Random(19)
     count = 0
@@ -272,7 +270,7 @@ def test_strangers_on_the_ports(tmp_path, tally: Tally):
     tally("connections of strangers that send random bytes to the ports of `ddp`", count)
 
 
-def test_starts_and_stops(tmp_path, tally: Tally):
+def test_starts_and_stops(tmp_path, tally):
     """No run hangs or leaves a process or file, whether it completes or Ctrl-C ends it."""
     seed = random.Random(11)
     count = 2 * TIMES
@@ -291,7 +289,7 @@ def test_starts_and_stops(tmp_path, tally: Tally):
     )
 
 
-def test_long_run_leaks_nothing(tmp_path, tally: Tally):
+def test_long_run_leaks_nothing(tmp_path, tally):
     """Memory, threads and open files of each rank do not grow, with all default features."""
     flags = ["--model=FashionMLP", "--model.repeats=1", "--model.hidden=[8]", "--data=Synthetic"]
     flags += options(like="FashionMNIST", images=2000, batch_size=8, flip=True)

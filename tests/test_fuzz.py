@@ -103,7 +103,7 @@ def settle(command: str, argv: list[str]) -> None:
 @pytest.mark.slow
 @examples(200)
 @given(st.sampled_from(COMMANDS), flags)
-def test_command_lines(command: str, pairs: list[tuple[str, str]]):
+def test_command_lines(command, pairs):
     argv = ["--data=Synthetic"]
     for flag, value in pairs:
         argv += [f"--{flag}", value]

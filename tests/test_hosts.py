@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from cluster.hosts import Host, Network, awaited
-from harness import App, assert_same, options, record, record_of, tiny
+from harness import assert_same, options, record, record_of, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
@@ -104,7 +104,7 @@ def clean(hosts: Network) -> Any:
 
 
 @pytest.mark.parametrize("way", ["torchrun", "env", "file"])
-def test_parity(way: str, hosts: Network, app: App, tmp_path):
+def test_parity(way, hosts, app, tmp_path):
     """Two hosts with two devices each train like one device, although the second host starts first.
 
     The last batch of an epoch has three images, so that one of the four ranks gets none.
@@ -142,7 +142,7 @@ def test_parity(way: str, hosts: Network, app: App, tmp_path):
     assert_same(root / run, tmp_path / "runs" / run)
 
 
-def test_short_link_cut_is_survived(hosts: Network, tmp_path):
+def test_short_link_cut_is_survived(hosts, tmp_path):
     processes = two_nodes(hosts, tmp_path, *FOR_EVER, "--cluster.timeout=60")
     trained(tmp_path, processes, 2)
     hosts.link("h2", "down")
@@ -156,7 +156,7 @@ def test_short_link_cut_is_survived(hosts: Network, tmp_path):
 
 
 @pytest.mark.parametrize("while_reading", [False, True])
-def test_cut_link_ends_run(while_reading: bool, hosts: Network, tmp_path):
+def test_cut_link_ends_run(while_reading, hosts, tmp_path):
     """A rank waits long while the other one reads images, but a cut link ends the run.
 
     Each node ends within 20 s after the timeout of 20 s, and prints `CUT` but no traceback.
@@ -178,7 +178,7 @@ def test_cut_link_ends_run(while_reading: bool, hosts: Network, tmp_path):
 
 
 @pytest.mark.parametrize(("way", "node"), [("tcp", 0), ("torchrun", 1)])
-def test_stopped_rank_is_killed_on_its_host(way: str, node: int, hosts: Network, tmp_path):
+def test_stopped_rank_is_killed_on_its_host(way, node, hosts, tmp_path):
     """A process on the stopped rank's host kills it, and both nodes print that it was stopped."""
     flags = [*FOR_EVER, "--cluster.timeout=20"]
     if way == "tcp":
@@ -203,7 +203,7 @@ def test_stopped_rank_is_killed_on_its_host(way: str, node: int, hosts: Network,
     assert "Traceback" not in "".join(out) or way == "torchrun"  # torchrun prints its own traceback
 
 
-def test_hosts_without_shared_folder(hosts: Network, tmp_path):
+def test_hosts_without_shared_folder(hosts, tmp_path):
     """Node 0 stores the run; the last weights are tested, because node 1 lacks the best.
 
     Both nodes then refuse to resume, because node 1 lacks the checkpoint.
@@ -234,7 +234,7 @@ def test_hosts_without_shared_folder(hosts: Network, tmp_path):
     assert not (roots[0] / "version_1").exists()
 
 
-def test_killed_rank_of_other_host_is_named(hosts: Network, tmp_path):
+def test_killed_rank_of_other_host_is_named(hosts, tmp_path):
     processes = two_nodes(hosts, tmp_path, *FOR_EVER, "--trainer.devices=2")
     trained(tmp_path, processes, 2)
     a_rank(processes[1]).kill()
@@ -244,7 +244,7 @@ def test_killed_rank_of_other_host_is_named(hosts: Network, tmp_path):
     assert "error: lost the connection to 10.77.0.2: see its messages" in out[0]
 
 
-def test_torchrun_continues_with_fewer_and_more_hosts(hosts: Network, app: App, tmp_path):
+def test_torchrun_continues_with_fewer_and_more_hosts(hosts, app, tmp_path):
     """One host loses power, another joins and is stopped: losses stay those of one device.
 
     The run uses float64, because float32 rounding could hide a skipped or repeated step. The

@@ -14,7 +14,7 @@ import pytest
 import torch
 from exact_code import Linear
 from forked import fork_app
-from harness import QUIET, App, Fit, draw_images, on_cpu, options, tiny
+from harness import QUIET, draw_images, on_cpu, options, tiny
 from matplotlib.cbook import get_sample_data
 from PIL import Image
 from test_tables import saved, table  # noqa: F401
@@ -67,7 +67,7 @@ def model(trained: Path) -> Classifier:
     return load(trained, "cpu")
 
 
-def test_every_form_of_an_image(trained: Path, model: Classifier):
+def test_every_form_of_an_image(trained, model):
     """A resized image has the same prediction from a file, an array, a tensor and a batch."""
     folder = trained.parents[2] / "images/test/eel"
     file = folder / "01.png"
@@ -89,7 +89,7 @@ def test_every_form_of_an_image(trained: Path, model: Classifier):
     assert len(model.predict(torch.zeros((2, 3, 24, 24), dtype=torch.uint8))) == 2
 
 
-def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path):
+def test_wrong_input_is_rejected(trained, model, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/a.txt").write_text("text")
     empty = tmp_path / "empty.jpg"
@@ -116,7 +116,7 @@ def test_wrong_input_is_rejected(trained: Path, model: Classifier, tmp_path):
         package.load(tmp_path / "gone")
 
 
-def test_classifier_beside_a_config(trained: Path, tmp_path):
+def test_classifier_beside_a_config(trained, tmp_path):
     """A checkpoint is loaded with the config beside it, if this is of its network and trusted."""
     path = shutil.copy(trained / "checkpoints/best.ckpt", tmp_path)
     with pytest.raises(UserError, match=r"config.yaml: there is no such file"):
@@ -153,7 +153,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize(("fixture", "flags"), SOURCES)
-def test_new_images(fixture: str, flags: str, fit: Fit, app: App, tmp_path, request, monkeypatch):
+def test_new_images(fixture, flags, fit, app, tmp_path, request, monkeypatch):
     """`predict` and `app.load` prepare new images as in training, whose images are gone.
 
     The probabilities are those of torchvision's usual transforms, also from two processes.
@@ -204,20 +204,20 @@ def test_new_images(fixture: str, flags: str, fit: Fit, app: App, tmp_path, requ
         ("--data.size 9 --ckpt_path RUN --data CIFAR10", "--data: the checkpoint sets how images"),
     ],
 )
-def test_new_images_are_refused(flags: str, problem: str, trained: Path, app: App, tmp_path):
+def test_new_images_are_refused(flags, problem, trained, app, tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     words = flags.replace("RUN", str(trained)).replace("NEW", str(tmp_path)).split()
     assert problem in app.error("predict", *words, f"--data.predict_dir={tmp_path}")
 
 
-def test_a_data_class_of_the_user_reads_new_images(fit: Fit, app: App, image_root: Path):
+def test_a_data_class_of_the_user_reads_new_images(fit, app, image_root):
     words = f"--data user_code.TheirImages --data.root {image_root} --trainer.max_epochs 1"
     run = fit(*words.split(), *QUIET)
     app("predict", f"--ckpt_path={run}", f"--data.predict_dir={image_root}")
     assert "path: user_code.TheirImages" in (run / "predict_1/config.yaml").read_text()
 
 
-def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained: Path, app: App):
+def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained, app):
     mistyped = trained.with_name("version_O")
     for command in ("fit", "validate", "test", "predict", "export"):
         for path in ("checkpoints/bst.ckpt", ""):
@@ -249,7 +249,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("name", "content"), DAMAGED, ids=str)
-def test_a_damaged_run_is_named(name: str, content, trained: Path, tmp_path):
+def test_a_damaged_run_is_named(name, content, trained, tmp_path):
     shutil.copy(trained / "config.yaml", tmp_path)
     file = shutil.copy(trained / "checkpoints/best.ckpt", tmp_path)
     if isinstance(content, dict):
@@ -264,9 +264,7 @@ def test_a_damaged_run_is_named(name: str, content, trained: Path, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("onnx", 2**30), ("torch", 2**30), ("onnx", 0)])
-def test_export(
-    kind: str, limit: int, trained: Path, model: Classifier, app: App, tmp_path, monkeypatch
-):
+def test_export(kind, limit, trained, model, app, tmp_path, monkeypatch):
     """The code that `export` prints predicts a photo of odd size as the model does.
 
     The weights of a large network lie in a second file, because ONNX limits the size of the first.
@@ -291,9 +289,7 @@ def test_export(
 
 
 @pytest.mark.parametrize(("kind", "file"), [("onnx", "model.onnx"), ("torch", "model.pt2")])
-def test_a_failed_export_keeps_the_earlier_file(
-    kind: str, file: str, trained: Path, app: App, monkeypatch
-):
+def test_a_failed_export_keeps_the_earlier_file(kind, file, trained, app, monkeypatch):
     """On a full disk, or with other probabilities, only the earlier file is kept."""
     flags = ["export", "--ckpt_path", trained / "checkpoints/best.ckpt", "--format", kind]
     for name in (file, f"{file}.data"):
@@ -315,7 +311,7 @@ def test_a_failed_export_keeps_the_earlier_file(
     place.unlink()
 
 
-def test_export_needs_a_run_and_its_packages(app: App, trained: Path, monkeypatch):
+def test_export_needs_a_run_and_its_packages(app, trained, monkeypatch):
     assert "give --run.name, or a file's path" in app.error("export", "--ckpt_path=best")
     assert "did you mean --format" in app.error("export", "--fromat=onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
@@ -360,7 +356,7 @@ def test_fit_is_a_function(tmp_path, capfd):
     assert load(record.run_dir).image_shape == (3, 32, 32)
 
 
-def test_tensorboard(fit: Fit, tmp_path):
+def test_tensorboard(fit, tmp_path):
     """The flags in app/monitor/README.md write TensorBoard's files."""
     board = tmp_path / "board"
     logger = ["--trainer.logger+=TensorBoardLogger", f"--trainer.logger.save_dir={board}"]

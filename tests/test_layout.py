@@ -41,7 +41,7 @@ def imported(module: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_import_only_from_lower_rooms(module: Path):
+def test_modules_import_only_from_lower_rooms(module):
     entry = module.relative_to(ROOT / "app").parts[0].removesuffix(".py")
     lower = set(ROOMS[: ROOMS.index(entry) + 1])
     assert imported(module) <= lower, f"{module} imports from its own level or above"

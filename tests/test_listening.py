@@ -35,7 +35,7 @@ COMMANDS = {  # without fit, which `Running.trained` checks, and doctor, which t
 
 @SLOW
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_listen_on_loopback(name: str, tmp_path):
+def test_commands_listen_on_loopback(name, tmp_path):
     nodes = {"trainer.strategy": "ddp", "trainer.devices": 1, "trainer.num_nodes": 2}
     variants = {"ddp": {"trainer.devices": 2}, "nodes": nodes}
     (tmp_path / "tiny.yaml").write_text(json.dumps(TINY | {"variants": variants}))

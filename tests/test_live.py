@@ -16,14 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster.hosts import awaited
-from cluster.slurm import Slurm
 from fork_server import PATHS
 from forked import fork_fit
 from harness import (
     QUIET,
     RECIPE,
     SLOW,
-    App,
     Running,
     digest,
     last_of,
@@ -96,7 +94,7 @@ def theirs(tmp_path_factory) -> Path:
     return train(tmp_path_factory.mktemp("theirs"), THEIRS)
 
 
-def test_rank_zero_is_killed(images: Path, tmp_path):
+def test_rank_zero_is_killed(images, tmp_path):
     run = train(tmp_path, IMAGES, ["backward:2:0"])
     assert_undisturbed(run, images)
     first = Record.load(run / "run.json").parts[0]
@@ -104,7 +102,7 @@ def test_rank_zero_is_killed(images: Path, tmp_path):
     assert first.steps == 2
 
 
-def test_validation_is_repeated(theirs: Path, tmp_path):
+def test_validation_is_repeated(theirs, tmp_path):
     assert_undisturbed(train(tmp_path, THEIRS, ["validation:5:1"]), theirs)
 
 
@@ -122,7 +120,7 @@ KILLS = [
 
 @SLOW
 @pytest.mark.parametrize(("what", "kills"), KILLS)
-def test_kills(what: str, kills: list[str], images: Path, theirs: Path, tmp_path):
+def test_kills(what, kills, images, theirs, tmp_path):
     flags = {"images": IMAGES, "theirs": THEIRS}[what]
     alone = {"images": images, "theirs": theirs}[what]
     assert_undisturbed(train(tmp_path, flags, kills), alone)
@@ -202,7 +200,7 @@ REFUSED = {
 test_what_cannot_be_live = refusals(REFUSED, *IMAGES, *LIVE)
 
 
-def test_nobody_answers(app: App):
+def test_nobody_answers(app):
     assert "no live run answers there" in app.error("join", "127.0.0.1:9")
 
 
@@ -223,7 +221,7 @@ def test_torchrun_joins(tmp_path):
 
 
 @pytest.mark.cluster
-def test_a_job_joins_and_is_requeued(slurm: Slurm, tmp_path):
+def test_a_job_joins_and_is_requeued(slurm, tmp_path):
     """Each node is a job of its own; the second one is requeued, and joins again."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": PATHS}
     place = "10.77.0.1:29400"
@@ -284,7 +282,7 @@ DEVICES = [(None, "0", "0"), (None, "3", "3"), ("2,5", "1", "5"), ("GPU-a,GPU-b"
 
 
 @pytest.mark.parametrize(("visible", "place", "device"), DEVICES)
-def test_each_rank_sees_its_own_gpu(visible: str | None, place: str, device: str, monkeypatch):
+def test_each_rank_sees_its_own_gpu(visible, place, device, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -46,7 +46,7 @@ def tcp(port: int) -> str:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_nodes_meet_in_any_order(scheme: str, order: tuple[int, ...], go: Go, tmp_path):
+def test_nodes_meet_in_any_order(scheme, order, go, tmp_path):
     file = tmp_path / "meet"
     method = tcp(free_port()) if scheme == "tcp" else f"file://{file}"
     came = {}
@@ -63,7 +63,7 @@ def test_nodes_meet_in_any_order(scheme: str, order: tuple[int, ...], go: Go, tm
 
 
 @SLOW
-def test_missing_node_is_named_until_timeout(go: Go, capfd):
+def test_missing_node_is_named_until_timeout(go, capfd):
     port = free_port()
     waiting = [go(tcp(port), node, nodes=3, timeout=9) for node in (0, 1)]
     for node in waiting:
@@ -79,7 +79,7 @@ def test_missing_node_is_named_until_timeout(go: Go, capfd):
     )
 
 
-def test_missing_node_0_times_out(go: Go):
+def test_missing_node_0_times_out(go):
     port = free_port()
     with pytest.raises(
         UserError, match=rf"for node 0 of 2 at 127.0.0.1:{port} \(.*Connection refused\)"
@@ -87,7 +87,7 @@ def test_missing_node_0_times_out(go: Go):
         go(tcp(port), 1, timeout=1).result()
 
 
-def test_foreign_listener_is_rejected(go: Go):
+def test_foreign_listener_is_rejected(go):
     """If a foreign program has the port, node 0 cannot listen on it, and the other node times out.
 
     The program is silent, or answers in another protocol.
@@ -107,7 +107,7 @@ def test_foreign_listener_is_rejected(go: Go):
                 waiting.result(15)
 
 
-def test_different_flags_of_nodes_are_rejected(go: Go):
+def test_different_flags_of_nodes_are_rejected(go):
     port = free_port()
     host = go(tcp(port), 0, nodes=3, devices=2)
     first = go(tcp(port), 1, nodes=3, devices=2)
@@ -119,7 +119,7 @@ def test_different_flags_of_nodes_are_rejected(go: Go):
     assert host.result().master_port == first.result().master_port
 
 
-def test_node_may_join_again_after_timeout(go: Go):
+def test_node_may_join_again_after_timeout(go):
     port = free_port()
     host = go(tcp(port), 0, nodes=3)
     with pytest.raises(UserError, match="waited 1 s"):
@@ -128,7 +128,7 @@ def test_node_may_join_again_after_timeout(go: Go):
     assert {other.result().master_port for other in others} == {host.result().master_port}
 
 
-def test_stale_file_is_replaced(go: Go, tmp_path):
+def test_stale_file_is_replaced(go, tmp_path):
     file = tmp_path / "meet"
     method = f"file://{file}"
     file.write_text(json.dumps({"id": "dead", "address": "127.0.0.1", "port": free_port()}))
@@ -140,7 +140,7 @@ def test_stale_file_is_replaced(go: Go, tmp_path):
     assert not file.exists()
 
 
-def test_file_that_cannot_be_created(go: Go, tmp_path):
+def test_file_that_cannot_be_created(go, tmp_path):
     (tmp_path / "plain").write_text("no folder")
     with pytest.raises(FileExistsError, match="plain"):  # `app.cli` prints it as one line
         go(f"file://{tmp_path}/plain/meet", 0).result()

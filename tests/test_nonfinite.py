@@ -6,7 +6,7 @@ The run then stops without saving bad weights, continues with a warning, or skip
 import pytest
 import torch
 from forked import fork_app
-from harness import SLOW, App, on_cpu, record, tiny, weights
+from harness import SLOW, on_cpu, record, tiny, weights
 
 DATA = tiny(400, 24, max_epochs=2)
 # an epoch has 15 batches; the loss of the first epoch's seventh batch is NaN
@@ -17,7 +17,7 @@ SAVED = ["--last_checkpoint.every_n_train_steps=1"]
 
 
 @pytest.mark.parametrize("every", [[], SAVED, ["--trainer.log_every_n_steps=4"]])
-def test_stop_names_step_and_batch(every: list[str], app: App, tmp_path):
+def test_stop_names_step_and_batch(every, app, tmp_path):
     """A NaN loss stops the run at the end of the window or epoch, or before a checkpoint."""
     message = app.error("fit", *POISONED, *every)
     since = "step 7 (batch 7 of epoch 1, rank 0)"
@@ -45,7 +45,7 @@ def test_stop_names_the_rank(tmp_path):
 
 
 @pytest.mark.parametrize("alone", ["false", "true"])
-def test_non_finite_weights_are_not_saved(alone: str, app: App, tmp_path):
+def test_non_finite_weights_are_not_saved(alone, app, tmp_path):
     """Weights are checked before each checkpoint, because no loss follows the last step.
 
     Weights-only checkpoints are included, for which Lightning does not call `on_save_checkpoint`.
@@ -57,7 +57,7 @@ def test_non_finite_weights_are_not_saved(alone: str, app: App, tmp_path):
     assert not list((tmp_path / "runs").rglob("*.ckpt"))
 
 
-def test_warn_continues(app: App, tmp_path):
+def test_warn_continues(app, tmp_path):
     out = app("fit", *POISONED, "--run.on_nonfinite=warn")
     assert (
         out.count("the training loss is not finite since step 7 (batch 7 of epoch 1, rank 0)") == 1

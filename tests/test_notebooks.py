@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -17,7 +16,7 @@ SMALL |= {"LAB_REPEATS": "2", "LAB_MEGABYTES": "1"}
 
 @SLOW
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(notebook: Path, tmp_path):
+def test_runs(notebook, tmp_path):
     flags = "-p no:cacheprovider -p no:xdist -o addopts= --nbmake --nbmake-timeout=480"
     command = [sys.executable, "-m", "pytest", *flags.split(), str(notebook)]
     env = {**os.environ, **SMALL, "LAB_RUNS": str(tmp_path / "runs")}
@@ -28,7 +27,7 @@ def test_runs(notebook: Path, tmp_path):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_is_stored_with_its_pictures(notebook: Path):
+def test_is_stored_with_its_pictures(notebook):
     """A notebook shows its pictures where people find it, and nothing of the executing machine."""
     content = nbformat.read(notebook, as_version=nbformat.NO_CONVERT)
     nbformat.validate(content)

@@ -19,7 +19,7 @@ CODES = [  # launcher, local and global rank, and the exit code
 
 
 @pytest.mark.parametrize(("by", "local_rank", "rank", "code"), CODES)
-def test_code_after_sigterm(by: str | None, local_rank: int, rank: int, code: int, monkeypatch):
+def test_code_after_sigterm(by, local_rank, rank, code, monkeypatch):
     """One rank of a node, or of a job, has a nonzero code."""
     monkeypatch.setattr("app.command.outcome.cause", lambda trainer: "SIGTERM")
     trainer = SimpleNamespace(

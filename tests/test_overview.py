@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import App, Fit, refusals, tiny
+from harness import refusals, tiny
 
 from app.record import DataSet, Epoch, Model, Record, Throughput
 
@@ -35,7 +35,7 @@ ROWS = {
     ("column", "order"),
     [("accuracy", "abc"), ("minutes", "bac"), ("name", "abc"), ("status", "cab")],
 )
-def test_runs_are_listed_by_a_column(column: str, order: str, drawn: None, app: App, folder: Path):
+def test_runs_are_listed_by_a_column(column, order, drawn, app, folder):
     lines = app("runs", folder, "--sort", column).splitlines()
     assert [" ".join(line.split()) for line in lines[4:7]] == [ROWS[name] for name in order]
     assert lines[-1] == f"curves  {folder}/runs.html"
@@ -51,7 +51,7 @@ def test_runs_are_listed_by_a_column(column: str, order: str, drawn: None, app: 
         ('{"loss": 3}', "run.json is not the record of a run"),
     ],
 )
-def test_other_records_are_named(text: str, problem: str, app: App, folder: Path):
+def test_other_records_are_named(text, problem, app, folder):
     (folder / "b/run.json").write_text(text)
     out = app("runs", folder)
     assert f"left out: {folder}/b/{problem}" in out.splitlines()[0]
@@ -66,7 +66,7 @@ MISTAKES = {
 test_mistakes = refusals(MISTAKES, command="runs")
 
 
-def test_settings_in_which_two_runs_differ(app: App, fit: Fit):
+def test_settings_in_which_two_runs_differ(app, fit):
     runs = [fit(*tiny(max_steps=1), f"--model.optimizer.lr={rate}") for rate in (0.1, 0.2)]
     out = app("runs", "--diff", *runs)
     assert [line.split() for line in out.splitlines()[4:-1]] == [

@@ -7,8 +7,6 @@ from forked import fork_app, fork_fit
 from harness import (
     QUIET,
     SLOW,
-    App,
-    Fit,
     last_of,
     newest_run,
     on_cpu,
@@ -55,7 +53,7 @@ def test_torch_checks_collective_calls(tmp_path):
 
 @SLOW
 @pytest.mark.parametrize("flag", ["fast_dev_run", "barebones"])
-def test_a_run_that_leaves_no_traces(flag: str, tmp_path):
+def test_a_run_that_leaves_no_traces(flag, tmp_path):
     flags = ["--data=Synthetic", *options(images=72, val_size=8, max_epochs=1)]
     flags += [*on_cpu("ddp", virtual_devices=2), f"--trainer.{flag}=true"]
     fork_fit(tmp_path, *flags)
@@ -74,7 +72,7 @@ COMMUNICATION = [
 
 
 @pytest.mark.parametrize(("message", "kind"), COMMUNICATION)
-def test_what_an_error_of_a_communication_tells(message: str, kind: type):
+def test_what_an_error_of_a_communication_tells(message, kind):
     """Errors of gloo and NCCL tell whether a rank is lost or silent; other messages tell neither.
 
     NCCL's messages are copied from its source, because no test here can provoke them.
@@ -82,13 +80,13 @@ def test_what_an_error_of_a_communication_tells(message: str, kind: type):
     assert type(lost(message)) is kind
 
 
-def test_what_cannot_be_pickled_is_named(app: App):
+def test_what_cannot_be_pickled_is_named(app):
     message = app.error("fit", *SMALL, "--model=user_code.CannotBePickled", *on_cpu("ddp_spawn"))
     assert "Can't pickle" in message
     assert "use --trainer.strategy ddp" in message
 
 
-def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path):
+def test_parts_of_a_module_that_knows_nothing_of_them(app, tmp_path):
     """A user's module has the same weights and validation loss on one and two ranks.
 
     `validate` loads its checkpoint.
@@ -106,7 +104,7 @@ def test_parts_of_a_module_that_knows_nothing_of_them(app: App, tmp_path):
     torch.testing.assert_close(*values)
 
 
-def test_lazy_layers(app: App, fit: Fit):
+def test_lazy_layers(app, fit):
     flags = tiny(32, 8, "user_code.Lazy", max_epochs=1)
     fit(*flags)
     assert "no predictions.csv for your own model or data" in app(
@@ -114,7 +112,7 @@ def test_lazy_layers(app: App, fit: Fit):
     )
 
 
-def test_dp_refuses_a_step_that_it_cannot_split(app: App, fit: Fit):
+def test_dp_refuses_a_step_that_it_cannot_split(app, fit):
     flags = [*THEIRS, "--model=user_code.SkipsForward"]
     assert "its step never calls self(batch)" in app.error("fit", *flags, *on_cpu("dp"))
     fit(*flags)
@@ -154,9 +152,7 @@ PRECISIONS = {  # precisions of the scores and of the images
 
 @pytest.mark.parametrize("strategy", ["auto", "dp"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_replicas_compute_in_the_precision_that_was_asked_for(
-    precision: str, strategy: str, app: App
-):
+def test_replicas_compute_in_the_precision_that_was_asked_for(precision, strategy, app):
     flags = on_cpu(strategy, precision=precision, max_steps=2)
     out = app("fit", *THEIRS, "--model=user_code.NotesPrecision", *flags)
     lines = {line for line in out.splitlines() if line.startswith("computed in")}
@@ -178,7 +174,7 @@ DTYPES = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", DTYPES)
-def test_every_precision(model: str, precision: str, fit: Fit):
+def test_every_precision(model, precision, fit):
     flags = [*SMALL, f"--model={model}", *MODELS[model], *options(crop_padding=4, flip=True)]
     # warn, because Adam's eps of 1e-8 is 0 in float16
     run = fit(*flags, *options(precision=precision, max_epochs=1, on_nonfinite="warn"))
@@ -194,7 +190,7 @@ def shapes(out: str) -> list[str]:
     return [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
 
 
-def test_batch_shapes_under_dp(app: App):
+def test_batch_shapes_under_dp(app):
     out = app("fit", *SHAPES, *on_cpu("dp"))
     expected = []
     for n in (4, 15, 2):  # images per replica: half of 8 in the sanity check, then of 30 and of 4
@@ -220,7 +216,7 @@ def test_batch_shapes_under_ddp(tmp_path):
         assert {line.split(",")[0] for line in lines} == {"rank 0", "rank 1"}
 
 
-def test_batchnorm_on_a_single_image_is_refused(app: App, fit: Fit):
+def test_batchnorm_on_a_single_image_is_refused(app, fit):
     flags = tiny(30, 21, val_size=8, max_epochs=1, test=False)
     flags += ["--model.network=resnet18"]
     assert "--data.drop_last true" in app.error("fit", *flags)
@@ -231,7 +227,7 @@ def test_batchnorm_on_a_single_image_is_refused(app: App, fit: Fit):
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("auto", "16-mixed"), ("dp", "bf16-mixed"), ("ddp", "32-true")]
 )
-def test_on_cuda(strategy: str, precision: str, tmp_path):
+def test_on_cuda(strategy, precision, tmp_path):
     flags = [*SMALL, *options(accelerator="cuda", strategy=strategy, precision=precision)]
     for placement in ("memory", "device"):
         flags += options(placement=placement, name=placement)

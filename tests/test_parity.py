@@ -59,7 +59,7 @@ WAYS += [slow(*way) for way in MORE]
 
 
 @pytest.mark.parametrize(("single", "strategy", "devices"), WAYS, indirect=["single"])
-def test_parity(single: tuple[str, Path], strategy: str, devices: int, tmp_path):
+def test_parity(single, strategy, devices, tmp_path):
     model, expected = single
     run = fork_fit(tmp_path, *MODELS[model], *RECORDED, *on_cpu(strategy, devices))
     # not 0, because metrics of the float64 runs of "adamw" are logged in float32
@@ -71,7 +71,7 @@ ACCUMULATED = [(4, "auto"), (2, "dp"), slow(2, "ddp_fork")]
 
 @pytest.mark.parametrize("single", ["cnn"], indirect=True)
 @pytest.mark.parametrize(("batches", "strategy"), ACCUMULATED)
-def test_accumulated_gradients(single: tuple[str, Path], batches: int, strategy: str, tmp_path):
+def test_accumulated_gradients(single, batches, strategy, tmp_path):
     """Gradients accumulated over batches equal those of whole batches of 64.
 
     An epoch's last window has fewer and smaller batches, so that each must be weighted by its
@@ -83,7 +83,7 @@ def test_accumulated_gradients(single: tuple[str, Path], batches: int, strategy:
 
 
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
-def test_a_loop_by_hand(model: str, tmp_path):
+def test_a_loop_by_hand(model, tmp_path):
     """On one device, the app has a plain torch loop's losses and weights over the same batches."""
     flags = ["--seed_everything=7", *options(flip=False, crop_padding=0, precision="32-true")]
     run = fork_fit(tmp_path, *MODELS[model], *STEPS, *flags)

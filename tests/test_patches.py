@@ -42,7 +42,7 @@ def has(owner: object, path: str) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted({name for names in EXPECTED.values() for name in names}))
-def test_declared_private_name_exists(name: str):
+def test_declared_private_name_exists(name):
     module, _, path = name.partition(":")
     assert has(importlib.import_module(module), path)
 

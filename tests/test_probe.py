@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from forked import fork_fit
-from harness import App, Fit, difference, on_cpu, options, record_of, tiny, weights
+from harness import difference, on_cpu, options, record_of, tiny, weights
 from torch import nn
 from torch.testing import assert_close
 from user_code import Tiny
@@ -46,7 +46,7 @@ def test_regression_on_two_points():
 
 
 @pytest.mark.parametrize(("follows", "expected"), [(0, 1), (1, 0)])
-def test_validation_selects_the_penalty(follows: int, expected: int):
+def test_validation_selects_the_penalty(follows, expected):
     """A steep solution uses the small second feature, which is always right; a flat one cannot."""
     train = torch.tensor([[1, 0.1], [1, 0.1], [-1, 0.1], [-1, -0.1], [-1, -0.1], [1, -0.1]])
     labels = torch.tensor([1, 1, 1, 0, 0, 0])
@@ -64,7 +64,7 @@ def test_score_by_hand():
     assert score == pytest.approx((1.0, -sum(losses) / 2))
 
 
-def test_head_solves_the_regression(fit: Fit, pretrained: str):
+def test_head_solves_the_regression(fit, pretrained):
     """At the head's first weights, the objective over plainly computed features has no slope."""
     run = fit(*FLAGS, pretrained, "--model.optimizer.lr=0", *options(val_size=0))
     state = {name.removeprefix("network."): value for name, value in weights(run).items()}
@@ -86,7 +86,7 @@ def test_head_solves_the_regression(fit: Fit, pretrained: str):
 
 
 @pytest.mark.parametrize("flags", [[], FROZEN], ids=["whole", "frozen"])
-def test_ways_of_running_agree(flags: list[str], pretrained: str, tmp_path):
+def test_ways_of_running_agree(flags, pretrained, tmp_path):
     shards = options(virtual_devices=3)
     flags = [*FLAGS, pretrained, *flags]
     alone = fork_fit(tmp_path, *flags, *shards)
@@ -99,7 +99,7 @@ def test_ways_of_running_agree(flags: list[str], pretrained: str, tmp_path):
         assert probe["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-4)
 
 
-def test_frozen_network_computes_features_once(fit: Fit, pretrained: str, monkeypatch):
+def test_frozen_network_computes_features_once(fit, pretrained, monkeypatch):
     """81 training and 9 validation images are 5 and 1 batches. Two calls try shape and head."""
     forward = Mock(side_effect=Tiny.forward)
     monkeypatch.setattr(Tiny, "forward", lambda *args: forward(*args))
@@ -113,7 +113,7 @@ def test_frozen_network_computes_features_once(fit: Fit, pretrained: str, monkey
 
 
 @pytest.mark.parametrize("flags", [options(virtual_devices=1), FROZEN], ids=["whole", "frozen"])
-def test_resumed_run_keeps_its_head(flags: list[str], fit: Fit, pretrained: str):
+def test_resumed_run_keeps_its_head(flags, fit, pretrained):
     saving = ["--last_checkpoint.every_n_train_steps=3", "--last_checkpoint.save_top_k=-1"]
     flags = [*FLAGS, pretrained, *flags, *saving, "--last_checkpoint.filename={step}"]
     run = fit(*flags)
@@ -121,7 +121,7 @@ def test_resumed_run_keeps_its_head(flags: list[str], fit: Fit, pretrained: str)
     assert difference(run / "checkpoints/step=9.ckpt", resumed / "checkpoints/step=9.ckpt") == 0
 
 
-def test_best_checkpoint_may_be_the_probe(app: App, pretrained: str, tmp_path):
+def test_best_checkpoint_may_be_the_probe(app, pretrained, tmp_path):
     flags = [*FLAGS, pretrained, "--model.optimizer.lr=0"]
     out = app("fit", *flags, "--trainer.enable_progress_bar=true", "--run.name=x")
     run = tmp_path / "runs" / "x" / "version_0"
@@ -131,7 +131,7 @@ def test_best_checkpoint_may_be_the_probe(app: App, pretrained: str, tmp_path):
     assert torch.load(run / "checkpoints" / "best.ckpt")["global_step"] == 0
 
 
-def test_kept_statistics(fit: Fit, pretrained: str):
+def test_kept_statistics(fit, pretrained):
     """Training keeps BatchNorm's statistics by default, as those of the pretrained weights."""
     before = torch.load(pretrained.partition("=")[2])
     for flag, is_kept in (("auto", True), ("false", False)):
@@ -147,6 +147,6 @@ def test_kept_statistics(fit: Fit, pretrained: str):
         ("--model whitened", "the last layer of WhitenedCNN is not linear with a bias"),
     ],
 )
-def test_impossible_probe(app: App, flags: str, reason: str):
+def test_impossible_probe(app, flags, reason):
     message = app.error("fit", *FLAGS, *flags.split(), "--model.head=probe")
     assert message == f"error: --model.head probe: {reason}: leave the flag out"

@@ -4,7 +4,6 @@ import inspect
 import itertools
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +43,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("rows", "said"), ROWS)
-def test_slower(rows: Sequence[Sequence[float]], said: list[str]):
+def test_slower(rows, said):
     assert list(slower(rows, [0, 1, 1, 1]).values()) == said
 
 
@@ -109,9 +108,7 @@ CHANCES = [
 
 
 @pytest.mark.parametrize(("places", "noise", "longer", "delay", "expected"), CHANCES)
-def test_chance_names_no_slow_rank(
-    places: str, noise: float, longer: float, delay: float, expected: int, monkeypatch
-):
+def test_chance_names_no_slow_rank(places, noise, longer, delay, expected, monkeypatch):
     """Rank 1 counts as slow in the expected number of 50 simulated runs, and rank 0 in none.
 
     In each of a run's 100 windows, rank 1 computes for `longer` seconds more, and waits `delay`
@@ -139,7 +136,7 @@ def test_chance_names_no_slow_rank(
 
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("devices", [2, slow(4)])
-def test_rank_with_slow_data_is_named(devices: int, tmp_path):
+def test_rank_with_slow_data_is_named(devices, tmp_path):
     """The run reports the last rank as slow, during training and at the end."""
     flags = [*DATA, *CPU, *DDP, *options(devices=devices, max_epochs=3, root=tmp_path)]
     out = fork_app("fit", "--data=stuck_code.SleepsInData", *flags)
@@ -233,7 +230,7 @@ HANGS = [
 
 
 @pytest.mark.parametrize(("flags", "place"), HANGS)
-def test_hung_rank_is_named(flags: list[str], place: str, tmp_path):
+def test_hung_rank_is_named(flags, place, tmp_path):
     """If a rank hangs, the run ends after the timeout, and names the rank and its line.
 
     The stacks of both ranks are written to files.

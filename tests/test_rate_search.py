@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from forked import fork_fit
-from harness import App, difference, last_of, on_cpu, options, record_of, slow, tiny
+from harness import difference, last_of, on_cpu, options, record_of, slow, tiny
 from user_code import Tiny
 
 from app.command.rate_search import valley
@@ -25,7 +25,7 @@ LINEAR += [*SMALL, *options(global_batch=16)]
         ([1.0, 0.99, 0.98, 3.0], None),  # 2 % are noise
     ],
 )
-def test_suggestion(losses: list[float], rate: float | None):
+def test_suggestion(losses, rate):
     rates = np.arange(1, len(losses) + 1) / 100
     assert valley(rates, np.array(losses)) == rate
 
@@ -42,7 +42,7 @@ def test_suggestion(losses: list[float], rate: float | None):
     ],
     ids=" ".join,
 )
-def test_a_found_rate_is_like_one_given_by_hand(way: list[str], tmp_path):
+def test_a_found_rate_is_like_one_given_by_hand(way, tmp_path):
     """The loss falls from the first rate, 1e-6, to the last one, 1."""
     found = fork_fit(tmp_path / "found", *LINEAR, *way, *FIND)
     record = record_of(found)
@@ -83,12 +83,12 @@ def test_a_search_begins_with_the_fitted_head(tmp_path):
         ([*LINEAR, "--trainer.fast_dev_run=true"], "--trainer.fast_dev_run takes too few steps"),
     ],
 )
-def test_a_skipped_search_is_explained(words: list[str], reason: str, app: App):
+def test_a_skipped_search_is_explained(words, reason, app):
     out = app("fit", "--data=user_code.TheirData", *words, *SMALL, *FIND)
     assert f"no search for a learning rate, because {reason}" in out
 
 
-def test_a_resumed_run_keeps_its_rate(app: App, tmp_path):
+def test_a_resumed_run_keeps_its_rate(app, tmp_path):
     words = [*LINEAR, *FIND, "--run.name=a"]
     assert "--model.lr: 0.001 found, instead of 0.5\n" in app("fit", *words)
     run = tmp_path / "runs/a/version_0"

@@ -9,7 +9,6 @@ import shutil
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 from unittest.mock import Mock
 
 import pandas as pd
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torchvision
 import yaml
-from harness import App, Fit, bit_flipped, draw_images, last_of, options, refusals, tiny, weights
+from harness import bit_flipped, draw_images, last_of, options, refusals, tiny, weights
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -61,7 +60,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize(("flags", "name"), NETWORKS.items())
-def test_network_by_name_or_import_path(flags: str, name: str, app: App, tmp_path):
+def test_network_by_name_or_import_path(flags, name, app, tmp_path):
     summary = options(enable_model_summary=True)
     out = app("fit", *QUICK, *flags.split(), *summary)
     run = tmp_path / f"runs/{name}-Synthetic/version_0"
@@ -126,7 +125,7 @@ def test_whitened_patches_are_uncorrelated():
 
 
 @pytest.mark.parametrize(("views", "moves"), [("mirror", [0]), ("shift", [0, 1, -1])])
-def test_views_are_averaged(views: Literal["mirror", "shift"], moves: list[int]):
+def test_views_are_averaged(views, moves):
     model = ImageClassifier("whitened", 10, views=views).eval()
     images = functional.pad(torch.randn(4, 3, 30, 30), (1, 1, 1, 1))
     seen = [
@@ -142,7 +141,7 @@ def test_views_are_averaged(views: Literal["mirror", "shift"], moves: list[int])
 # ------------------------------------------------------------------------------------------------
 
 
-def test_weights_of_a_run_with_another_number_of_classes(app: App, fit: Fit, tmp_path):
+def test_weights_of_a_run_with_another_number_of_classes(app, fit, tmp_path):
     folder = draw_images(tmp_path / "images", ("cat", "dog"), train=12)
     flags = ["--data=ImageFolder", f"--data.root={folder}", *f"{NETWORK} resnet18_cifar".split()]
     flags += options(max_epochs=1, test=False, accelerator="cpu")
@@ -191,7 +190,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("origin", CONTAINERS)
-def test_weights_are_found_under_any_prefix(origin: str, tmp_path):
+def test_weights_are_found_under_any_prefix(origin, tmp_path):
     """Weights are found in any container and under any prefix; one line names the chosen set."""
     network = make_network("squeezenet1_1", 4)
     assert loaded(network, CONTAINERS[origin], tmp_path) == (
@@ -245,7 +244,7 @@ UNFIT |= {
 
 
 @pytest.mark.parametrize("problem", UNFIT)
-def test_weights_that_do_not_fit(problem: str, tmp_path):
+def test_weights_that_do_not_fit(problem, tmp_path):
     """Weights lost by another kind, shape or name are rejected; the message names the first."""
     with pytest.raises(UserError, match=rf"^--model.weights x.pth.*{re.escape(problem)}"):
         loaded(make_network("squeezenet1_1", 10), UNFIT[problem], tmp_path)
@@ -268,7 +267,7 @@ def test_files_without_weights_are_rejected(tmp_path):
             read_weights(str(tmp_path / name), "")
 
 
-def test_published_weights(app: App, tmp_path, monkeypatch):
+def test_published_weights(app, tmp_path, monkeypatch):
     """Without a connection, the error names the file to download and the folder to put it into."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", Mock(side_effect=OSError("refused")))
@@ -295,7 +294,7 @@ def test_the_images_of_published_weights():
 
 
 @pytest.mark.parametrize(("freeze", "trained"), [(2, 59), (5, 38), ("backbone", 2)])
-def test_frozen_blocks_do_not_train(freeze: int | str, trained: int):
+def test_frozen_blocks_do_not_train(freeze, trained):
     model = ImageClassifier("resnet18", 10, freeze=freeze).train()
     assert sum(p.requires_grad for p in model.parameters()) == trained
     assert not model.network.bn1.training
@@ -320,7 +319,7 @@ def test_parameter_groups():
     assert {(round(g["lr"], 6), len(g["params"])) for g in groups} == {(0.001, 42), (0.064, 20)}
 
 
-def test_a_resumed_run_of_another_length_follows_its_own_schedule(fit: Fit):
+def test_a_resumed_run_of_another_length_follows_its_own_schedule(fit):
     flags = [*QUICK, *options(log_every_n_steps=1)]
     flags += ["--model.schedule=linear", "--model.optimizer.lr=1e-3"]
     fit(*flags)
@@ -342,7 +341,7 @@ def test_schedules_by_hand():
         assert [rate(name, 2, 8, step) for step in range(8)] == pytest.approx(expected), name
 
 
-def test_the_rate_is_logged_in_each_window(app: App, tmp_path):
+def test_the_rate_is_logged_in_each_window(app, tmp_path):
     flags = tiny(40, 8, "CIFARCNN", val_size=0, max_epochs=2, test=False, log_every_n_steps=1)
     flags += ["--model.schedule=cosine", "--model.warmup=1ep", "--model.freeze=1"]
     flags += ["--model.ema=0.9"]
@@ -355,7 +354,7 @@ def test_the_rate_is_logged_in_each_window(app: App, tmp_path):
     assert rates.drop_duplicates().tolist() == pytest.approx(steps)
 
 
-def test_the_average_begins_with_the_weights_that_training_begins_with(fit: Fit):
+def test_the_average_begins_with_the_weights_that_training_begins_with(fit):
     flags = tiny(40, 8, "CIFARCNN", max_steps=2, precision="64-true", test=False)
     flags += ["--model.network=whitened", "--model.class_weights=balanced"]
     runs = [fit(*flags, f"--model.ema={decay}") for decay in (0.001, 0.999)]
@@ -367,7 +366,7 @@ def test_the_average_begins_with_the_weights_that_training_begins_with(fit: Fit)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_losses_by_hand(smoothing: float):
+def test_losses_by_hand(smoothing):
     """Labels and probabilities have the losses of plain formulas."""
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     soft, factor = functional.one_hot(labels, 4).float(), torch.tensor([1.0, 2, 3, 4])
@@ -416,7 +415,7 @@ def test_metrics_of_many_classes():
     assert sorted(CIFARCNN(num_classes=12).val_metrics) == sorted([*names, "val_top5"])
 
 
-def test_the_average_by_hand(fit: Fit):
+def test_the_average_by_hand(fit):
     """The average begins with the first step's weights; counts are the model's."""
     flags = tiny(40, 8, "ImageClassifier", max_epochs=1, val_size=0, test=False)
     flags += ["--model.ema=0.5", "--model.network=test_recipe.Net"]

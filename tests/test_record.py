@@ -20,8 +20,6 @@ from harness import (
     QUIET,
     ROOT,
     SLOW,
-    App,
-    Fit,
     on_cpu,
     options,
     record,
@@ -39,7 +37,7 @@ SMALL = tiny(200, 20)
 
 
 @pytest.mark.usefixtures("drawn")
-def test_a_run_writes_its_files_and_record(app: App, tmp_path):
+def test_a_run_writes_its_files_and_record(app, tmp_path):
     """Drawing does not change pyplot's state, which notebooks share."""
     import matplotlib.pyplot
 
@@ -102,7 +100,7 @@ def test_a_run_writes_its_files_and_record(app: App, tmp_path):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("batches", ["NamedData", "HiddenData"])
-def test_throughput_of_batches_that_begin_with_names(batches: str, fit: Fit):
+def test_throughput_of_batches_that_begin_with_names(batches, fit):
     data = ["--model=user_code.TheirModel", f"--data=user_code.{batches}", *QUIET]
     flags = options(loader="lightning", max_epochs=2, log_every_n_steps=1)
     for epoch in record_of(fit(*data, *flags))["epochs"]:
@@ -147,7 +145,7 @@ def test_set_up_time_begins_with_the_command(tmp_path):
     assert record(tmp_path)["setup_s"] < time.time() - began - 5
 
 
-def test_set_up_time_when_the_date_jumps(fit: Fit, monkeypatch):
+def test_set_up_time_when_the_date_jumps(fit, monkeypatch):
     """The run also keeps a user's profiler, and then measures no phases."""
     year = 365 * 86400
     dates = itertools.cycle([time.time(), time.time() - year, time.time() + year])
@@ -169,7 +167,7 @@ PHASED = [
 
 
 @pytest.mark.parametrize("flags", PHASED)
-def test_phases_add_up_to_a_step(flags: list[str], tmp_path):
+def test_phases_add_up_to_a_step(flags, tmp_path):
     """The phases add up to the step's duration. Under dp, communication is not timed apart."""
     more = options(log_every_n_steps=5, test=False, root=tmp_path)
     start_app("fit", *SMALL, *flags, *more)
@@ -196,7 +194,7 @@ FAILING = [
 
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize(("strategy", "devices", "reason"), FAILING)
-def test_a_failed_run_says_why(strategy: str, devices: int, reason: str, tmp_path):
+def test_a_failed_run_says_why(strategy, devices, reason, tmp_path):
     """Output, record and report give the reason, also if only the last rank fails."""
     flags = [*THEIRS, *on_cpu(strategy, devices, root=tmp_path)]
     assert re.search(reason, fork_app("fit", *flags, code=1))

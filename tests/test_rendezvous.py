@@ -8,8 +8,6 @@ import pytest
 from forked import fork_app
 from harness import (
     SLOW,
-    App,
-    Fit,
     assert_same,
     error_of,
     free_port,
@@ -63,7 +61,7 @@ LEFTOVERS = [
 
 
 @pytest.mark.parametrize(("left", "message"), LEFTOVERS)
-def test_leftover_launcher_variables_are_rejected(left: dict[str, str], message: str):
+def test_leftover_launcher_variables_are_rejected(left, message):
     """If a launcher's variables are left over, the error explains them."""
     assert message in fork_app.error("fit", *SMALL, env=left)
 
@@ -74,7 +72,7 @@ def test_port_out_of_range():
     assert message == "error: MASTER_PORT=99999 in the environment: give a port, 1 to 65535"
 
 
-def test_taken_port(app: App, monkeypatch):
+def test_taken_port(app, monkeypatch):
     """A taken port is rejected if processes would meet there; a single process needs no port."""
     with socket.create_server(("", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
@@ -84,14 +82,14 @@ def test_taken_port(app: App, monkeypatch):
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", "1"), ("ddp_fork", "2")])
-def test_leftover_address_is_ignored(strategy: str, devices: str, tmp_path):
+def test_leftover_address_is_ignored(strategy, devices, tmp_path):
     flags = [*SMALL, *STEPS, *options(strategy=strategy, devices=devices, root=tmp_path)]
     out = fork_app("fit", *flags, env={"MASTER_ADDR": "192.0.2.1"}, timeout=100)
     assert "MASTER_ADDR=192.0.2.1 is not used: this run is on one node" in out
 
 
 @SLOW
-def test_two_nodes_equal_one_device(app: App, fit: Fit, tmp_path):
+def test_two_nodes_equal_one_device(app, fit, tmp_path):
     """Two nodes train, test and predict like one device."""
     root = ["--run.root", str(tmp_path / "nodes")]
     for code, out in on_two_nodes("fit", *SMALL, *STEPS, *WAY, *root):

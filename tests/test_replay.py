@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import QUIET, App, Fit, options, record_of, tiny
+from harness import QUIET, options, record_of, tiny
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -59,7 +59,7 @@ def logged(folder: Path, step: int) -> float:
 
 
 @pytest.mark.usefixtures("drawn")
-def test_step_has_the_loss_that_the_run_logged(app: App, fit: Fit):
+def test_step_has_the_loss_that_the_run_logged(app, fit):
     words = [*RUN, "--model.schedule=cosine", "--model.warmup=1ep"]
     words += ["--last_checkpoint.save_top_k=-1", "--last_checkpoint.filename={step}"]
     folder = fit(*words)
@@ -73,7 +73,7 @@ def test_step_has_the_loss_that_the_run_logged(app: App, fit: Fit):
 
 
 @pytest.mark.parametrize("value", ["1e39", "1e4"])
-def test_worst_step_has_the_bad_image(value: str, app: App, tmp_path):
+def test_worst_step_has_the_bad_image(value, app, tmp_path):
     """The NaN loss of one image ends the run; three images have too high losses."""
     is_nan = value == "1e39"
     bad = random.randrange(1997)
@@ -96,9 +96,7 @@ RISES = [
 
 
 @pytest.mark.parametrize(("name", "losses", "steps"), RISES)
-def test_the_sharpest_rise_of_the_loss_is_searched(
-    name: str, losses: list[float], steps: tuple[int, int], tmp_path
-):
+def test_the_sharpest_rise_of_the_loss_is_searched(name, losses, steps, tmp_path):
     """A run too short for two windows is searched as a whole."""
     file = tmp_path / "metrics.csv"
     lines = [f"step,{name},lr-SGD"]
@@ -108,7 +106,7 @@ def test_the_sharpest_rise_of_the_loss_is_searched(
     assert worst(Record(steps=40, epochs=[Epoch(0), Epoch(1)]), file) == steps
 
 
-def test_run_with_a_plain_loader_is_repeated_from_its_beginning(app: App, fit: Fit):
+def test_run_with_a_plain_loader_is_repeated_from_its_beginning(app, fit):
     """A resumed loader would have another order."""
     flags = options(loader="lightning", bad=0, value=1, count=300, max_epochs=2)
     folder = fit(*THEIRS, *flags)
@@ -121,7 +119,7 @@ class Tenth(CIFARCNN):
         return 0.1 * cross_entropy(self(batch[0]), batch[1])
 
 
-def test_samples_are_ranked_by_the_loss_of_the_user_s_training_step(app: App, fit: Fit):
+def test_samples_are_ranked_by_the_loss_of_the_user_s_training_step(app, fit):
     config = fit(*tiny(90, 20, "test_replay.Tenth", max_epochs=1)) / "config.yaml"
     out = app("replay", f"--config={config}", "--step=2")
     assert largest(out)[0] < 0.5
@@ -140,9 +138,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "record", "message"), REFUSED)
-def test_impossible_replay_is_rejected(
-    flags: str, record: str, message: str, app: App, tmp_path, monkeypatch
-):
+def test_impossible_replay_is_rejected(flags, record, message, app, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("{}")
     Path("run.json").write_text(record)

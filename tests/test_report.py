@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from forked import fork_fit
-from harness import QUIET, App, Fit, last_of, on_cpu, options, record_of, seen_colours, slow, tiny
+from harness import QUIET, last_of, on_cpu, options, record_of, seen_colours, slow, tiny
 
 from app.monitor.loggers import read_rows
 from app.monitor.report import draw_bars, draw_confusion_matrix, leave_report, make_report
@@ -48,7 +48,7 @@ def read(run: Path) -> Page:
     return Page((run / "report.html").read_text())
 
 
-def test_report_has_result_curves_and_settings(app: App, fit: Fit):
+def test_report_has_result_curves_and_settings(app, fit):
     run = fit(*SMALL, *WINDOWS, "--trainer.max_epochs=2", "--model.schedule=linear")
     source = (run / "report.html").read_text()
     assert "stroke: var(--2f62c9, #2f62c9)" in source
@@ -79,7 +79,7 @@ def test_report_has_result_curves_and_settings(app: App, fit: Fit):
     assert not list((run.parents[1] / "y").glob("**/report.html"))
 
 
-def test_other_programs_are_the_bottleneck_of_a_busy_cpu(fit: Fit):
+def test_other_programs_are_the_bottleneck_of_a_busy_cpu(fit):
     """Report and summary agree on a busy machine, and give a slow step's time in seconds."""
     run = fit(*SMALL, *WINDOWS)
     record = Record.load(run / "run.json")
@@ -124,7 +124,7 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_no_text_of_a_picture_is_cut_or_covers_another(name: str):
+def test_no_text_of_a_picture_is_cut_or_covers_another(name):
     figure = PICTURES[name]()
     figure.draw_without_rendering()
     box = figure.get_tightbbox()
@@ -156,9 +156,7 @@ VALIDATED = [
 
 
 @pytest.mark.parametrize("flags", VALIDATED)
-def test_without_a_test_the_report_shows_the_validation(
-    flags: list[str], image_root: Path, tmp_path
-):
+def test_without_a_test_the_report_shows_the_validation(flags, image_root, tmp_path):
     """The best weights, averages here, classify each validation image once."""
     shutil.move(image_root / "test", image_root / "val")
     data = ["--data=ImageFolder", f"--data.root={image_root}", "--data.batch_size=9", *QUIET]
@@ -182,7 +180,7 @@ def test_without_a_test_the_report_shows_the_validation(
     assert sum(logged) == 2, "only those of the epochs"
 
 
-def test_a_run_does_not_read_its_record(fit: Fit, monkeypatch):
+def test_a_run_does_not_read_its_record(fit, monkeypatch):
     """Reading a record imports pydantic, which takes 0.1 s.
 
     A report written later from the record's file is the same, although the file has null for each
@@ -210,9 +208,7 @@ USER_CODE = [
 
 
 @pytest.mark.parametrize(("model", "data", "title", "use"), USER_CODE)
-def test_users_code_has_a_report(
-    model: str, data: str, title: str, use: str | None, app: App, tmp_path
-):
+def test_users_code_has_a_report(model, data, title, use, app, tmp_path):
     """The report is written whatever a user's module logs, and the printed command works.
 
     `fit` ends with a test if both module and data define one.
@@ -230,7 +226,7 @@ def test_users_code_has_a_report(
         app(*shlex.split(words))
 
 
-def test_unwritable_report_prints_a_line(app: App, tmp_path, monkeypatch, capfd):
+def test_unwritable_report_prints_a_line(app, tmp_path, monkeypatch, capfd):
     """A report that cannot be written, or a damaged record, raises no error."""
     monkeypatch.setattr(
         "app.monitor.report.write_text", Mock(side_effect=OSError(28, "No space left on device"))
@@ -257,7 +253,7 @@ def test_pages_are_utf_8(tmp_path):
 NAME = "<img src=x onerror=alert(1)> ![](http://e.com/a.png) [x](http://e.com) *_`|$\\"
 
 
-def test_names_are_shown_literally(tmp_path, image_root: Path):
+def test_names_are_shown_literally(tmp_path, image_root):
     """Names are shown literally, even if they contain HTML, Markdown or mathematics."""
     section = Section(NAME, table([NAME, ""], [[NAME, 1]]), folded=True)
     assert Page(page(NAME, plain(NAME), [section], {})).text.count(NAME) == 6
@@ -313,7 +309,7 @@ def test_course_of_a_long_run_is_thinned():
 
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
-def test_in_a_browser(scheme: int, fit: Fit):
+def test_in_a_browser(scheme, fit):
     run = fit(*SMALL, *WINDOWS, "--trainer.max_epochs=3")
     flags = ["--window-size=1200,4000", f"--blink-settings=preferredColorScheme={scheme}"]
     colours = seen_colours(run / "report.html", *flags)

@@ -17,8 +17,6 @@ from forked import fork_app, fork_fit
 from harness import (
     RECIPE,
     SLOW,
-    App,
-    Fit,
     acts,
     bit_flipped,
     difference,
@@ -72,7 +70,7 @@ def epochs(run: Path) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("model", [*list(MODELS)[:-1], slow("double-precision")])
-def test_resume_within_an_epoch_is_exact(model: str, fit: Fit):
+def test_resume_within_an_epoch_is_exact(model, fit):
     flags = [*MODELS[model], *STEPS, *RECORDING, *options(log_every_n_steps=5)]
     whole = fit(*flags, "--run.name=whole")
     saved = checkpoints(whole)
@@ -89,7 +87,7 @@ def test_resume_within_an_epoch_is_exact(model: str, fit: Fit):
     assert logged.equals(expected[expected["step"] >= 21].reset_index(drop=True))
 
 
-def test_last_continues_a_finished_training(app: App, tmp_path):
+def test_last_continues_a_finished_training(app, tmp_path):
     """`--ckpt_path last` prolongs a training, and remembers the best checkpoint so far."""
     flags = [*PLAIN, *options(test=False, name="x")]
     runs = tmp_path / "runs/x"
@@ -115,7 +113,7 @@ def test_last_continues_a_finished_training(app: App, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["AccuracyFalls", "LossRises"])
-def test_resumed_run_remembers_the_best_checkpoint(model: str, fit: Fit):
+def test_resumed_run_remembers_the_best_checkpoint(model, fit):
     """A resumed run keeps the first epoch's checkpoint as the best: later metrics are worse."""
     flags = [f"--model=user_code.{model}", "--data=user_code.TheirData", "--run.name=x"]
     for count, resume in (("2", []), ("4", ["--ckpt_path=last"])):
@@ -123,7 +121,7 @@ def test_resumed_run_remembers_the_best_checkpoint(model: str, fit: Fit):
     assert read(run / "checkpoints/best.ckpt")["epoch"] == 0
 
 
-def test_config_of_a_run_selects_that_run(app: App, fit: Fit, tmp_path):
+def test_config_of_a_run_selects_that_run(app, fit, tmp_path):
     """A run's config selects this run instead of the newest of its name.
 
     A finished training is rejected.
@@ -163,7 +161,7 @@ def positions(folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("loop", SAVES)
-def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path):
+def test_kills_inside_accumulation_windows_lose_no_gradients(loop, tmp_path):
     """No checkpoint is written inside a window, because it would lose the first batches' gradients.
 
     A resumed run has not saved its first step, and an interval of time ends after any batch.
@@ -178,7 +176,7 @@ def test_kills_inside_accumulation_windows_lose_no_gradients(loop: str, tmp_path
 
 
 @pytest.mark.parametrize("loop", ["straight", "lightning"])
-def test_a_stop_inside_an_accumulation_window_waits_for_its_end(loop: str, app: App, tmp_path):
+def test_a_stop_inside_an_accumulation_window_waits_for_its_end(loop, app, tmp_path):
     app("fit", *IN_WINDOWS, *options(name="x", loop=loop), *acts("stop", 7))
     assert positions(tmp_path) == {9}
     assert record_of(tmp_path / "runs/x/version_0")["steps"] == 3
@@ -188,7 +186,7 @@ def test_a_stop_inside_an_accumulation_window_waits_for_its_end(loop: str, app: 
     assert not [*(tmp_path / "runs/y").rglob("*.ckpt")]
 
 
-def test_checkpoints_inside_accumulation_windows_are_refused(app: App, fit: Fit):
+def test_checkpoints_inside_accumulation_windows_are_refused(app, fit):
     """A user's save, a validation's save, and a checkpoint of another batch count are rejected."""
     message = app.error("fit", *IN_WINDOWS, *acts("save", 7))
     assert "call it where (batch_idx + 1) % 3 is 0, or with weights_only=True" in message
@@ -213,9 +211,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("steps", "every"), [((1, 15, 16, 29), "null"), ((15,), "5")], ids=str)
-def test_run_stopped_by_max_steps_resumes_exactly(
-    steps: tuple[int, ...], every: str, whole: Path, fit: Fit
-):
+def test_run_stopped_by_max_steps_resumes_exactly(steps, every, whole, fit):
     """A run that stops and resumes several times has an uninterrupted run's weights and records.
 
     A checkpoint due after an epoch's last step is written at the epoch's end, with validation and
@@ -229,7 +225,7 @@ def test_run_stopped_by_max_steps_resumes_exactly(
     assert epochs(resumed) == epochs(whole)
 
 
-def test_early_stopping_saves_where_it_stops(fit: Fit):
+def test_early_stopping_saves_where_it_stops(fit):
     """Early stopping ends a run at a validation within an epoch.
 
     If `min_epochs` epochs are not complete, it waits for the end of the last one. Then checkpoints
@@ -245,7 +241,7 @@ def test_early_stopping_saves_where_it_stops(fit: Fit):
 
 
 @SLOW
-def test_resume_across_strategies(fit: Fit, tmp_path):
+def test_resume_across_strategies(fit, tmp_path):
     """A checkpoint of ddp resumes under ddp bit for bit, under other strategies up to rounding."""
     ddp = [*CNN, *STEPS, *on_cpu("ddp_fork")]
     saved = checkpoints(fork_fit(tmp_path, *ddp))
@@ -256,14 +252,14 @@ def test_resume_across_strategies(fit: Fit, tmp_path):
         assert difference(saved[42], checkpoints(run)[42]) < 1e-5
 
 
-def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app: App, fit: Fit):
+def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app, fit):
     saved = checkpoints(fit(*CNN, *STEPS, "--trainer.max_steps=10"))[7]
     assert "batch_size 32" in app.error(
         "fit", *CNN, *STEPS, "--data.batch_size=16", f"--ckpt_path={saved}"
     )
 
 
-def test_changed_settings_start_a_new_run(app: App, tmp_path):
+def test_changed_settings_start_a_new_run(app, tmp_path):
     """A changed setting, an earlier checkpoint, or a run in progress leads to a new run.
 
     One line gives the reason.
@@ -285,7 +281,7 @@ def test_changed_settings_start_a_new_run(app: App, tmp_path):
     assert not any(record["parts"] for record in records)
 
 
-def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path):
+def test_auto_takes_the_newest_readable_checkpoint(app, tmp_path):
     """`auto` takes the newest readable checkpoint, or none; a finished training is only tested."""
     flags = [*PLAIN, "--run.name=x", "--ckpt_path=auto", "--trainer.max_epochs"]
     runs = tmp_path / "runs/x"
@@ -309,7 +305,7 @@ def test_auto_takes_the_newest_readable_checkpoint(app: App, tmp_path):
 FLAGS = [*PLAIN, *options(name="x", test=False), "--trainer.max_epochs"]
 
 
-def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path):
+def test_damaged_checkpoint_is_rejected_or_replaced(app, tmp_path):
     """A damaged checkpoint is rejected by name or path; `auto` renames it and uses an earlier one.
 
     If no checkpoint is intact, `auto` rejects the run instead of starting it anew.
@@ -337,7 +333,7 @@ def test_damaged_checkpoint_is_rejected_or_replaced(app: App, tmp_path):
     assert "give another --run.name to begin anew" in message
 
 
-def test_checkpoint_without_a_needed_part_is_rejected(app: App, fit: Fit, tmp_path):
+def test_checkpoint_without_a_needed_part_is_rejected(app, fit, tmp_path):
     good = read(last_of(fit(*FLAGS, "1")))
     bad = tmp_path / "bad.ckpt"
     trainer = Trainer(max_epochs=2, logger=False)
@@ -364,7 +360,7 @@ def test_checkpoint_without_a_needed_part_is_rejected(app: App, fit: Fit, tmp_pa
     assert "resuming from" in out, "from best.ckpt, though weights alone are newer"
 
 
-def test_last_is_found_without_the_record(app: App, fit: Fit):
+def test_last_is_found_without_the_record(app, fit):
     """`--ckpt_path last` finds the checkpoint's file if the record lacks it or is unreadable."""
     run = fit(*FLAGS, "1")
     record = record_of(run)
@@ -380,7 +376,7 @@ TUNED += ["--trainer.callbacks.unfreeze_backbone_at_epoch=1", "--trainer.callbac
 
 
 @pytest.mark.parametrize("steps", [3, 5, 8, 10])
-def test_resumed_fine_tuning_trains_the_same_layers(steps: int, tmp_path):
+def test_resumed_fine_tuning_trains_the_same_layers(steps, tmp_path):
     """A run stopped before, at or after the epoch that unfreezes the backbone goes on as whole."""
     whole = fork_fit(tmp_path / "whole", *TUNED)
     fork_fit(tmp_path, *TUNED, "--run.name=cut", f"--trainer.max_steps={steps}")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from forked import fork_fit
-from harness import QUIET, App, Fit, assert_same, draw_images, on_cpu, options
+from harness import QUIET, assert_same, draw_images, on_cpu, options
 from PIL import ExifTags, Image, ImageOps
 from test_cache import cache, decoded  # noqa: F401
 from test_data import attach, folder
@@ -29,7 +29,7 @@ def sample(path: Path) -> torch.Tensor:
     return v2.functional.pil_to_tensor(Image.open(path).convert("RGB"))
 
 
-def test_aspect_ratio_is_kept(image_root: Path):
+def test_aspect_ratio_is_kept(image_root):
     """Evaluation images equal those of torchvision's Resize and CenterCrop.
 
     Only `squash` changes the aspect ratio.
@@ -60,11 +60,11 @@ def test_aspect_ratio_is_kept(image_root: Path):
     [("random_resized", {20, 21, 22, 23}, {"scale": (0.5, 1.0)}), ("random", {20}, {})],
 )
 def test_training_images_are_kept_larger(
-    crop: str,
-    sides: set[int],
-    scale: dict[str, Any],
-    image_root: Path,
-    cache: Path,  # noqa: F811
+    crop,
+    sides,
+    scale,
+    image_root,
+    cache,  # noqa: F811
     decoded,  # noqa: F811
     monkeypatch,
 ):
@@ -127,7 +127,7 @@ def corners(image: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tif"])
-def test_images_are_turned_upright(orientation: int, kind: str, tmp_path):
+def test_images_are_turned_upright(orientation, kind, tmp_path):
     """Pixels are those of PIL's exif_transpose, for each EXIF orientation.
 
     A JPEG image that is decoded at a reduced size keeps each corner at its place.
@@ -186,9 +186,7 @@ def alone(tmp_path_factory) -> tuple[list[str], Path]:
 
 
 @pytest.mark.parametrize("variant", ["ddp_fork", "resumed", "decoded"])
-def test_every_variant_crops_and_augments_alike(
-    alone: tuple[list[str], Path], variant: str, tmp_path
-):
+def test_every_variant_crops_and_augments_alike(alone, variant, tmp_path):
     flags, expected = alone
     flags = [*flags]
     tolerance = 1e-12
@@ -217,11 +215,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)
-def test_conflicting_flags_are_refused(flags: list[str], message: str, app: App, image_root: Path):
+def test_conflicting_flags_are_refused(flags, message, app, image_root):
     assert message in app.error("fit", *folder(image_root), *flags)
 
 
-def test_augmentations_by_name(image_root: Path, fit: Fit, tmp_path):
+def test_augmentations_by_name(image_root, fit, tmp_path):
     erasing = {"class_path": "RandomErasing", "init_args": {"p": 1.0, "value": 7}}
     settings = {"augment": ["TrivialAugmentWide", erasing, "user_code.Inverted"]}
     config = tmp_path / "augment.yaml"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cluster.hosts import awaited
 from cluster.slurm import Slurm
-from harness import ROOT, Fit, difference, last_of, listening, losses, record, tiny
+from harness import ROOT, difference, last_of, listening, losses, record, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SCRIPT = ROOT / "configs/cluster/slurm.sbatch"
@@ -63,7 +63,7 @@ def ends(slurm: Slurm, job: str, state: str) -> None:
 
 
 @pytest.mark.usefixtures("clean")
-def test_requeued_job_equals_one_device(slurm: Slurm, fit: Fit, tmp_path):
+def test_requeued_job_equals_one_device(slurm, fit, tmp_path):
     """A job of 2 nodes × 2 tasks that is requeued twice ends as a run on one device.
 
     The requeued job needs no further flags. The runs use float64, because the four ranks add
@@ -99,7 +99,7 @@ def test_requeued_job_equals_one_device(slurm: Slurm, fit: Fit, tmp_path):
 
 
 @pytest.mark.usefixtures("clean")
-def test_scancel_saves_checkpoint(slurm: Slurm, tmp_path):
+def test_scancel_saves_checkpoint(slurm, tmp_path):
     job = submit(slurm, tmp_path, epochs=100000)
     trained(slurm, job, tmp_path, 2)
     ranks = [
@@ -117,7 +117,7 @@ def test_scancel_saves_checkpoint(slurm: Slurm, tmp_path):
     assert last(tmp_path).exists()
 
 
-def test_failed_node_requeues_job(slurm: Slurm, tmp_path):
+def test_failed_node_requeues_job(slurm, tmp_path):
     """The requeued job continues from the newest checkpoint on other nodes."""
     job = submit(slurm, tmp_path, epochs=40)
     trained(slurm, job, tmp_path, 3)
@@ -130,7 +130,7 @@ def test_failed_node_requeues_job(slurm: Slurm, tmp_path):
     assert [row["epoch"] for row in record(tmp_path)["epochs"]] == list(range(40))
 
 
-def test_mismatched_tasks_fail_at_once(slurm: Slurm, tmp_path):
+def test_mismatched_tasks_fail_at_once(slurm, tmp_path):
     """A job whose tasks do not match the command fails at once, and leaves no run.
 
     Two simultaneous steps of `srun` are two runs with separate directories.
@@ -162,7 +162,7 @@ def test_mismatched_tasks_fail_at_once(slurm: Slurm, tmp_path):
 
 
 @pytest.mark.usefixtures("clean")
-def test_job_without_requeue_fails(slurm: Slurm, tmp_path):
+def test_job_without_requeue_fails(slurm, tmp_path):
     job = submit(slurm, tmp_path, shape=[*TWO, "--no-requeue"], epochs=100000)
     trained(slurm, job, tmp_path, 1)
     slurm.run("scancel", "--signal=USR1", f"{job}.0")
@@ -174,7 +174,7 @@ def test_job_without_requeue_fails(slurm: Slurm, tmp_path):
 
 
 @pytest.mark.parametrize("preempted", [True, False])
-def test_preempted_job_is_requeued(preempted: bool, slurm: Slurm, tmp_path):
+def test_preempted_job_is_requeued(preempted, slurm, tmp_path):
     """The script requeues a preempted job, because SLURM does not do so if the ranks end early.
 
     A job that `scancel` ends is not requeued.

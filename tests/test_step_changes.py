@@ -156,7 +156,7 @@ for owner, names in METHODS.items():
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_change_in_mid_epoch(change: str, tmp_path):
+def test_change_in_mid_epoch(change, tmp_path):
     """Whatever is replaced in mid-epoch takes effect at the same call as in Lightning's loop."""
     hook = "on_train_batch_end" if change == "manual optimization" else "on_train_batch_start"
     reason = change if change in ("a profiler", "manual optimization") else None

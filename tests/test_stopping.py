@@ -18,8 +18,6 @@ from cluster.hosts import awaited
 from forked import fork_app
 from harness import (
     SLOW,
-    App,
-    Fit,
     difference,
     family,
     last_of,
@@ -58,7 +56,7 @@ SIGNALS += [slow(*case) for case in MORE]
 
 
 @pytest.mark.parametrize(("strategy", "name", "whom"), SIGNALS)
-def test_signal_during_training_saves_checkpoint(strategy: str, name: str, whom: str, tmp_path):
+def test_signal_during_training_saves_checkpoint(strategy, name, whom, tmp_path):
     flags = on_cpu(strategy)
     if strategy == "disk":
         flags = options(placement="disk", num_workers=2)
@@ -90,9 +88,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("flags", "validations"), ENDS)
-def test_ctrl_c_in_first_epoch_can_resume(
-    flags: list[str], validations: int, app: App, fit: Fit, tmp_path
-):
+def test_ctrl_c_in_first_epoch_can_resume(flags, validations, app, fit, tmp_path):
     """A run that gets Ctrl-C in the fourth step ends after it, whatever its callbacks do.
 
     The resumed run has the bits of an undisturbed one.
@@ -166,7 +162,7 @@ def test_task_zero_requeues_slurm_job(tmp_path):
 
 @SLOW
 @pytest.mark.parametrize(("strategy", "name"), [("ddp", "SIGINT"), ("ddp_spawn", "SIGTERM")])
-def test_signal_during_start_ends_run(strategy: str, name: str, tmp_path):
+def test_signal_during_start_ends_run(strategy, name, tmp_path):
     with started(tmp_path, *SMALL, *on_cpu(strategy)) as run:
         awaited(lambda: len(family(run.mark)) > 2, 60)  # a rank, beside the multiprocessing tracker
         out = run.get(name, "group").end(code={"SIGINT": 130, "SIGTERM": 143}[name])
@@ -197,14 +193,14 @@ def test_failed_rank_is_reported_while_rank_zero_hangs(tmp_path):
 
 @SLOW
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_no_process_outlives_the_main_one(strategy: str, tmp_path):
+def test_no_process_outlives_the_main_one(strategy, tmp_path):
     with started(tmp_path, *SMALL, *on_cpu(strategy), *FOR_EVER) as run:
         run.trained(3).get("SIGKILL", "main").end(30)
 
 
 @SLOW
 @pytest.mark.parametrize(("strategy", "command"), [("auto", []), ("ddp", []), ("ddp", ["nohup"])])
-def test_closed_terminal_saves_checkpoint(strategy: str, command: list[str], tmp_path):
+def test_closed_terminal_saves_checkpoint(strategy, command, tmp_path):
     """The run saves a checkpoint, as after SIGTERM. Under nohup, it completes."""
     flags = [*SMALL, *on_cpu(strategy), "--trainer.max_epochs=30", "--run.root", tmp_path]
     process, terminal = pty.fork()
@@ -248,7 +244,7 @@ def test_a_rank_that_saves_goes_on_after_a_signal(tmp_path):
 
 @SLOW
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_one_signal_ends_ranks_that_wait_for_each_other(strategy: str, tmp_path):
+def test_one_signal_ends_ranks_that_wait_for_each_other(strategy, tmp_path):
     with started(
         tmp_path, *SMALL, *on_cpu(strategy), "--model=stuck_code.WaitsElsewhere", *FOR_EVER
     ) as run:
@@ -263,7 +259,7 @@ MANY = [("auto", "test"), *(slow(*case) for case in STAGES)]
 
 
 @pytest.mark.parametrize(("strategy", "stage"), MANY)
-def test_first_of_many_signals_ends_run(strategy: str, stage: str, tmp_path):
+def test_first_of_many_signals_ends_run(strategy, stage, tmp_path):
     """The first of 300 SIGTERMs ends the run in order; the others do not disturb the end."""
     flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy), "--run.root", tmp_path]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]

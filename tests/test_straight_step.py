@@ -34,9 +34,7 @@ SMALLER = {
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_config(
-    config: Path, fit: Fit, cifar_root: Path, fashion_root: Path, image_root: Path
-):
+def test_every_config(config, fit, cifar_root, fashion_root, image_root):
     roots = {"CIFAR10": cifar_root, "FashionMNIST": fashion_root, "ImageFolder": image_root}
     data = yaml.safe_load(config.read_text()).get("data", {}).get("class_path")
     flags = [f"--data.root={roots[data]}"] if data in roots else tiny(80)
@@ -81,7 +79,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants(name: str, fit: Fit):
+def test_variants(name, fit):
     flags = tiny(103, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3)
     assert_alike_by_command(fit, *flags, *VARIANTS[name])
 
@@ -102,7 +100,7 @@ USERS = {
 
 
 @pytest.mark.parametrize("model", USERS)
-def test_code_of_users(model: str, fit: Fit):
+def test_code_of_users(model, fit):
     flags = [f"--model={model}", "--data", USERS[model], "--trainer.accelerator=cpu", *QUIET]
     assert_alike_by_command(fit, *flags, *options(max_epochs=2, log_every_n_steps=2))
 
@@ -130,7 +128,7 @@ PICKLED = {
 
 
 @pytest.mark.parametrize("name", PICKLED)
-def test_trainer_can_be_pickled(name: str, fit: Fit):
+def test_trainer_can_be_pickled(name, fit):
     flags = ["--trainer.callbacks+=test_straight_step.Pickles", "--trainer.accelerator=cpu"]
     fit(*PICKLED[name], *flags, *options(max_epochs=2, limit_train_batches=3, test=False))
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import ClassLabel, Image, List, Value
-from harness import QUIET, App, Fit, losses, options, record_of
+from harness import QUIET, losses, options, record_of
 from test_data import attach, refusal
 
 from app.data import HuggingFace, ImageFolder, ImageTable
@@ -32,7 +32,7 @@ def table(image_root: Path) -> pd.DataFrame:
     return made
 
 
-def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, fit: Fit):
+def test_a_table_is_a_folder(image_root, table, fit):
     """Training on a table has the same splits and losses as on the folder.
 
     Splits and columns may have other names.
@@ -49,7 +49,7 @@ def test_a_table_is_a_folder(image_root: Path, table: pd.DataFrame, fit: Fit):
     assert data.class_names == ["cat", "dog", "eel"]
 
 
-def test_labels_are_read_again(image_root: Path, table: pd.DataFrame, monkeypatch):
+def test_labels_are_read_again(image_root, table, monkeypatch):
     """Labels are not cached: a changed label and another label column take effect.
 
     Classes are in numeric order.
@@ -72,7 +72,7 @@ def test_labels_are_read_again(image_root: Path, table: pd.DataFrame, monkeypatc
 rejection = partial(refusal, ImageTable)
 
 
-def test_wrong_cell_or_column_is_named(image_root: Path, table: pd.DataFrame):
+def test_wrong_cell_or_column_is_named(image_root, table):
     csv = image_root / "all.csv"
     columns = "but file, split, label: give one to --data."
     for flag, name in (("label_column", "species"), ("split_column", "fold")):
@@ -112,7 +112,7 @@ def test_wrong_cell_or_column_is_named(image_root: Path, table: pd.DataFrame):
     ids=["comma", "tab", "blank rows", "spaces", "quotes", "paths"],
 )
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_dialects_of_tables(text: str, encoding: str, tmp_path):
+def test_dialects_of_tables(text, encoding, tmp_path):
     for name in ("a.png", "b.png", "c.png"):
         (tmp_path / name).touch()
     (tmp_path / "t.csv").write_bytes(text.replace("{folder}", str(tmp_path)).encode(encoding))
@@ -166,7 +166,7 @@ def test_dialects_of_tables(text: str, encoding: str, tmp_path):
         ("file,label\na.png,c\udce4t\n", "invalid continuation byte): give a CSV file in UTF-8"),
     ],
 )
-def test_ambiguous_table_is_refused(text: str, problem: str, tmp_path):
+def test_ambiguous_table_is_refused(text, problem, tmp_path):
     (tmp_path / "a.png").touch()
     (tmp_path / "t.csv").write_bytes(text.encode(errors="surrogateescape"))
     columns = {}
@@ -195,7 +195,7 @@ def saved(image_root: Path) -> Path:
     return image_root / "saved"
 
 
-def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp_path):
+def test_a_data_set_of_hugging_face(image_root, saved, app, tmp_path):
     """A data set on disk or in Parquet has the image folder's pixels and labels.
 
     Only its first run decodes the images.
@@ -218,7 +218,7 @@ def test_a_data_set_of_hugging_face(image_root: Path, saved: Path, app: App, tmp
         assert sorted(split.tensor().tolist()) == sorted(expected.tensor().tolist())
 
 
-def test_columns_of_hugging_face(saved: Path, image_root: Path):
+def test_columns_of_hugging_face(saved, image_root):
     made = datasets.load_from_disk(str(saved))
     kinds = [str(2 * label + 8) for label in made["train"]["label"]]
     renamed = made["train"].add_column("kind", kinds).remove_columns("label")
@@ -237,7 +237,7 @@ def test_columns_of_hugging_face(saved: Path, image_root: Path):
             HuggingFace(str(image_root / name))
 
 
-def test_rows_of_paths(image_root: Path):
+def test_rows_of_paths(image_root):
     """A row's image may be a path, too.
 
     Only image formats are opened, whatever the path's suffix is.
@@ -282,7 +282,7 @@ TEXT = Value("string")
     ],
     ids=["classes", "spaces", "strings", "signs", "truths"],
 )  # fmt: skip
-def test_labels_go_by_name(train, test, names: str, numbers: list[list[int]], tmp_path):
+def test_labels_go_by_name(train, test, names, numbers, tmp_path):
     """Each split of a data set of Hugging Face may number its classes differently."""
     source = HuggingFace(save(tmp_path, test=test, train=train), label_column="label").source
     assert source.class_names == names.split()
@@ -290,7 +290,7 @@ def test_labels_go_by_name(train, test, names: str, numbers: list[list[int]], tm
 
 
 @pytest.mark.parametrize("missing", [None, -1])
-def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_path):
+def test_a_data_set_with_a_test_split_without_labels(missing, tmp_path):
     path = save(tmp_path, train=(BOTH, [0, 1]), test=(BOTH, [missing, missing]))
     assert HuggingFace(path).source.splits == ["train", "predict"]
 
@@ -318,13 +318,13 @@ def test_a_data_set_with_a_test_split_without_labels(missing: int | None, tmp_pa
         ((BOTH, [0, -1]), None, "row 1 of train has no label"),
     ],
 )  # fmt: skip
-def test_wrong_labels_of_hugging_face_are_refused(train, test, problem: str, tmp_path):
+def test_wrong_labels_of_hugging_face_are_refused(train, test, problem, tmp_path):
     path = save(tmp_path, train=train, **({"test": test} if test else {}))
     message = refusal(HuggingFace, Path(path), label_column="label")
     assert f"--data.path {path}: {problem}" in message
 
 
-def test_a_row_that_is_no_image(saved: Path, image_root: Path):
+def test_a_row_that_is_no_image(saved, image_root):
     """PIL would start Ghostscript to draw this image."""
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
     bad = {"image": [{"bytes": eps, "path": None}] * 3, "label": [0, 1, 0]}

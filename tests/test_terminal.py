@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import ROOT, SLOW, App, on_cpu, record, tiny
+from harness import ROOT, SLOW, on_cpu, record, tiny
 from lightning.pytorch.callbacks import RichProgressBar
 
 from app.monitor.progress_bar import ProgressBar
@@ -16,7 +16,7 @@ from app.monitor.progress_bar import ProgressBar
 SMALL = tiny(200, 20)
 
 
-def test_header_shows_layers_only_with_verbose(app: App, monkeypatch):
+def test_header_shows_layers_only_with_verbose(app, monkeypatch):
     """Layers appear only with --verbose; the warning about a busy machine always appears."""
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e4, 0.0, 0.0))
     flags = ["fit", *SMALL[:-2], "--run.test=false", "--trainer.max_steps=1"]
@@ -33,7 +33,7 @@ def test_header_shows_layers_only_with_verbose(app: App, monkeypatch):
     assert "features.0" in app(*flags, "--verbose")
 
 
-def test_lines_of_epochs_and_next_commands(app: App, tmp_path):
+def test_lines_of_epochs_and_next_commands(app, tmp_path):
     """A run prints a line for each epoch, also into a pipe, and then commands that work."""
     root = ["--run.root", tmp_path / "my runs"]
     out = app("fit", *SMALL[:-4], "--trainer.max_epochs=2", *root)
@@ -52,7 +52,7 @@ def test_lines_of_epochs_and_next_commands(app: App, tmp_path):
     assert "left" not in lines[1]
 
 
-def test_bar_updates_a_few_times_a_second(app: App, monkeypatch):
+def test_bar_updates_a_few_times_a_second(app, monkeypatch):
     """Our bar also updates after an epoch's last step. A user's own bar updates as usual."""
     noted: list[tuple[type, int]] = []
     metrics: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ def test_bar_updates_a_few_times_a_second(app: App, monkeypatch):
 
 
 @pytest.mark.parametrize("output", [">/dev/full", "2>&-", "<&- >&- 2>&-", "| head -1"])
-def test_output_that_cannot_be_written(output: str):
+def test_output_that_cannot_be_written(output):
     command = f"set -o pipefail; {sys.executable} -m app --help {output}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -91,7 +91,7 @@ def test_output_that_cannot_be_written(output: str):
 @SLOW
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 @pytest.mark.parametrize("output", [">/dev/full", "2>&1 | head -1"])
-def test_training_goes_on_without_its_output(strategy: str, output: str, tmp_path):
+def test_training_goes_on_without_its_output(strategy, output, tmp_path):
     flags = [*SMALL, *on_cpu(strategy, max_epochs=2, root=tmp_path)]
     command = f"set -o pipefail; {sys.executable} -m app fit {shlex.join(map(str, flags))} {output}"
     subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=200, check=True)

@@ -2,7 +2,7 @@
 
 import pytest
 from forked import fork_app
-from harness import ROOT, App, on_cpu, refusals, slow, tiny
+from harness import ROOT, on_cpu, refusals, slow, tiny
 
 SMALL = tiny(64, 16, test=False, max_epochs=1, accelerator="cpu")
 V2 = "--data.augment torchvision.transforms.v2."
@@ -67,13 +67,13 @@ test_error_names_the_flag_of_the_failing_object = refusals(OBJECTS, *SMALL)
 
 
 @pytest.mark.parametrize("strategy", [slow("ddp"), "ddp_fork"])
-def test_error_of_all_ranks_is_printed_once(strategy: str, tmp_path):
+def test_error_of_all_ranks_is_printed_once(strategy, tmp_path):
     flags = on_cpu(strategy, root=tmp_path)
     message = fork_app.error("fit", *SMALL, *flags, *CROP.split())
     assert message.replace("rank 1: ", "") == TOO_LARGE  # the error of the rank that fails first
 
 
-def test_verbose_shows_frames_of_the_library(app: App):
+def test_verbose_shows_frames_of_the_library(app):
     for workers in ("0", "1"):
         out = app(
             "fit", *SMALL, *CROP.split(), f"--data.num_workers={workers}", "--verbose", code=2
@@ -93,7 +93,7 @@ CODE = [
 
 
 @pytest.mark.parametrize("flags", CODE)
-def test_traceback_of_user_code_is_short_and_printed_once(flags: str, tmp_path):
+def test_traceback_of_user_code_is_short_and_printed_once(flags, tmp_path):
     """The traceback is printed once, and has only the user's two frames and their caller."""
     out = fork_app("fit", *SMALL, "--run.root", tmp_path, *flags.split(), code=1)
     assert out.count("Traceback") == 1, out

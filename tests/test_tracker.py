@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 from forked import fork_app
-from harness import QUIET, SLOW, App, free_port, on_cpu, options, record_of, slow, start_app, tiny
+from harness import QUIET, SLOW, free_port, on_cpu, options, record_of, slow, start_app, tiny
 
 from app.command.configuration import resolve
 from app.monitor.loggers import tracking_mode
@@ -43,13 +43,13 @@ MODES = [
 
 
 @pytest.mark.parametrize(("flag", "variable", "mode"), MODES)
-def test_more_private_mode_wins(flag: str, variable: str, mode: str, monkeypatch):
+def test_more_private_mode_wins(flag, variable, mode, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", variable)
     flags = [f"--run.wandb={flag}"] if flag else []
     assert tracking_mode(resolve(["fit", *SMALL, *flags]).run.wandb) == mode
 
 
-def test_private_data_stays_local(image_root: Path, tmp_path):
+def test_private_data_stays_local(image_root, tmp_path):
     """Without `online`, the run does not connect. Its files hold no image, name or git remote."""
     for image in image_root.rglob("*.*"):
         image.rename(image.with_stem(f"patient-{image.stem}"))
@@ -71,7 +71,7 @@ def test_private_data_stays_local(image_root: Path, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["auto", slow("ddp_fork")])
-def test_one_offline_run_has_all_results(strategy: str, tmp_path):
+def test_one_offline_run_has_all_results(strategy, tmp_path):
     """One run has the results of all processes, and a read-only home causes no message."""
     env = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": "/proc/home", "XDG_CACHE_HOME": None}
     flags = on_cpu(strategy, max_epochs=2, root=tmp_path, track_images=True)
@@ -142,7 +142,7 @@ FAILURES = ["drips", slow("refuses"), slow("is out of quota")]
 
 
 @pytest.mark.parametrize("fails", FAILURES)
-def test_offline_when_the_server_is_down(fails: str, tmp_path):
+def test_offline_when_the_server_is_down(fails, tmp_path):
     """The run is complete offline, and the printed command uploads it."""
     with server_that(fails) as url:
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_MODE": None}
@@ -161,7 +161,7 @@ def test_offline_when_the_server_is_down(fails: str, tmp_path):
     assert not [path for path in kept if KEY.encode() in path.read_bytes()], "no file holds the key"
 
 
-def test_a_failing_tracker_does_not_stop_training(app: App, monkeypatch, tmp_path):
+def test_a_failing_tracker_does_not_stop_training(app, monkeypatch, tmp_path):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")

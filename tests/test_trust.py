@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from harness import App, tiny
+from harness import tiny
 
 from app.errors import UserError
 from app.modules.networks import make_network
@@ -94,7 +94,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("config", "message"), PLACES)
-def test_function_in_config_is_rejected(config: dict[str, object], message: str, app: App):
+def test_function_in_config_is_rejected(config, message, app):
     Path("x.yaml").write_text(yaml.safe_dump(config))
     assert message in app.error("fit", *TINY, "--config=x.yaml")
 
@@ -111,13 +111,11 @@ OPEN = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), OPEN)
-def test_library_code_for_untyped_parameter_is_rejected(
-    name: str, value: str, message: str, app: App
-):
+def test_library_code_for_untyped_parameter_is_rejected(name, value, message, app):
     assert message in app.error("fit", *TINY, "--model=mine.Mine", f"--model.{name}", value)
 
 
-def test_users_functions_and_library_networks_run(app: App):
+def test_users_functions_and_library_networks_run(app):
     """The default of a user's parameter may be a library's function."""
     layer = yaml.safe_dump(
         {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}
@@ -129,7 +127,7 @@ def test_users_functions_and_library_networks_run(app: App):
     assert "bias=True) <function act" in out
 
 
-def test_other_commands_reject_code_in_configs(app: App):
+def test_other_commands_reject_code_in_configs(app):
     """The config of somebody's run, and an experiment file, run no code either."""
     run = Path("theirs/version_0")
     (run / "checkpoints").mkdir(parents=True)
@@ -159,7 +157,7 @@ NETWORKS = [
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_network_by_name(name: str):
+def test_network_by_name(name):
     trusted_modules()
     assert make_network(name, 7).eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 7)
 
@@ -179,7 +177,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(("name", "message"), FOREIGN)
-def test_untrusted_network_is_rejected(name: str, message: str):
+def test_untrusted_network_is_rejected(name, message):
     """A folder without `__init__.py`, such as a downloaded run, is no module."""
     for path in ("evil/net.py", "yaml/x.py", "yaml/__init__.py"):
         Path(path).parent.mkdir(exist_ok=True)

@@ -75,7 +75,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("variant", ["ddp", "dp"])
-def test_correct_training_passes(variant: str, tmp_path):
+def test_correct_training_passes(variant, tmp_path):
     """The last batch is smaller, and the shares have unequal sizes."""
     assert Runs(tmp_path, "Model", "Data").case(variant) == ({}, [])
 
@@ -118,7 +118,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_mistake_is_named_with_its_remedy(fault: str, tmp_path):
+def test_mistake_is_named_with_its_remedy(fault, tmp_path):
     model, data, variant = fault.split()
     reasons = Runs(tmp_path, model, data).case(variant)[1]
     assert FAULTS[fault] in "\n".join(cause.text for cause in reasons)
@@ -205,7 +205,7 @@ NAMED = {  # model and data: the causes in ddp × 2
 @SLOW
 @pytest.mark.usefixtures("forked_runs")
 @pytest.mark.parametrize("names", NAMED)
-def test_each_mistake_in_a_users_code_is_named_and_only_it(names: str):
+def test_each_mistake_in_a_users_code_is_named_and_only_it(names):
     """The reference's samples are dealt to any loader, so they hide no other cause."""
     model, data = names.split()
     outcome = same_training(
@@ -224,7 +224,7 @@ OURS = ["--data=Synthetic", *options(images=203, batch_size=20, flip=True)]
 
 
 @SLOW
-def test_first_module_with_different_bits_is_named(app: App, tmp_path):
+def test_first_module_with_different_bits_is_named(app, tmp_path):
     flags = [*OURS, *options(virtual_devices=4, threads=1)]
     flags += ["--quick", "--steps=4", "--bits=true"]
     report, out = verdict(app, tmp_path, *flags, "--model=faulty_code.Jitters", code=1)
@@ -317,7 +317,7 @@ CHANGES = [  # rank, its facts, and differences
 
 
 @pytest.mark.parametrize(("rank", "facts", "expected"), CHANGES)
-def test_differences_by_hand(rank: int, facts: dict[str, Any], expected: dict[str, str], tmp_path):
+def test_differences_by_hand(rank, facts, expected, tmp_path):
     runs = []
     for name, changed in (("reference", RANK), ("variant", facts)):
         folder = tmp_path / name / FOLDER
@@ -340,7 +340,7 @@ def test_first_different_bits_by_hand():
 
 
 @pytest.mark.parametrize("padding", [0, 9])
-def test_id_of_a_sample_does_not_depend_on_its_padding(padding: int):
+def test_id_of_a_sample_does_not_depend_on_its_padding(padding):
     """If the padding is not 0, the batch's mask shows where it is."""
 
     def batch(*samples: list[int]) -> dict[str, Tensor]:
@@ -379,7 +379,7 @@ def test_unstacked_batch_is_cut_into_samples():
 
 @SLOW
 @pytest.mark.usefixtures("drawn")
-def test_every_variant_passes_but_one_with_half_the_batch(app: App, tmp_path):
+def test_every_variant_passes_but_one_with_half_the_batch(app, tmp_path):
     file = tmp_path / "variants.yaml"
     file.write_text("half the batch: {data.batch_size: 10, trainer.devices: 1}\n")
     flags = [*OURS, f"--variants={file}", "--steps=20"]
@@ -396,7 +396,7 @@ def test_every_variant_passes_but_one_with_half_the_batch(app: App, tmp_path):
 
 
 @SLOW
-def test_rounding_is_proven_in_float64(app: App, tmp_path):
+def test_rounding_is_proven_in_float64(app, tmp_path):
     """A high learning rate amplifies the rounding."""
     flags = ["--model.optimizer=Adam", "--model.optimizer.lr=0.01", *OURS]
     flags += ["--data.images=403", "--quick=true", "--steps=60"]
@@ -422,9 +422,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED)
-def test_impossible_flags_are_rejected_before_a_run(
-    flags: list[str], message: str, app: App, tmp_path
-):
+def test_impossible_flags_are_rejected_before_a_run(flags, message, app, tmp_path):
     assert message in app.error("verify", *OURS, *flags)
     assert not list(tmp_path.rglob("version_*"))
 

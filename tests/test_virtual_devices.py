@@ -16,8 +16,6 @@ from forked import fork_app, fork_fit
 from harness import (
     QUIET,
     SLOW,
-    App,
-    Fit,
     difference,
     digest,
     free_port,
@@ -61,7 +59,7 @@ WAYS = [("ddp", 1), ("ddp", 2), ("ddp_fork", 3), slow("ddp_spawn", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS)
-def test_same_bits(alone: Path, strategy: str, ranks: int, tmp_path):
+def test_same_bits(alone, strategy, ranks, tmp_path):
     run = train(tmp_path, SHARDED, ranks, f"--trainer.strategy={strategy}")
     assert digest(run) == digest(alone)
     assert (run / "metrics.csv").read_text() == (alone / "metrics.csv").read_text()
@@ -80,7 +78,7 @@ def test_the_fast_recipe(tmp_path):
     assert digest(rest) == digest(whole)
 
 
-def test_elastic(alone: Path, tmp_path):
+def test_elastic(alone, tmp_path):
     """A run has the same bits if it stops on three processes, resumes on two, and ends on one."""
     run = train(tmp_path, SHARDED, 3, "--trainer.max_steps=3")
     run = train(tmp_path, SHARDED, 2, "--trainer.max_steps=8", "--ckpt_path", last_of(run))
@@ -117,13 +115,13 @@ def test_a_restart_with_fewer_workers(tmp_path):
 
 
 @pytest.mark.parametrize(("flag", "before"), [("virtual_devices", 5), ("threads", 1)])
-def test_a_checkpoint_of_other_shards_or_threads(flag: str, before: int, alone: Path, app: App):
+def test_a_checkpoint_of_other_shards_or_threads(flag, before, alone, app):
     flags = [f"--run.{flag}=4", "--trainer.max_epochs=4", "--ckpt_path", last_of(alone)]
     assert f"give --run.{flag} {before}" in app.error("fit", *SHARDED, *flags)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_one_order_of_additions(count: int):
+def test_one_order_of_additions(count):
     """In any order of addition, the shards' sum has the same bits and includes every shard."""
     tree, values = Tree(count), torch.randn(count, generator=torch.Generator().manual_seed(1))
     sums = set()
@@ -148,7 +146,7 @@ def plain(request, tmp_path_factory) -> tuple[list[str], Path]:
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
 
 
-def test_anybodys_loader(plain: tuple[list[str], Path], tmp_path):
+def test_anybodys_loader(plain, tmp_path):
     """A plain Lightning module has the same weights and logged losses on three processes as on one.
 
     The module has BatchNorm and dropout, and its data has random crops and colours.
@@ -174,7 +172,7 @@ def test_anybodys_buffers(tmp_path):
     assert 0 < buffers["mean"] < 1
 
 
-def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path):
+def test_anybodys_loader_resumed(plain, tmp_path):
     """A run that stops mid-epoch on two processes and ends on one has one process's weights."""
     flags, alone = plain
     part = train(tmp_path, flags, 2, "--trainer.max_steps=4")
@@ -183,7 +181,7 @@ def test_anybodys_loader_resumed(plain: tuple[list[str], Path], tmp_path):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_shares_without_virtual_devices(accumulated: int, tmp_path):
+def test_shares_without_virtual_devices(accumulated, tmp_path):
     """Without virtual devices, two ranks have the weights of one, also with a smaller last batch.
 
     Each rank's mean loss is weighted by its share, and a rank without a sample takes part.
@@ -255,7 +253,7 @@ class Normalized(Linear):
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_shards_by_hand(accumulated: int, fit: Fit):
+def test_shards_by_hand(accumulated, fit):
     """Each shard starts from the same buffers; its values are weighed by its samples."""
     flags = [*QUIET, "--model=test_virtual_devices.Normalized", "--data=exact_code.Ordinary"]
     flags += options(count=33, global_batch=9, test=False, max_epochs=2, virtual_devices=2)
@@ -317,7 +315,7 @@ def test_a_value_of_a_rank(tmp_path):
     assert set(re.findall(r"self.log\('(\w+)'", fork_app("fit", *flags))) == {"val_loss"}
 
 
-def test_an_integer_that_differs_between_shards(app: App):
+def test_an_integer_that_differs_between_shards(app):
     flags = tiny(40, 8, "user_code.CountsLabels", max_epochs=1, virtual_devices=2)
     message = (
         "training_step sets the buffer seen, of torch.int64, to different values on the shards"
@@ -325,7 +323,7 @@ def test_an_integer_that_differs_between_shards(app: App):
     assert message in app.error("fit", *flags)
 
 
-def test_shards_that_log_in_another_order(fit: Fit):
+def test_shards_that_log_in_another_order(fit):
     settings = options(max_epochs=1, test=False, virtual_devices=2, log_every_n_steps=1)
     run = fit(*tiny(40, 8, "user_code.LogsInAnyOrder"), *settings)
     logged = read_csv(run / "metrics.csv")[["first", "second"]].dropna()
