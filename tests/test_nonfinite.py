@@ -16,17 +16,25 @@ POISONED = ["--model=user_code.Poisoned", *DATA]
 SAVED = ["--last_checkpoint.every_n_train_steps=1"]
 
 
-@pytest.mark.parametrize("every", [[], SAVED, ["--trainer.log_every_n_steps=4"]])
-def test_stop_names_step_and_batch(every, app, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "step"),
+    [
+        ([], 7),
+        (SAVED, 7),
+        (["--trainer.log_every_n_steps=4"], 7),
+        (["--trainer.accumulate_grad_batches=2"], 4),
+    ],
+)
+def test_stop_names_step_and_batch(flags, step, app, tmp_path):
     """A NaN loss stops the run at the end of the window or epoch, or before a checkpoint."""
-    message = app.error("fit", *POISONED, *every)
-    since = "step 7 (batch 7 of epoch 1, rank 0)"
+    message = app.error("fit", *POISONED, *flags)
+    since = f"step {step} (batch 7 of epoch 1, rank 0)"
     assert message.startswith(f"error: the training loss is not finite since {since}: lower the")
     assert "--run.on_nonfinite warn continues anyway" in message
     written = record(tmp_path / "runs")
     assert (written["status"], written["error"]) == ("failed", message.removeprefix("error: "))
     last = tmp_path / "runs/Poisoned-Synthetic/version_0/checkpoints/last.ckpt"
-    assert last.exists() == (every == SAVED)
+    assert last.exists() == (flags == SAVED)
     if last.exists():
         assert torch.load(last, weights_only=True)["global_step"] == 6
         assert all(weight.isfinite().all() for weight in weights(last).values())

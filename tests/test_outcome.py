@@ -1,9 +1,11 @@
-"""Exit code of a run that a signal ended."""
+"""Exit code of a run that a signal ended, and closing lines."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
+from app.command import outcome
 from app.command.outcome import exit_code
 from app.launch.cluster_environment import OWN_AGENT, Launched
 from app.record import Record
@@ -29,3 +31,31 @@ def test_code_after_sigterm(by, local_rank, rank, code, monkeypatch):
     assert exit_code(trainer, Record(), launcher) == code
     monkeypatch.setattr("app.command.outcome.cause", lambda trainer: None)
     assert exit_code(trainer, Record(), launcher) == 0
+
+
+ENDS = [  # record, and the stage that the closing lines name
+    (Record(run_dir="x", status="completed"), "validate"),
+    (Record(run_dir="x", status="failed", train_s=3.0), "validate"),
+    (Record(run_dir="x", status="completed", tested="best"), "predict"),
+    (Record(run_dir="x", status="failed"), None),
+    (Record(status="completed", train_s=3.0), None),
+]
+
+
+@pytest.mark.parametrize(("record", "stage"), ENDS)
+def test_closing_lines(record, stage, monkeypatch, capsys):
+    """The report is written with or without lines; only after an error, no signal disturbs it."""
+    for name in ("end_undisturbed", "write_report"):
+        monkeypatch.setattr(outcome, name, Mock())
+    monkeypatch.setattr(outcome, "report", lambda *arguments: [arguments[-1]])
+    monkeypatch.setattr(outcome, "can", lambda stage, model, data: stage != "test")
+    arguments = (Mock(loggers=[]), Mock(record=record), True, Mock(), Mock())
+    outcome.close(*arguments)
+    assert outcome.write_report.called == bool(record.run_dir)
+    assert capsys.readouterr().out.split() == ([stage] if stage else [])
+    assert not outcome.end_undisturbed.called
+    try:
+        raise ValueError
+    except ValueError:
+        outcome.close(*arguments)
+    assert outcome.end_undisturbed.called

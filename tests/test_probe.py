@@ -129,6 +129,12 @@ def test_best_checkpoint_may_be_the_probe(app, pretrained, tmp_path):
     assert f"acc {100 * probe['val_acc']:5.1f} % *" in out.partition("epoch 0/2  probe ")[2]
     assert "(epoch 0)" in out
     assert torch.load(run / "checkpoints" / "best.ckpt")["global_step"] == 0
+    assert 0 < probe["seconds"] < 300
+
+
+def test_a_head_with_weights_is_not_replaced(fit, tmp_path):
+    torch.save(Tiny(10).state_dict(), tmp_path / "x.pth")
+    assert record_of(fit(*FLAGS, f"--model.weights={tmp_path}/x.pth"))["probe"] is None
 
 
 def test_kept_statistics(fit, pretrained):
