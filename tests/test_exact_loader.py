@@ -1,9 +1,11 @@
 """The exact loader (`--run.loader exact`), beside plain loops over the same samples."""
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -13,7 +15,7 @@ from harness import QUIET, difference, last_of, on_cpu, options, record_of, refu
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, Sampler, SequentialSampler
 
-from app.data.exact_loader import EvaluationSampler, Exactness, GlobalSampler, why_not
+from app.data.exact_loader import EvaluationSampler, Exactness, GlobalSampler, SeededItems, why_not
 
 THEIRS = ["--model=exact_code.Linear", "--run.name=x", *QUIET]
 THEIRS += options(enable_model_summary=True, accelerator="cpu", test=False, threads=1, max_epochs=2)
@@ -192,9 +194,31 @@ def test_orders_by_hand(name, drop_last, settings, expected):
     assert (order.count, order.batch_size, order.parts) == expected
 
 
-def test_seeds_of_samples_differ():
+def test_only_ranks_make_an_evaluation_inexact():
+    source = SimpleNamespace(instance=SIX, name="val_dataloader")
+    for world_size in (1, 2):
+        exactness = Exactness(None, None, 0)
+        trainer = Mock(world_size=world_size, overfit_batches=0)
+        exactness._exact(DataLoader(SIX, sampler=Endless()), trainer, source)
+        assert len(exactness.exceptions) == world_size - 1
+
+
+class Draws:
+    """Data set that draws from all random streams."""
+
+    def __getitem__(self, index):
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def test_each_sample_has_its_streams():
+    """Draws depend on the sample's seed alone; the process's own streams go on."""
     (shards,) = GlobalSampler(SequentialSampler(range(99)), batch_size=99)
     assert len({seed for _, seed in shards[0]}) == 99
+    before = torch.random.get_rng_state()
+    ((first, same), (other,)) = SeededItems(Draws()).__getitems__([[(0, 5), (1, 5)], [(2, 6)]])
+    assert first == same
+    assert all(one != another for one, another in zip(first, other, strict=True))
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 SHARES = [  # number of samples, global batch, and the samples of two ranks
