@@ -185,7 +185,7 @@ def test_table_by_hand(monkeypatch):
                     replicas=replicas, throughput=Throughput(rate), global_batch_size=64,
                     threads=1, data=DataSet("x", 10, {"val": 200}),
                     epochs=[Epoch(0, val_acc=0.9), Epoch(1, val_acc=accuracy)],
-                    peak_memory=[DeviceMemory(n, "cpu", n + 1, total_gib=8) for n in range(3)],
+                    peak_memory=[DeviceMemory(0, "cpu", gib, total_gib=8) for gib in (1, 3, 2)],
                 )
             )  # fmt: skip
         outcomes.append(Outcome(Variant(name, [], Namespace()), records, "measured"))

@@ -128,6 +128,17 @@ def test_places_by_hand():
     assert second.place(1) == (slice(4, 5), None)
 
 
+@pytest.mark.parametrize(
+    ("one_by_one", "batches"), [(False, [[0, 1, 2, 3, 4]]), (True, [[0, 1], [2, 3], [4]])]
+)
+def test_shards_of_an_evaluation(one_by_one, batches):
+    rows = torch.arange(5)
+    split = Split(torch.zeros(5, 1, 2, 2, dtype=torch.uint8), rows)
+    order = ImageOrder(rows, batch_size=5, virtual_devices=3)
+    loader = GlobalBatches(order, HostReader(split, rows), one_by_one=one_by_one)
+    assert [loader.samples(index).tolist() for index in range(len(loader))] == batches
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_flips_alternate_on_any_number_of_ranks(world_size):
     loaders = []

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, Sampler, SequentialSampler
 
 from app.data.exact_loader import EvaluationSampler, Exactness, GlobalSampler, SeededItems, why_not
+from app.errors import UserError
 
 THEIRS = ["--model=exact_code.Linear", "--run.name=x", *QUIET]
 THEIRS += options(enable_model_summary=True, accelerator="cpu", test=False, threads=1, max_epochs=2)
@@ -165,7 +166,7 @@ LEFT = [  # loaders that stay with Lightning: the stage, its loader, and the rea
     ("test", DataLoader(SIX, sampler=[0, 1]), "has a sampler of its own (list)"),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2]] * 2), "has batches of several sizes"),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2, 3], [4]]), None),
-    ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2, 3]]), None),
+    ("predict", DataLoader(SIX, batch_sampler=[[0, 1]]), None),
 ]
 
 
@@ -178,6 +179,7 @@ ORDERS = [  # kind of loader, drop_last, settings; samples, global batch, and it
     ("train", False, {}, (5, 4, 2)),
     ("train", False, {"virtual_devices": 4}, (5, 8, 4)),
     ("train", True, {"global_batch": 2}, (5, 2, 2)),
+    ("train", True, {"global_batch": 4, "virtual_devices": 4}, (5, 4, 4)),
     ("val", True, {"virtual_devices": 4}, (4, 4, 2)),  # drops what one process drops
     ("predict", True, {"virtual_devices": 4}, (5, 4, 2)),
 ]
@@ -190,8 +192,15 @@ def test_orders_by_hand(name, drop_last, settings, expected):
     trainer = Mock(world_size=2, global_rank=0, overfit_batches=0)
     source = SimpleNamespace(instance=exactness, name=f"{name}_dataloader")
     loader = DataLoader(samples(5, 0), batch_size=2, drop_last=drop_last)
-    order = exactness._exact(loader, trainer, source).batch_sampler
+    exact = exactness._exact(loader, trainer, source)
+    order = exact.batch_sampler
     assert (order.count, order.batch_size, order.parts) == expected
+    order.position = lambda: 1
+    exact.load_state_dict(order.state_dict())
+    with pytest.raises(
+        UserError, match="in the middle of an epoch with seed 7, but this run has 0"
+    ):
+        exact.load_state_dict({**order.state_dict(), "seed": 7})
 
 
 def test_only_ranks_make_an_evaluation_inexact():

@@ -29,6 +29,10 @@ def test_code_after_sigterm(by, local_rank, rank, code, monkeypatch):
     )
     launcher = Launched(by, 2, 2, 4) if by else None
     assert exit_code(trainer, Record(), launcher) == code
+    monkeypatch.setattr("app.command.outcome.cause", lambda trainer: "SIGUSR1")
+    for requeued, expected in ((False, code), (True, 0)):
+        monkeypatch.setattr(outcome, "requeue", Mock(return_value=requeued))
+        assert exit_code(trainer, Record(), launcher) == expected
     monkeypatch.setattr("app.command.outcome.cause", lambda trainer: None)
     assert exit_code(trainer, Record(), launcher) == 0
 

@@ -62,6 +62,8 @@ def test_figures_of_ranks():
         (2, 1, 300),
     ]
     assert not any(row.slow for row in times.ranks)
+    times.hear(10.0, [[*row, 9, 8, 0], [*row, 9, 7, 0], [*row, 9, 50, 0]])
+    assert times.others_cores == 0
 
 
 def test_times_of_a_step(monkeypatch):
@@ -175,14 +177,14 @@ def test_windows_by_hand(monkeypatch):
         trainer.current_epoch = epoch
         if epoch:
             windows.begin_epoch(trainer)  # 18
-        for samples in (4, 4, 4, 2, 1):  # two looks in the second and fourth step
+        for samples in (4 + epoch, 4, 4, 2, 1):  # two looks in the second and fourth step
             windows.add_step(trainer, samples)
             trainer.global_step += 1
-        assert windows.epoch_rates == [8 / 3, 6 / 3]
+        assert windows.epoch_rates == [(8 + epoch) / 3, 6 / 3]
         assert windows.end_epoch(trainer) == 8  # 18, then 27
-    assert windows.rates == [8 / 3, 2]
-    assert windows.samples_per_step == [4, 3]
-    assert windows.course.points == [[3, 2.6667], [6, 2], [12, 2.6667], [15, 2]]
+    assert windows.rates == [3, 2]
+    assert windows.samples_per_step == [4.5, 3]
+    assert windows.course.points == [[3, 2.6667], [6, 2], [12, 3], [15, 2]]
     assert windows.last_step - windows.first_step == 17
     assert windows.time_left(trainer) == 10 * (28 - 10) / 10
     trainer.global_step = 26

@@ -23,6 +23,7 @@ LINEAR += [*SMALL, *options(global_batch=16)]
         ([5, 4, 6, 3, 2, 9], 0.03),  # 5, 4, 3, 2 is the longest descent
         ([float("nan"), 4, 3, float("nan")], 0.02),
         ([1.0, 0.99, 0.98, 3.0], None),  # 2 % are noise
+        ([0.5, 1.0, 2.0], None),
     ],
 )
 def test_suggestion(losses, rate):

@@ -28,7 +28,7 @@ from app.errors import UserError
 from app.modules import CIFARCNN, ImageClassifier
 from app.modules.networks import make_network
 from app.modules.recipe import Recipe, rate
-from app.modules.sums import Sums
+from app.modules.sums import Sums, log_window
 from app.modules.weights import image_settings, load_weights, read_weights
 
 NETWORK = "--model ImageClassifier --model.network"
@@ -456,3 +456,6 @@ def test_sums_by_hand():
         resumed.load_state_dict(trainer, {**state, "epoch": [1.0, 2.0, 3.0]})
         expected = [kept * value for value in state["window"]]
         assert resumed.state_dict(trainer) == {"window": expected, "epoch": [1.0, 2.0, 3.0]}
+        loss = (1 + expected[0]) / (3 + expected[2])
+        assert resumed.end_epoch(trainer)["train_loss"] == torch.tensor(loss)
+    assert log_window(Mock(log_every_n_steps=1)) == 1

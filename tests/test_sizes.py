@@ -50,7 +50,7 @@ def test_aspect_ratio_is_kept(image_root):
     for width in range(20, 26):  # margins of 0 to 5 columns
         image = torch.randint(256, (3, 20, width), dtype=torch.uint8)
         centre = v2.functional.center_crop(image, [20, 20])
-        assert torch.equal(Geometry((20, 20)).evaluated(image), centre)
+        assert torch.equal(Geometry((20, 20)).evaluated(image[None])[0], centre)
     one_pixel = Geometry((1, 1), 1).evaluated(torch.zeros(3, 2, 4, dtype=torch.uint8))
     assert one_pixel.shape == (3, 1, 1)
 

@@ -251,7 +251,7 @@ STEP = {
     "counts": [2],
     "losses": [1.0],
     "loss": 1.0,
-    "rates": [0.1],
+    "rates": [1e-6],
     "gradients": NORMS,
 }
 RANK = {
@@ -282,10 +282,11 @@ CHANGES = [  # rank, its facts, and differences
     ),
     (
         0,
-        second(rates=[0.1000001]),
-        {"learning rate": "step 2: learning rate of group 0 0.1000001, 0.1 in the reference"},
+        second(rates=[1.00001e-6]),
+        {"learning rate": "step 2: learning rate of group 0 1.00001e-06, 1e-06 in the reference"},
     ),
     (1, second(loss=3.0), {"loss": "step 2: 2, 1 in the reference"}),
+    (1, second(loss=math.nan), {"loss": "step 2: nan, 1 in the reference"}),
     (0, second(gradients=NORMS | {"none": 3e-9}), {}),
     (
         0,
@@ -300,8 +301,8 @@ CHANGES = [  # rank, its facts, and differences
     (1, RANK | {"digests": {"w": 2}}, {"weights": "w: differs between ranks"}),
     (
         1,
-        RANK | {"evaluation": ["v", "v"]},
-        {"evaluation": "samples: 1 samples too many, 1 too few, of 4"},
+        RANK | {"evaluation": ["v", "w", "w"]},
+        {"evaluation": "samples: 1 samples too many, 0 too few, of 4"},
     ),
     (
         1,
@@ -325,6 +326,7 @@ def test_differences_by_hand(rank, facts, expected, tmp_path):
         torch.save(changed if rank == 0 else RANK, folder / "rank_0.pt")
         torch.save(changed if rank == 1 else RANK, folder / "rank_1.pt")
         runs.append(Recorded(tmp_path / name))
+    assert runs[0].first_epoch == {"a": 4, "b": 4}
     assert {column: str(place) for column, place in differences(*runs).items()} == expected
 
 
