@@ -31,6 +31,7 @@ def pretrained(tmp_path_factory) -> str:
 
 def test_regression_on_two_points():
     """Two opposite samples have opposite weights, a: 1 / (1 + exp 2a) = 2 · penalty · a."""
+    assert sorted(PENALTIES, reverse=True) == [*PENALTIES], "from flat to steep"
     penalty = PENALTIES[2]
     low, high = 0.0, 100.0
     while high - low > 1e-12:
@@ -134,7 +135,8 @@ def test_best_checkpoint_may_be_the_probe(app, pretrained, tmp_path):
 
 def test_a_head_with_weights_is_not_replaced(fit, tmp_path):
     torch.save(Tiny(10).state_dict(), tmp_path / "x.pth")
-    assert record_of(fit(*FLAGS, f"--model.weights={tmp_path}/x.pth"))["probe"] is None
+    for flags in ([f"--model.weights={tmp_path}/x.pth"], FROZEN):
+        assert record_of(fit(*FLAGS, *flags))["probe"] is None
 
 
 def test_kept_statistics(fit, pretrained):
