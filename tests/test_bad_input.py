@@ -90,6 +90,7 @@ CONFIGS = [
     ("model: pipe", "pipe: not a file"),
     ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
     ("run: 7", "run: 7 in --config"),
+    (r'trainer: "a\0b"', r"trainer: a\x00b in --config"),
     ("model: twice.yaml", "class_path is given twice"),
     ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
     (

@@ -78,7 +78,9 @@ SETTINGS = {
 }
 FLAGS = [f"{section}.{name}" for section, names in SETTINGS.items() for name in names.split()]
 FLAGS += ["model", "data", "run", "cluster", "trainer", "seed_everything", "config", "ckpt_path"]
-values = st.sampled_from(ODD) | st.integers().map(str) | st.floats().map(str) | st.text(max_size=20)
+# no argument of a program has a null character
+words = st.text(st.characters(exclude_characters="\0"), max_size=20)
+values = st.sampled_from(ODD) | st.integers().map(str) | st.floats().map(str) | words
 flags = st.lists(st.tuples(st.sampled_from(FLAGS), values), min_size=1, max_size=4)
 COMMANDS = ("fit", "validate", "test", "predict")
 

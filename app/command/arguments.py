@@ -123,8 +123,9 @@ class Arguments:
         if STRATEGY in names:  # a later one replaces an earlier one, with its settings
             first = names.index(STRATEGY)
             last = len(names) - names[::-1].index(STRATEGY) - 1
-            kept = [token for token in tokens[first:last] if not token.flag.startswith(STRATEGY)]
-            tokens[first:last] = kept
+            tokens[first:last] = [
+                token for token in tokens[first:last] if not token.flag.startswith(STRATEGY)
+            ]
 
         self.tokens: list[Token] = []
         self.add(tokens)
@@ -197,7 +198,7 @@ class Arguments:
         for file, config in self.configs.items():
             for section, content in config.items():
                 has_settings = section not in ("seed_everything", "ckpt_path")
-                if has_settings and not isinstance(content, dict | str):
+                if has_settings and (not isinstance(content, dict | str) or "\0" in content):
                     raise UserError(
                         f"{section}: {str(content)[:50]} in --config {file}: give its settings, or "
                         "leave it out"

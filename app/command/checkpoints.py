@@ -190,8 +190,11 @@ def find_checkpoint(
         matches = [kept]
         # the run may have been moved since its record was written, or killed in its first epoch
         if not kept.is_file():
-            files = _newest_first(folders)
-            matches = [p for p in files if p.name == kept.name or p.stem.startswith(name)]
+            matches = [
+                path
+                for path in _newest_first(folders)
+                if path.name == kept.name or path.stem.startswith(name)
+            ]
         if not matches:
             raise UserError(
                 f"--ckpt_path {name}: no {name}.ckpt under {Path(root, run)}: give --run.name, or "
