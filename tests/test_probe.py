@@ -11,9 +11,10 @@ from torch import nn
 from torch.testing import assert_close
 from user_code import Tiny
 
-from app.data import ImageData
+from app.data import ImageData, Synthetic
 from app.data.synthetic import SyntheticSource
-from app.modules.probe import PENALTIES, _score, fit_head
+from app.modules import ImageClassifier, probe
+from app.modules.probe import PENALTIES, Probe, _score, fit_head
 
 NETWORK = "--model=ImageClassifier", "--model.network=user_code.Tiny"
 FLAGS = [*tiny(90, 20, threads=1, max_epochs=2, test=False, log_every_n_steps=1), *NETWORK]
@@ -55,6 +56,24 @@ def test_validation_selects_the_penalty(follows, expected):
     val_labels = (val[:, follows] > 0).long()
     weight, bias = fit_head({"train": (train, labels), "val": (val, val_labels)}, 2, None)
     assert (weight @ val[0].double() + bias).argmax() == expected
+
+
+def test_the_regression_has_one_thread(monkeypatch):
+    """The order of its sums does not depend on the number of threads, which is restored."""
+    threads = []
+    monkeypatch.setattr(probe, "_regress", lambda *args: threads.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    fit_head({"train": (torch.eye(2), torch.tensor([0, 1]))}, 2, None)
+    assert set(threads) == {1}
+    assert torch.get_num_threads() == 2
+
+
+def test_a_trial_changes_no_statistics():
+    module = ImageClassifier(network="user_code.Tiny", num_classes=10)
+    mean = module.network.features[1].running_mean
+    assert Probe._problem(module, Synthetic()) is None
+    assert not mean.any()
+    assert module.training
 
 
 def test_score_by_hand():
