@@ -208,7 +208,7 @@ def test_operations(operations_per_step):
 
 
 FUSED = ["--model.optimizer=SGD", "--model.optimizer.lr=0.001", "--model.optimizer.fused=true"]
-FLOAT16 = ["--trainer.plugins=user_code.Float16"]
+FLOAT16 = ["--trainer.plugins=user_code.Float16", *options(images=160, batch_size=2)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from harness import options
+from harness import SLOW, options
 from jsonargparse import Namespace
 
 from app.command import defaults
@@ -110,6 +110,7 @@ def test_precision_of_a_gpu(capabilities, precision, image_root, monkeypatch):
     assert chosen("--data", image_root, "--trainer.accelerator=cpu")[2].precision is None
 
 
+@SLOW
 def test_from_scratch_without_a_connection(app, image_root, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
