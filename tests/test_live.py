@@ -102,6 +102,7 @@ def test_rank_zero_is_killed(images, tmp_path):
     assert first.steps == 2
 
 
+@SLOW
 def test_validation_is_repeated(theirs, tmp_path):
     assert_undisturbed(train(tmp_path, THEIRS, ["validation:5:1"]), theirs)
 
