@@ -53,6 +53,8 @@ def test_aspect_ratio_is_kept(image_root):
         assert torch.equal(Geometry((20, 20)).evaluated(image[None])[0], centre)
     one_pixel = Geometry((1, 1), 1).evaluated(torch.zeros(3, 2, 4, dtype=torch.uint8))
     assert one_pixel.shape == (3, 1, 1)
+    crop = Geometry((8, 8), crop="random_resized").random_crop()
+    assert crop.scale == v2.RandomResizedCrop(8).scale
 
 
 @pytest.mark.parametrize(
