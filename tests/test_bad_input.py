@@ -90,7 +90,8 @@ CONFIGS = [
     ("model: pipe", "pipe: not a file"),
     ("trainer: {max_epochs: 1}".encode("utf-16"), "can't decode byte"),
     ("run: 7", "run: 7 in --config"),
-    (r'trainer: "a\0b"', r"trainer: a\x00b in --config"),
+    (r'trainer: "a\0b"', "--trainer: contains a null character: leave it out"),
+    (r'model: {class_path: CIFARCNN, init_args: {optimizer: "\0"}}', "--model.optimizer: contains"),
     ("model: twice.yaml", "class_path is given twice"),
     ("trainer: {strategy: null}", "--trainer.strategy null: give a value"),
     (

@@ -121,7 +121,8 @@ def test_even_shares():
 def test_places_by_hand():
     """The last sample is mixed with the first; a rank without a sample reads the first."""
     settings = {"batch_size": 4, "world_size": 2, "empty": "stand_in"}
-    first, second = (ImageOrder(torch.arange(5), rank=rank, **settings) for rank in range(2))
+    first = ImageOrder(torch.arange(5), rank=0, **settings)
+    second = ImageOrder(torch.arange(5), rank=1, **settings)
     assert first.place(0) == (slice(0, 2), None)
     assert first.place(0, is_mixed=True) == (slice(0, 2), slice(2, 3))
     assert second.place(0, is_mixed=True) == (slice(2, 4), slice(0, 1))

@@ -88,6 +88,9 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each flag of a configuration with its value, such as `trainer.devices` and 2.
 
     For a list, yield its items before the list.
+
+    Raises:
+        UserError: When a value contains a null character, which no path may contain.
     """
     if isinstance(value, Namespace):
         value = vars(value)
@@ -99,6 +102,8 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, list | tuple):
         for inner in value:
             yield from leaves(inner, path)
+    if "\0" in str(value):
+        raise UserError(f"--{path}: contains a null character: leave it out")
     yield path, value
 
 
@@ -198,7 +203,7 @@ class Arguments:
         for file, config in self.configs.items():
             for section, content in config.items():
                 has_settings = section not in ("seed_everything", "ckpt_path")
-                if has_settings and (not isinstance(content, dict | str) or "\0" in content):
+                if has_settings and not isinstance(content, dict | str):
                     raise UserError(
                         f"{section}: {str(content)[:50]} in --config {file}: give its settings, or "
                         "leave it out"

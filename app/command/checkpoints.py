@@ -77,7 +77,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Add epoch and step to the names of several checkpoints, so that none is overwritten."""
-        if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
+        if self.save_top_k != 1 and self.filename and "{" not in self.filename:
             self.filename += "-{epoch}-{step}"
         with warnings.catch_warnings():  # a resumed run uses its existing folder
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")

@@ -196,7 +196,7 @@ class Recipe:
             UserError: When the run has no fixed length, or the warm-up is not shorter than the run.
         """
         assert self.schedule is not None
-        if not math.isfinite(steps) or steps < 0:
+        if not 0 <= steps < math.inf:
             raise UserError(
                 f"--model.schedule {self.schedule} needs the run's length: give "
                 "--trainer.max_epochs"
