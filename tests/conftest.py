@@ -12,7 +12,7 @@ TALLIES: list[tuple[str, object]] = []
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config):
     """Start the fork server once. Load the fixtures, except in xdist's main process."""
     if not hasattr(config, "workerinput"):
         config.add_cleanup(start_server())
@@ -25,13 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore::{category}")
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report: pytest.TestReport):
     """Collect the fault counts of passed tests from all of pytest's workers."""
     if report.when == "call" and report.passed:
         TALLIES.extend(report.user_properties)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter):
     """Print the counts of survived faults, as a table for the README."""
     if TALLIES:
         terminalreporter.write_line("\n| fault | times, all held |\n|---|---:|")

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.hosts import awaited
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
 from app.launch.elastic import ENDED
 
 
-def end(way: str) -> None:
+def end(way: str):
     """End this process."""
     if way in ("SIGKILL", "SIGTERM", "SIGHUP"):
         os.kill(os.getpid(), getattr(signal, way))
@@ -61,7 +61,7 @@ KILLS = reaching(
 )
 
 
-class Ends(ENDS):  # type: ignore[misc, valid-type]
+class Ends(ENDS):
     """Ends the process of a rank at a stage.
 
     Args:
@@ -70,20 +70,20 @@ class Ends(ENDS):  # type: ignore[misc, valid-type]
         rank: The rank; of a single process, 0.
     """
 
-    def __init__(self, stage: str, way: str, rank: int = 1) -> None:
+    def __init__(self, stage: str, way: str, rank: int = 1):
         self.stage = stage
         self.way = way
         self.rank = rank
 
-    def _reach(self, stage: str, trainer: Trainer) -> None:
+    def _reach(self, stage, trainer):
         if stage == self.stage and trainer.global_rank == min(self.rank, trainer.world_size - 1):
             end(self.way)
 
-    def on_train_batch_start(self, trainer: Trainer, *_) -> None:
+    def on_train_batch_start(self, trainer, *_):
         if trainer.global_step == 2:
             self._reach("step", trainer)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer, pl_module, stage):
         assert trainer.state.fn is not None
         self._reach(f"teardown {trainer.state.fn.value}", trainer)
         if self.stage == "after rank 0" and trainer.state.fn == "test" and trainer.global_rank == 1:
@@ -92,7 +92,7 @@ class Ends(ENDS):  # type: ignore[misc, valid-type]
             end(self.way)
 
 
-class Kills(KILLS):  # type: ignore[misc, valid-type]
+class Kills(KILLS):
     """Kills ranks of a live run, each once.
 
     Args:
@@ -100,11 +100,11 @@ class Kills(KILLS):  # type: ignore[misc, valid-type]
         folder: Folder for a file of each kill.
     """
 
-    def __init__(self, at: list[str], folder: str) -> None:
+    def __init__(self, at: list[str], folder: str):
         self.at = at
         self.folder = Path(folder)
 
-    def _reach(self, stage: str, trainer: Trainer) -> None:
+    def _reach(self, stage, trainer):
         for moment in self.at:
             name, step, rank = moment.split(":")
             is_now = name == stage and trainer.global_step >= int(step)

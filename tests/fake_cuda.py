@@ -56,13 +56,13 @@ class FakeCUDA:
             step that the step clock times), `between` (after a step), or `set-up`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.notes: Counter[tuple[str, str, str]] = Counter()
         self.counts: Counter[str] = Counter()
         self.place = "set-up"
         self.streams = Streams()
 
-    def note(self, kind: str) -> None:
+    def note(self, kind: str):
         """Count an operation that makes the host wait, under the line of code that started it."""
         self.streams.host.wait_stream(self.streams.current)
         line = [frame for frame in traceback.extract_stack() if PACKAGE in frame.filename][-1]
@@ -195,7 +195,7 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
             fake.streams.host.wait_stream(fake.streams.current)
         return result
 
-    return dispatch if of_mode else classmethod(dispatch)  # type: ignore[return-value]
+    return dispatch if of_mode else classmethod(dispatch)
 
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,7 +305,7 @@ def fake_cuda(monkeypatch) -> Iterator[FakeCUDA]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return train(*args, **kwargs)
 
-    def noting(loop: StraightLoop, fetcher) -> None:
+    def noting(loop: StraightLoop, fetcher):
         trainer: Any = loop.trainer
         clock = next(callback for callback in trainer.callbacks if isinstance(callback, StepClock))
         ends = (trainer.global_step + 1) % log_window(trainer) == 0
@@ -326,7 +326,7 @@ def fake_cuda(monkeypatch) -> Iterator[FakeCUDA]:
     patch(ImageData, "_load_training", outside(ImageData._load_training))
     save = outside(CheckpointFiles.save_checkpoint)
 
-    def save_checkpoint(files: CheckpointFiles, checkpoint, *args, **options) -> None:
+    def save_checkpoint(files: CheckpointFiles, checkpoint, *args, **options):
         for tensor in tree_leaves(checkpoint):
             is_here = not is_on_cuda(tensor)
             fake.streams.use(fake.streams.host if is_here else fake.streams.current, tensor, ())

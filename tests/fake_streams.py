@@ -25,10 +25,10 @@ class Stream:
             operation begins.
     """
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: Any, **__: Any):
         self.done: Counter[Stream] = Counter()
 
-    def wait_stream(self, other: "Stream") -> None:
+    def wait_stream(self, other: "Stream"):
         self.done |= other.done
 
 
@@ -61,7 +61,7 @@ class Streams:
         current: The current stream.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.host = Stream()
         self.current = Stream()
         self._memory: dict[StorageWeakRef, Memory] = {}
@@ -77,7 +77,7 @@ class Streams:
     def memory(self, tensor: Tensor, owner: Stream) -> Memory:
         return self._memory.setdefault(StorageWeakRef(tensor.untyped_storage()), Memory(owner))
 
-    def use(self, stream: Stream, read, written) -> None:
+    def use(self, stream: Stream, read, written):
         """Count an operation of a stream, and check its order."""
         stream.wait_stream(self.host)  # which issues it
         stream.done[stream] += 1
@@ -95,7 +95,7 @@ class Streams:
                 if is_write:
                     memory.writes[stream] = stream.done[stream]
 
-    def _check_freed(self) -> None:
+    def _check_freed(self):
         for storage, memory in list(self._memory.items()):
             if storage.expired():
                 del self._memory[storage]
@@ -111,7 +111,7 @@ class Streams:
                     "a tensor is freed while another stream uses it"
                 )
 
-    def record(self, tensor: Tensor, stream: Stream) -> None:
+    def record(self, tensor: Tensor, stream: Stream):
         """Replacement for `Tensor.record_stream`."""
         self.memory(tensor, self.current).kept_for.add(stream)
 
@@ -135,10 +135,10 @@ class Streams:
 class Event:
     """Event for timing: its time can be read only after the host has waited for the device."""
 
-    def __init__(self, streams: Streams, **_: Any) -> None:
+    def __init__(self, streams: Streams, **_: Any):
         self.streams = streams
 
-    def record(self) -> None:
+    def record(self):
         self.done = Counter(self.streams.current.done)
 
     def elapsed_time(self, later: "Event") -> float:
@@ -153,15 +153,15 @@ class Future:
     The stream that waits for it continues after the stream that set it.
     """
 
-    def __init__(self, streams: Streams, devices: Any = None) -> None:
+    def __init__(self, streams: Streams, devices: Any = None):
         self.streams = streams
         self.ready = Stream()
 
-    def set_result(self, result) -> None:
+    def set_result(self, result):
         self.result = result
         self.ready.wait_stream(self.streams.current)
 
-    def set_exception(self, error: Exception) -> None:
+    def set_exception(self, error: Exception):
         raise error
 
     def wait(self) -> Any:

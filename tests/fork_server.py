@@ -41,7 +41,7 @@ def start_server() -> Callable[[], None]:
             stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
-    def end() -> None:
+    def end():
         with suppress(subprocess.TimeoutExpired):
             server.communicate(timeout=5)
         server.kill()
@@ -50,7 +50,7 @@ def start_server() -> Callable[[], None]:
     return end
 
 
-def serve(number: int) -> None:
+def serve(number: int):
     """Fork a process per connection, until stdin closes. A connection's jobs run one at a time."""
     listener = socket.socket(fileno=number)
     while listener in select.select([listener, 0], [], [])[0]:
@@ -64,14 +64,14 @@ def serve(number: int) -> None:
             os.wait()
 
 
-def prepare() -> None:
+def prepare():
     """Import everything, and read the signatures of the classes that most commands use."""
     gc.disable()
     from app.command.configuration import resolve
     from app.system.program import set_up
 
     set_up()
-    for name in ("lab.compare.command", "lab.doctor", "monitor.report"):
+    for name in ("command.run", "lab.compare.command", "lab.doctor", "monitor.report"):
         importlib.import_module(f"app.{name}")
     for name in ("agg", "svg"):
         importlib.import_module(f"matplotlib.backends.backend_{name}")
@@ -80,7 +80,7 @@ def prepare() -> None:
     gc.enable()
 
 
-def run_jobs(connection: socket.socket) -> None:
+def run_jobs(connection: socket.socket):
     """Run each command in a fork; send its process id at once, and its exit code at the end."""
     with connection.makefile("rw") as stream:
         for line in stream:
@@ -92,7 +92,7 @@ def run_jobs(connection: socket.socket) -> None:
     os._exit(0)
 
 
-def run(job: Mapping[str, Any]) -> None:
+def run(job: Mapping[str, Any]):
     """Run a command as if in a new process, and exit."""
     import pytest
     from harness import leave_undrawn

@@ -25,7 +25,7 @@ Signal = tuple[int, float] | None  # number of a signal, and the seconds after w
 class Forked:
     """Command in a fork, with the part of `Popen`'s interface that `run_fit` uses."""
 
-    def __init__(self, stream: IO[str], job: Mapping[str, Any]) -> None:
+    def __init__(self, stream: IO[str], job: Mapping[str, Any]):
         print(json.dumps(job), file=stream, flush=True)
         self.pid = int(stream.readline())
         self.code = ThreadPoolExecutor(1).submit(stream.readline)
@@ -39,10 +39,10 @@ class Forked:
         except TimeoutError as error:
             raise subprocess.TimeoutExpired("app", timeout) from error
 
-    def terminate(self) -> None:
+    def terminate(self):
         os.kill(self.pid, signal.SIGTERM)
 
-    def kill(self) -> None:
+    def kill(self):
         os.kill(self.pid, signal.SIGKILL)
 
 
@@ -55,9 +55,7 @@ class ForkServer:
         limit: Maximum memory of each command in bytes.
     """
 
-    def __init__(
-        self, folder: Path, cwd: Path | None = None, limit: int | None = 4 * 2**30
-    ) -> None:
+    def __init__(self, folder: Path, cwd: Path | None = None, limit: int | None = 4 * 2**30):
         self.cwd = cwd or folder
         self.out = folder / "output.txt"
         self.limit = limit
@@ -68,7 +66,7 @@ class ForkServer:
     def __enter__(self) -> "ForkServer":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object):
         self.connection.shutdown(socket.SHUT_RDWR)
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], out: Path, cwd: Path) -> Forked:

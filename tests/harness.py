@@ -149,7 +149,7 @@ class App:
         run: Function that runs a command line, and returns exit code and output.
     """
 
-    def __init__(self, run: Callable[..., tuple[int, str]]) -> None:
+    def __init__(self, run: Callable[..., tuple[int, str]]):
         self.run = run
 
     def __call__(self, *args: str | Path, code: int = 0, **settings) -> str:
@@ -167,7 +167,7 @@ def refusals(
     """Return a test that a command rejects each of these flags, beside others, with its message."""
 
     @pytest.mark.parametrize(("words", "message"), cases.items())
-    def test(words: str, message: str, app: App) -> None:
+    def test(words: str, message: str, app: App):
         line = app.error(command, *flags, *shlex.split(words))
         assert message in line, line
 
@@ -208,7 +208,7 @@ def last_of(run: Path) -> Path:
     return run / "checkpoints/last.ckpt"
 
 
-def bit_flipped(path: Path) -> None:
+def bit_flipped(path: Path):
     """Change one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -236,20 +236,20 @@ def difference(first: Trained, second: Trained) -> float:
     return max((a[key] - b[key]).abs().max().item() for key in a)
 
 
-def assert_same(run: Path, expected: Path, tolerance: float = 1e-5) -> None:
+def assert_same(run: Path, expected: Path, tolerance: float = 1e-5):
     """Check that two runs have the same loss in each logging window, and the same final weights."""
     np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=tolerance)
     assert difference(run, expected) < tolerance
 
 
-def leave_undrawn(patch: Callable[[str, Any], None]) -> None:
+def leave_undrawn(patch: Callable[[str, Any], None]):
     """Patch drawing to write empty pictures and reports: it takes half of a short run's time.
 
     Args:
         patch: Function that sets a dotted name to a value, such as `monkeypatch.setattr`.
     """
 
-    def savefig(figure, file, *, format: str, **_: object) -> None:
+    def savefig(figure, file, *, format: str, **_: object):
         if format == "svg":
             file.write('<svg viewBox="0 0 9 9"></svg>')
         else:
@@ -344,7 +344,7 @@ class Running:
 
     def __init__(
         self, words: Sequence[str | Path], launcher: Sequence[str], env: Environment, cwd: Path
-    ) -> None:
+    ):
         self.mark = uuid.uuid4().hex
         self.words, self.launcher = words, launcher
         variables = {

@@ -42,12 +42,12 @@ def user_cache(tmp_path_factory) -> Iterator[None]:
 
 
 @pytest.fixture
-def drawn() -> None:
+def drawn():
     """Draw pictures and reports; tests without this fixture leave them empty."""
 
 
 @pytest.fixture(autouse=True)
-def environment(request, monkeypatch) -> None:
+def environment(request, monkeypatch):
     """Use one thread per process and no tracker; unset variables that earlier tests may set."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
@@ -76,7 +76,7 @@ def environment(request, monkeypatch) -> None:
 
 
 @pytest.fixture
-def forked_runs(monkeypatch) -> None:
+def forked_runs(monkeypatch):
     """Let the fork server run each `fit` that a command starts."""
     monkeypatch.setattr(
         "app.lab.runs.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork_run})

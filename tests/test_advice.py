@@ -1,20 +1,19 @@
 """Advice of `compare`, on made-up results with known answers."""
 
 from math import nan
-from typing import Any
 
 import pandas as pd
 import pytest
 from jsonargparse import Namespace
 
-from app.lab.compare.advice import ACCURACY, Verdict, verdict
+from app.lab.compare.advice import ACCURACY, BUSY, verdict
 from app.lab.compare.results import COLUMNS, tabulate
 from app.lab.compare.runner import Outcome
 from app.lab.variant import Variant
 from app.record import DataSet, DeviceMemory, Epoch, Record, Throughput
 
 
-def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
+def made_up(*rows):
     """Return a table of results from rows of some columns, as if each row came from three runs.
 
     The runs' samples/s differ from the row's `samples_per_s` by at most the fraction `spread`, by
@@ -45,12 +44,12 @@ def made_up(*rows: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(table, columns=COLUMNS)
 
 
-def judged(*rows: dict[str, Any], cores: int = 4, usable: int = 4) -> Verdict:
+def judged(*rows, cores=4, usable=4):
     """Return the verdict on rows; the first is the baseline."""
     return verdict(made_up(*rows), str(rows[0]["variant"]), cores, usable)
 
 
-def told(*rows: dict[str, Any]) -> str:
+def told(*rows):
     result = judged(*rows)
     return "\n".join([result.conclusion, *result.cautions, *result.advice])
 
@@ -76,6 +75,7 @@ def test_no_verdict_from_runs_that_overlap(spread):
     )
     assert "**Take one**: it is as fast as any, on 1 of the 4 devices that others take." in text
     assert "the fastest" not in text
+    assert "that others take" not in told(FOUR, FOUR | {"variant": "other"})
 
 
 def test_no_verdict_from_single_runs():
@@ -102,6 +102,8 @@ def test_machine_is_busy_if_its_cores_do_not_suffice():
     for others, cores, usable in ((0.3, 4, 4), (20.0, 64, 8)):  # cores enough for both
         free = judged(FOUR, ONE | {"others_cores": others}, cores=cores, usable=usable)
         assert not free.cautions
+    enough = 4 - (1 - BUSY) * 4
+    assert not judged(FOUR, ONE | {"others_cores": enough}).cautions
 
 
 LOADS = [
@@ -189,6 +191,7 @@ def test_table_by_hand(monkeypatch):
                 )
             )  # fmt: skip
         outcomes.append(Outcome(Variant(name, [], Namespace()), records, "measured"))
+    outcomes[2].records[0].peak_memory[1] = DeviceMemory(1, "cpu")  # unknown
     columns = ["samples_per_s", "samples_per_s_max", "n", "replica_batch", "speed_up", "efficiency"]
     columns += ["best_acc", "less_accurate", "memory_main_percent", "memory_others_percent"]
     columns += ["memory_others_gib"]
@@ -209,7 +212,7 @@ A = {**ONE, "variant": "a", "val_images": 200.0, "train_s": 90.0, "others_cores"
 B = {**A, "variant": "b", "train_s": 60.0}
 
 
-def by_accuracy(one: float, other: float) -> Verdict:
+def by_accuracy(one, other):
     """Return the verdict on variants whose runs' accuracies differ by 0.01 from their median."""
     rows = []
     for row, median in ((A, one), (B, other)):

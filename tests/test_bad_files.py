@@ -14,7 +14,6 @@ import shutil
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 from urllib.error import URLError
 
@@ -142,7 +141,7 @@ def test_odd_entries_of_a_folder_are_named(image_root, tmp_path, monkeypatch):
     empty.rmdir()
     scandir = os.scandir
 
-    def denied(folder) -> Any:
+    def denied(folder):
         if Path(folder).name == "dog":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         return scandir(folder)

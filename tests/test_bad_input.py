@@ -5,12 +5,11 @@ Each must cause one error line and exit code 2, and run no code.
 
 import errno
 import os
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import refusals, start_app, tiny
+from harness import SLOW, refusals, start_app, tiny
 
 from app.cli import main
 from app.errors import ExitStatus, printable
@@ -22,7 +21,7 @@ REFUSED = "its code is not trusted"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Iterator[None]:
+def folder(tmp_path, monkeypatch):
     """Create a current folder with broken modules. Check that no foreign code has run in it."""
     place = tmp_path / "project"
     place.mkdir()
@@ -165,6 +164,7 @@ def test_only_regular_files_are_opened(name, reason):
         open_file(name)
 
 
+@SLOW
 def test_output_on_an_ascii_terminal():
     """Lightning's Timer, whose default is an enum, can be added by a flag."""
     timer = ["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=00:00:10:00"]
@@ -202,6 +202,11 @@ SHORTAGES = [
 @pytest.mark.parametrize(("error", "message"), SHORTAGES)
 def test_shortages_name_a_remedy(error, message):
     assert str(ExitStatus.of(error).reason).startswith(message)
+
+
+def test_the_soft_limit_of_files_is_named(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (7, 9))
+    assert "limit of 7:" in ExitStatus.of(OSError(errno.EMFILE, "")).reason
 
 
 ENDS = [

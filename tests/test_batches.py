@@ -1,9 +1,7 @@
 """Shares of global batches, and the work of loader workers."""
 
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import torch
 from cluster.hosts import awaited
 from forked import fork_fit
 from harness import SLOW, on_cpu, options, tiny
-from torch import Tensor, nn
+from torch import nn
 
 from app.data.batches import (
     DeviceReader,
@@ -19,6 +17,7 @@ from app.data.batches import (
     GlobalBatches,
     HostReader,
     ImageOrder,
+    RawBatch,
     ReadImage,
 )
 from app.data.shares import GlobalOrder, stream
@@ -28,7 +27,7 @@ from app.data.transforms import DRAW_RANGE, FLIP
 TWO_STEPS = options(max_steps=2, max_epochs=1)
 
 
-def split(count: int) -> Split:
+def split(count):
     """A split whose images differ in the first pixel."""
     labels = torch.arange(count)
     return Split(labels.byte().view(-1, 1, 1, 1).repeat(1, 1, 4, 4), labels)
@@ -41,9 +40,7 @@ READERS = {
 }
 
 
-def loader(
-    rows: Tensor | int, placement: str = "memory", draws: int = 0, alternate: bool = False, **order
-) -> GlobalBatches:
+def loader(rows, placement="memory", draws=0, alternate=False, **order):
     """Return a loader of some rows of a split of 50."""
     rows = torch.arange(rows) if isinstance(rows, int) else rows
     reader = READERS[placement](split(50), rows)
@@ -86,7 +83,7 @@ def test_weighted_losses_are_means_over_optimizer_steps(world_size, accumulated,
     trainer = SimpleNamespace(
         accumulate_grad_batches=accumulated, fit_loop=SimpleNamespace(max_batches=5)
     )
-    sums: dict[int, float] = {}
+    sums = {}
     for rank in range(world_size):
         order = GlobalOrder(
             count, 5, rank=rank, world_size=world_size, virtual_devices=virtual_devices
@@ -127,6 +124,30 @@ def test_places_by_hand():
     assert first.place(0, is_mixed=True) == (slice(0, 2), slice(2, 3))
     assert second.place(0, is_mixed=True) == (slice(2, 4), slice(0, 1))
     assert second.place(1) == (slice(4, 5), None)
+    assert GlobalOrder(8, 8, virtual_devices=4, rank=1, world_size=2).span(0) == slice(4, 8)
+
+
+def test_shards_of_a_mixed_batch():
+    """Each has the next shard's first sample, too, but an empty shard has none."""
+    order = SimpleNamespace(bounds=lambda step: [4, 6, 6, 7], shards=lambda shards, step: shards)
+    batch = RawBatch(torch.arange(4, 8), torch.arange(4, 8), None, object())
+    shards = GlobalBatches._cut(SimpleNamespace(order=order), batch, 0)
+    assert [shard.images.tolist() for shard in shards] == [[4, 5, 6], [], [6, 7]]
+
+
+def test_an_augmentation_may_write():
+    images = split(2)
+    before = images[1].clone()
+    assert not ReadImage(images, augment=[nn.Dropout(1.0, inplace=True).double()])((1, 0)).any()
+    assert torch.equal(images[1], before)
+
+
+def test_workers_end_after_a_stage():
+    workers = SimpleNamespace(_iterator=object())
+    for given in (workers, None):
+        batches = SimpleNamespace(reader=SimpleNamespace(workers=given))
+        GlobalBatches._iterator.fset(batches, None)
+    assert workers._iterator is None
 
 
 @pytest.mark.parametrize(
@@ -148,7 +169,7 @@ def test_flips_alternate_on_any_number_of_ranks(world_size):
         loaders.append(loader(40, draws=5, alternate=True, **order))
     first = torch.randint(2, (40,), generator=stream(0, 5))
     for epoch in range(3):
-        batches: list[Any] = []
+        batches = []
         for one in loaders:
             one.set_epoch(epoch)
             batches += one
@@ -177,13 +198,13 @@ def test_loader_resumes_at_the_position(placement):
 class Scramble(nn.Module):
     """Adds random numbers of torch and NumPy to an image."""
 
-    def forward(self, image: Tensor) -> Tensor:
+    def forward(self, image):
         return image + torch.randint(50, (1,), dtype=torch.uint8) + np.random.randint(50)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_augment_alike_whatever_the_world_size(num_workers):
-    def epochs(rank: int, world_size: int) -> list[Tensor]:
+    def epochs(rank, world_size):
         rows = torch.arange(20)
         order = ImageOrder(rows, batch_size=8, rank=rank, world_size=world_size)
         read = ReadImage(split(20), augment=[Scramble()])
@@ -204,6 +225,7 @@ def test_workers_augment_alike_whatever_the_world_size(num_workers):
     assert torch.equal(torch.get_rng_state(), state), "global random state is left alone"
 
 
+@SLOW
 def test_augmentation_that_cannot_be(app):
     flags = [*tiny(80), *TWO_STEPS, "--data.augment"]
     elastic = "torchvision.transforms.v2.ElasticTransform"
@@ -234,10 +256,10 @@ def test_batches_for_an_accelerator_are_pinned_and_one_ahead(monkeypatch):
 
     They are copied while the previous batch is in use.
     """
-    pinned: list[torch.Size] = []
+    pinned = []
 
-    def without(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def made(*args: object, pin_memory: bool = False, **kwargs: object) -> Tensor:
+    def without(make):
+        def made(*args, pin_memory=False, **kwargs):
             out = make(*args, **kwargs)
             if pin_memory:
                 pinned.append(out.shape)

@@ -9,10 +9,7 @@ import pickle
 import shutil
 import threading
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -34,22 +31,22 @@ UNTESTED = options(test=False)
 
 
 @pytest.fixture
-def cache(tmp_path) -> Path:
+def cache(tmp_path):
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def decoded(tmp_path, monkeypatch) -> Callable[[], int]:
+def decoded(tmp_path, monkeypatch):
     """Return a function that counts the files decoded since its last call, in any process."""
     note = tmp_path / "decoded"
     decode = FileSplit._pixels
 
-    def noting(self: FileSplit, index: int) -> torch.Tensor:
+    def noting(self, index):
         with note.open("ab") as file:
             file.write(b".")
         return decode(self, index)
 
-    def count() -> int:
+    def count():
         size = note.stat().st_size if note.exists() else 0
         note.unlink(missing_ok=True)
         return size
@@ -58,13 +55,14 @@ def decoded(tmp_path, monkeypatch) -> Callable[[], int]:
     return count
 
 
-def images_of(root: Path, cache: Path | str, name: str = "train", **kwargs) -> torch.Tensor:
+def images_of(root, cache, name="train", **kwargs):
     """Return the images of a split as the application reads them at the start of a command."""
     stage = {"train": "fit", "test": "test"}[name]
     data = attach(ImageFolder(str(root), cache=str(cache), num_workers=0, **kwargs), stage)
     return data._splits[name][0].tensor()
 
 
+@SLOW
 def test_the_second_start_decodes_nothing(image_root, cache, app, decoded):
     flags = [*folder(image_root, cache=cache), *STEPS]
     gc.collect()  # ends the workers of other tests
@@ -88,6 +86,7 @@ def test_a_command_decodes_what_it_reads(image_root, cache, decoded):
     assert decoded() == 36, "the batch is a fraction of the training images"
 
 
+@SLOW
 def test_all_placements_and_no_cache_train_alike(image_root, cache, fit):
     flags = folder(image_root, batch_size=8, max_epochs=2, num_workers=1, test=False)
     flags += options(log_every_n_steps=1)
@@ -157,7 +156,7 @@ def test_links_that_lead_elsewhere(image_root, cache, decoded):
 def test_damage_is_noticed(crop, image_root, cache, decoded, capfd):
     """A changed bit in any part of the file is noticed, also if the file keeps its date."""
 
-    def content() -> list[Any]:
+    def content():
         data = attach(ImageFolder(str(image_root), cache=str(cache), num_workers=0, crop=crop))
         split = data._splits["train"][0]
         images = [image.tolist() for image in split]
@@ -192,9 +191,9 @@ def test_a_start_checks_a_large_file_in_part(image_root, cache, decoded, monkeyp
     monkeypatch.setattr("app.data.cache.BLOCK", 3072)
     monkeypatch.setattr("app.data.cache.SAMPLE", 2)
     images_of(image_root, cache)
-    sizes: list[int] = []
+    sizes = []
 
-    def noting(content: bytes) -> int:
+    def noting(content):
         sizes.append(len(content))
         return zlib.crc32(content)
 
@@ -246,11 +245,11 @@ def test_processes_that_write_at_once(image_root, cache):
     together = threading.Barrier(4)
 
     class Meets(FolderSource):
-        def load(self, split) -> Any:
+        def load(self, split):
             together.wait(20)
             return super().load(split)
 
-    def write(_: int) -> torch.Tensor:
+    def write(_):
         source = EncodedImages(Meets(str(image_root))).source
         ImageCache(str(cache)).write(source, "train", 0)
         cached = ImageCache(str(cache)).open(source, "train")
@@ -333,7 +332,7 @@ def test_images_without_labels_are_another_file(image_root, cache):
     assert kept.open(labelled, "test") is None
     kept.write(labelled, "test", 0)
     for source, split, expected in ((unlabelled, "predict", {-1}), (labelled, "test", {0, 1, 2})):
-        made = kept.open(source, split)  # type: ignore[arg-type]
+        made = kept.open(source, split)
         assert made is not None
         assert set(made.labels.tolist()) == expected
 

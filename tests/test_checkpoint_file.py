@@ -2,10 +2,9 @@
 
 import errno
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,15 +13,23 @@ from forked import fork_app, fork_fit
 from harness import bit_flipped, last_of, on_cpu, options
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
+from app.command import checkpoints
 from app.command.checkpoint_file import LAST, PREVIOUS, SNAPSHOT, CheckpointFiles, read
-from app.command.checkpoints import RunCheckpoint, find_checkpoint, read_earlier
+from app.command.checkpoints import (
+    RunCheckpoint,
+    check_checkpoint,
+    find_checkpoint,
+    is_newest,
+    newest_checkpoint,
+    read_earlier,
+)
 from app.errors import UserError
 from app.modules.weights import checkpoint_of
 from app.record import Record
 from app.system import files
 
 
-def content(step: int, size: int = 40) -> dict[str, Any]:
+def content(step, size=40):
     return {"global_step": step, "state_dict": {"weight": torch.full((size,), float(step))}}
 
 
@@ -70,7 +77,7 @@ def test_checkpoints_of_lightning_and_torch_are_loaded(tmp_path):
 
 
 class Call:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.system, ("touch ran",)
 
 
@@ -106,6 +113,72 @@ def test_best_checkpoint_of_a_moved_run(tmp_path):
     assert checkpoint_of(tmp_path) == folder / "best.ckpt"
     assert checkpoint_of(tmp_path, resumes=True) == folder / LAST
     assert read_earlier(tmp_path / "none.json") == Record()
+    for name in (PREVIOUS, "best.ckpt"):
+        (folder / name).write_bytes(b"")
+    with pytest.raises(UserError, match=f"best.ckpt: .*: use {folder}/epoch=3.ckpt"):
+        find_checkpoint("best", configs, "", "")
+
+
+def test_newest_checkpoint_by_hand(tmp_path):
+    """It is one of this command line and launcher, whole and undamaged; newer `best` count not."""
+    training = {"loops": {}, "optimizer_states": []}
+    saved = []
+    for time, (command, launcher, extra) in enumerate(
+        [
+            ("fit", "a", training),
+            ("fit", "a", {}),
+            ("fit", "b", training),
+            ("test", "a", training),
+            ("fit", "a", None),
+        ]
+    ):
+        path = tmp_path / f"version_{time}/checkpoints" / LAST
+        path.parent.mkdir(parents=True)
+        Record(command=command, launchers=[launcher]).save(path.parent.parent / "run.json")
+        if extra is None:
+            path.write_bytes(b"damaged")
+        else:
+            CheckpointFiles().save_checkpoint(content(1) | extra, path)
+        os.utime(path, (time, time))
+        saved.append(path)
+    assert newest_checkpoint(tmp_path, None) == str(saved[3])
+    assert [path.exists() for path in saved] == [True] * 4 + [False]
+    assert saved[4].with_name(f"{LAST}.damaged").read_bytes() == b"damaged"
+    assert newest_checkpoint(tmp_path, ("fit", ["a", "c"])) == str(saved[0])
+    assert newest_checkpoint(tmp_path, ("fit", ["c"])) is None
+    saved[0].unlink()
+    with pytest.raises(UserError, match="training can resume from none of the 1 checkpoints"):
+        newest_checkpoint(tmp_path, ("fit", ["a"]))
+    older, last, best = (saved[1].with_name(name) for name in (PREVIOUS, LAST, "best.ckpt"))
+    for time, path in enumerate((older, last, best)):
+        path.touch()
+        os.utime(path, (time, time))
+    assert [is_newest(path) for path in (older, last, best)] == [False, True, True]
+
+
+@pytest.mark.parametrize(("batches", "is_last", "fits"), [(4, 0, 1), (3, 0, 0), (3, 1, 1)])
+def test_windows_of_a_checkpoint(batches, is_last, fits, tmp_path):
+    """Training resumes after a window's end, and after an epoch's end, whose window is shorter."""
+    progress = {"current": {"processed": batches}, "is_last_batch": is_last}
+    loop = {"epoch_progress": {"current": {"processed": 0}}, "epoch_loop.batch_progress": progress}
+    resumed = {"loops": {"fit_loop": loop}, "optimizer_states": []}
+    CheckpointFiles().save_checkpoint(content(1) | resumed, tmp_path / LAST)
+    trainer = Mock(max_epochs=1, max_steps=-1, accumulate_grad_batches=2)
+    trainer.fit_loop.epoch_loop.kept = {}
+    error = pytest.raises(UserError, match="after batch 3 of an epoch, inside an optimizer step")
+    with nullcontext() if fits else error:
+        check_checkpoint(str(tmp_path / LAST), Mock(), Mock(), trainer, False)
+
+
+@pytest.mark.parametrize(("step", "monitor", "saves"), [(0, "val_loss", 1), (1, "val_loss", 0)])
+def test_a_probe_is_saved(step, monitor, saves, monkeypatch):
+    """It is validated before the first step."""
+    callback = RunCheckpoint(monitor=monitor)
+    for name in ("_should_skip_saving_checkpoint", "_should_save_on_train_epoch_end"):
+        monkeypatch.setattr(callback, name, lambda trainer, name=name: name.endswith("end"))
+    monkeypatch.setattr(callback, "_save_topk_checkpoint", Mock())
+    callback.on_validation_end(Mock(global_step=step, current_epoch=0, callback_metrics={}), Mock())
+    assert callback._save_topk_checkpoint.call_count == saves
 
 
 def test_of_equal_accuracies_the_lower_loss_is_kept():
@@ -127,10 +200,12 @@ def test_of_equal_accuracies_the_lower_loss_is_kept():
 
 
 @pytest.mark.parametrize(("batches", "monitor"), [([0, 0], None), ([0, 3], "val_loss")])
-def test_without_validation_no_metric_is_monitored(batches, monitor):
+def test_without_validation_no_metric_is_monitored(batches, monitor, monkeypatch):
+    monkeypatch.setattr("app.command.checkpoints.rank_zero_info", Mock())
     callback = RunCheckpoint(monitor="val_loss")
     callback.on_train_start(Mock(num_val_batches=batches), Mock())
     assert callback.monitor == monitor
+    assert checkpoints.rank_zero_info.called == (monitor is None)
 
 
 def test_loading_runs_no_code(tmp_path, monkeypatch):
@@ -207,7 +282,7 @@ def test_folder_renamed_during_a_save(tmp_path, monkeypatch):
     assert read(tmp_path / "away" / LAST)["global_step"] == 1
 
 
-def theirs(model: str, **settings: object) -> list[str]:
+def theirs(model, **settings):
     """Return flags for one epoch with a model of `user_code`."""
     words = [f"--model=saving_code.{model}", "--data=user_code.TheirData", "--run.name=x"]
     return [*words, *options(test=False, **{"max_epochs": 1, "accelerator": "cpu"} | settings)]

@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 from forked import fork_fit
-from harness import QUIET, ROOT, options, start_app, tiny
+from harness import QUIET, ROOT, SLOW, options, start_app, tiny
 from lightning.pytorch import callbacks
 
 from app import __version__
@@ -37,6 +37,7 @@ def test_version(app):
     )
 
 
+@SLOW
 def test_idle_threads_spin_briefly():
     """OpenMP reads our spin count; its own 300,000 turns take longer than a time slice."""
     out = start_app("fit", "--print_config", env={"OMP_DISPLAY_ENV": "verbose"})
@@ -207,7 +208,7 @@ REQUIRED = {  # settings without defaults, or that others need
 }
 
 
-def chosen(*names: str) -> list[str]:
+def chosen(*names):
     """Return flags that add callbacks with their required settings."""
     words = []
     for name in names:

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +20,7 @@ CLUSTER = ROOT / "configs/cluster"
 SMALL = [*tiny(60, 12, accelerator="cpu", test=False), "--model.network=lenet"]
 
 
-def run_nodes(command: Sequence[str], variables: Sequence[dict[str, str]]) -> list[str]:
+def run_nodes(command, variables):
     """Run a command on all nodes at once, each with its variables, and return their outputs.
 
     Raises:

@@ -1,8 +1,6 @@
 """Communication of gradients: ring, hooks on a CPU, strategies' options, rejected settings."""
 
-from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch.distributed as dist
 import yaml
 from forked import fork_app, fork_fit
 from harness import difference, on_cpu, options, record_of, refusals, slow, tiny
-from jsonargparse import Namespace
 
 from app.command.configuration import resolve
 from app.training.comm_hooks import ring_all_reduce
@@ -20,23 +17,23 @@ SMALL = tiny(72, 16, val_size=8)
 CPU = ["--trainer.accelerator=cpu", "--trainer.devices=2"]
 
 
-def forked(*settings: str, strategy: str = "ddp") -> list[str]:
+def forked(*settings, strategy="ddp"):
     """Return flags for a strategy with two processes. They are forks, because forks start fast."""
     words = [f"--trainer.strategy.{setting}" for setting in ("start_method=fork", *settings)]
     return [*CPU, f"--trainer.strategy={strategy}", *words]
 
 
-def rings(rank: int, store: str, is_staged: bool) -> None:
+def rings(rank, store, is_staged):
     """Check the ring against the built-in all-reduce, on groups of 2 to 8 ranks.
 
     Each of eight processes calls this.
     """
     if is_staged:
-        torch.Tensor.cpu = torch.Tensor.clone  # type: ignore[method-assign]  # copy, as from a GPU
+        torch.Tensor.cpu = torch.Tensor.clone  # copy, as from a GPU
     dist.init_process_group(
         "gloo", f"file://{store}", timedelta(seconds=60), world_size=8, rank=rank
     )
-    groups: list[Sequence[int]] = [range(2), range(3), range(4), range(5), [6, 1, 4], range(8)]
+    groups = [range(2), range(3), range(4), range(5), [6, 1, 4], range(8)]
     for ranks in groups:
         group, world = dist.new_group(list(ranks)), len(ranks)
         if rank not in ranks:
@@ -70,7 +67,7 @@ EXACT = [*SMALL, *options(precision="64-true", max_epochs=4, test=False)]  # 16 
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory) -> Path:
+def exact(tmp_path_factory):
     """A run on one device in float64, so that rounding hides no difference."""
     return fork_fit(tmp_path_factory.mktemp("exact"), *EXACT)
 
@@ -98,7 +95,7 @@ def test_accumulated_gradients_are_averaged_once(tmp_path):
     assert "static graph" not in out
 
 
-def strategy(*words: str) -> Namespace | str:
+def strategy(*words):
     """Return the resolved strategy of a command line."""
     return resolve(["fit", *SMALL, *words]).trainer.strategy
 

@@ -4,16 +4,14 @@ import json
 import os
 import re
 import time
-from contextlib import AbstractContextManager
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 import yaml
 from cluster.hosts import awaited
-from harness import ROOT, SLOW, Running, record_of, running, tiny
+from harness import ROOT, SLOW, record_of, running, tiny
 from jsonargparse import Namespace
 from PIL import Image
 
@@ -26,26 +24,26 @@ from app.record import PHASES, DataSet, Epoch, Record
 from app.system.machine import own_seconds
 
 
-def comparing(path: Path, *words: str) -> AbstractContextManager[Running]:
+def comparing(path, *words):
     root = path.parent / "runs"
     env = {"WANDB_MODE": "offline"}
     return running("compare", "--experiment", path, "--root", root, *words, env=env)
 
 
-def compare(path: Path, *words: str) -> str:
+def compare(path, *words):
     with comparing(path, *words) as process:
         return process.end(400, code=0)
 
 
-def folder_of(path: Path) -> Path:
+def folder_of(path):
     return path.parent / "runs/compare/tiny/version_0"
 
 
-def results_in(folder: Path) -> dict[str, Any]:
+def results_in(folder):
     return json.loads((folder / "results.json").read_text())
 
 
-def by_name(path: Path) -> dict[str, dict[str, Any]]:
+def by_name(path):
     return {row["variant"]: row for row in results_in(folder_of(path))["variants"]}
 
 
@@ -61,7 +59,7 @@ def test_variants_that_cannot_run_fail_hang_or_are_slow(app, experiment):
     gpus = {"trainer.accelerator": "gpu", "trainer.devices": 4096}
     two = DDP | {"trainer.devices": 2}
     # status, pattern of the reason, and flags
-    variants: dict[str, tuple[str, str, dict[str, Any]]] = {
+    variants = {
         "one": ("measured", "", {}),
         "no GPU": ("skipped", "GPU", DDP | gpus),
         "too many": ("skipped", "needs 4096 CPU cores", DDP | {"trainer.devices": 4096}),
@@ -115,7 +113,7 @@ def test_a_users_loader_has_the_baselines_batch(app, experiment):
 
 
 @pytest.fixture
-def idle(monkeypatch) -> None:
+def idle(monkeypatch):
     """Make the machine look idle to a comparison that runs in this process."""
     monkeypatch.setattr("app.lab.runs.busy_seconds", own_seconds)
 
@@ -169,6 +167,7 @@ def test_report_files(app, experiment):
         assert message.endswith("give --fresh true to begin a new report")
 
 
+@SLOW
 @pytest.mark.usefixtures("drawn")
 def test_settings_are_compared_by_their_accuracy(app, tmp_path):
     """The repeats of a variant have different seeds."""

@@ -17,7 +17,7 @@ from app.modules import FashionMLP
 from app.training import register_strategies
 
 
-def trainer(**settings: object) -> Resolved:
+def trainer(**settings):
     register_strategies()
     defaults = {"accelerator": "cpu", "devices": "auto", "strategy": "auto", "num_nodes": 1}
     return Resolved(Namespace(trainer=Namespace(defaults | settings)))

@@ -4,7 +4,7 @@ The hooks come from Lightning's classes, so that a new version's hooks are compa
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from inspect import isfunction
 from pathlib import Path
@@ -53,7 +53,7 @@ NO_HOOKS = {
 BASES = {"callback": Callback, "module": LightningModule, "data": LightningDataModule}
 
 
-def hooks_of(base: type) -> list[str]:
+def hooks_of(base):
     """Return the hooks of one of Lightning's classes that training may call."""
     names = []
     for cls in base.__mro__:
@@ -71,7 +71,7 @@ CALLBACKS = {"callback": HOOKS["callback"]}  # the module is then the user's own
 CALLS = []
 
 
-def described(value) -> Any:
+def described(value):
     """Return a form of an argument that two runs can compare."""
     if isinstance(value, Tensor):
         return value.dtype, value.tolist() if value.numel() < 100 else float(value.double().sum())
@@ -84,12 +84,12 @@ def described(value) -> Any:
     return "callable" if callable(value) else type(value).__name__
 
 
-def recording(base: type, owner: str, hooks: Iterable[str]) -> type:
+def recording(base, owner, hooks):
     """Return a new subclass that overrides these hooks, and records their calls."""
 
-    def overriding(name: str) -> Callable[..., Any]:
-        def hook(self, *args, **kwargs) -> Any:
-            place: tuple[Any, ...] = ()
+    def overriding(name):
+        def hook(self, *args, **kwargs):
+            place = ()
             for value in (*args, getattr(self, "trainer", None)):
                 if isinstance(value, pl.Trainer):
                     place = (value.lightning_module._current_fx_name, value.global_step)
@@ -114,18 +114,18 @@ class Plain(TheirModel):
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     )
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         super().__init__(width=4)
 
-    def training_step(self, batch, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         if batch_idx % 3 == 0:
             self.log("now_and_then", loss)
         return loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = self.optimizer(self.parameters())
         if self.scheduler is None:
             return optimizer
@@ -135,46 +135,46 @@ class Plain(TheirModel):
 
 
 class Stateful(Callback):
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"count": 1}
 
 
 class StatefulData(TheirData):
-    state_dict = Stateful.state_dict  # type: ignore[assignment]
+    state_dict = Stateful.state_dict
 
 
 class OwnLoaders(Plain):
     """Module that needs no data module."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return TheirData().train_dataloader()
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         return TheirData().val_dataloader()
 
 
 class Dict(Plain):
-    def training_step(self, batch, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return {"loss": super().training_step(batch, batch_idx), "index": batch_idx}
 
 
 class Skips(Plain):
-    def training_step(self, batch, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return None if batch_idx == 2 else super().training_step(batch, batch_idx)
 
 
 class EndsEpoch(Plain):
-    def on_train_batch_start(self, batch, batch_idx: int) -> Any:
+    def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 3 else None
 
 
 class TakesNoIndex(Plain):
-    def training_step(self, batch) -> Any:  # type: ignore[override]
+    def training_step(self, batch):
         return super().training_step(batch, 1)
 
 
 class TakesIterator(Plain):
-    def training_step(self, dataloader_iter) -> Any:  # type: ignore[override]
+    def training_step(self, dataloader_iter):
         batch, _, _ = next(dataloader_iter)
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
@@ -182,14 +182,14 @@ class TakesIterator(Plain):
 class KeepsLoss(Plain):
     """Module that keeps its loss, while hooks change the other losses in place."""
 
-    def training_step(self, batch, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.loss = super().training_step(batch, batch_idx)
         return self.loss
 
-    def on_before_backward(self, loss: Tensor) -> None:
+    def on_before_backward(self, loss):
         loss.mul_(0.5)
 
-    def on_train_batch_end(self, outputs, batch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         CALLS.append(("kept", described(outputs["loss"]), described(self.loss)))
         outputs["loss"].zero_()
         CALLS.append(("kept", described(self.loss)))
@@ -218,14 +218,14 @@ class PlateauByEpoch(Plateau):
 
 
 class Stops(Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_) -> None:
+    def on_train_batch_end(self, trainer, *_):
         trainer.should_stop = trainer.global_step == 7
 
 
-def saving(hook: str) -> Callback:
+def saving(hook):
     """Return a callback whose hook saves a checkpoint once, after seven steps."""
 
-    def save(self, trainer: pl.Trainer, *_) -> None:
+    def save(self, trainer, *_):
         path = Path(trainer.loggers[0].save_dir, "middle.ckpt")
         if trainer.global_step >= 7 and not path.exists():
             trainer.save_checkpoint(path)
@@ -234,7 +234,7 @@ def saving(hook: str) -> Callback:
 
 
 class FailsLater(Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_) -> None:
+    def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == 7:
             raise ZeroDivisionError
 
@@ -242,34 +242,28 @@ class FailsLater(Callback):
 class Stream(IterableDataset[Any]):
     """A data set without a length."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(TensorDataset(*TheirData().dataset.tensors))
 
 
 class StreamedData(TheirData):
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self):
         return DataLoader(Stream(), batch_size=8)
 
 
 class ClipsEach(Precision):
-    def clip_gradients(self, optimizer, *_, **__) -> None:
+    def clip_gradients(self, optimizer, *_, **__):
         for parameter in optimizer.param_groups[0]["params"]:
             nn.utils.clip_grad_norm_(parameter, 0.01)
 
 
-def scaled() -> MixedPrecision:
+def scaled():
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**60))
 
 
 def trained(
-    straight: bool,
-    folder: Path,
-    model: type = Plain,
-    data: type | None = StatefulData,
-    hooks: Mapping[str, Iterable[str]] = CALLBACKS,
-    ckpt_path: Path | None = None,
-    **flags,
-) -> tuple[list[Any], dict[str, Any], str | None]:
+    straight, folder, model=Plain, data=StatefulData, hooks=CALLBACKS, ckpt_path=None, **flags
+):
     """Train, by default two epochs of five batches; return calls, checkpoint and the loop's reason.
 
     The reason says why the straight loop used Lightning's step. Otherwise, it is None.
@@ -304,7 +298,7 @@ def trained(
     return calls, torch.load(folder / "end.ckpt", weights_only=False), reason
 
 
-def same_checkpoint(saved: dict[str, Any], other: dict[str, Any]) -> None:
+def same_checkpoint(saved, other):
     """Check that two checkpoints resume the same training."""
     assert other.keys() == saved.keys()
     for key in ("global_step", "epoch", "loops", "lr_schedulers"):
@@ -313,7 +307,7 @@ def same_checkpoint(saved: dict[str, Any], other: dict[str, Any]) -> None:
     assert repr(other["optimizer_states"]) == repr(saved["optimizer_states"])
 
 
-def assert_alike(tmp_path, reason: str | None = None, saves: str | None = None, **settings) -> None:
+def assert_alike(tmp_path, reason=None, saves=None, **settings):
     """Train in Lightning's loop and in the straight loop; check that both do the same.
 
     Args:

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from statistics import mean, median
-from types import CodeType, FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from forked import fork_fit
-from harness import QUIET, RECIPE, ROOT, SLOW, Fit, options
+from harness import QUIET, RECIPE, ROOT, SLOW, options
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
@@ -40,21 +40,21 @@ Counts = Callable[..., list[Any]]  # type of the fixtures that count per step
 class Counting(TorchDispatchMode):
     """Counter of operations by name, without views and empty tensors, which launch no kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func.is_view and not func._schema.name.startswith("aten::empty"):
             self.counts[func._schema.name.removeprefix("aten::")] += 1
         return func(*args, **(kwargs or {}))
 
 
-def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None:
+def in_second_epoch(patch, begin):
     """Patch the training loader so that it calls a function right before the second epoch."""
     set_epoch = GlobalBatches.set_epoch
 
-    def replacement(self: GlobalBatches, epoch: int) -> None:
+    def replacement(self, epoch):
         set_epoch(self, epoch)
         if epoch == 1 and self.shuffle:
             begin()
@@ -63,20 +63,18 @@ def in_second_epoch(patch: pytest.MonkeyPatch, begin: Callable[[], Any]) -> None
 
 
 @pytest.fixture
-def calls_per_step(fit: Fit, monkeypatch) -> Counts:
+def calls_per_step(fit, monkeypatch):
     """Return a function that counts the Python calls per step of a run's second epoch.
 
     `training_step` begins a step. `counts` says for a function's code whether its calls count,
     those of C functions included.
     """
 
-    def count(
-        *flags: str | Path, counts: Callable[[CodeType], bool] = lambda code: True
-    ) -> list[int]:
+    def count(*flags, counts=lambda code: True):
         calls = 0
         marks = []
 
-        def profile(frame: FrameType, event: str, arg) -> None:
+        def profile(frame, event, arg):
             nonlocal calls
             if event in ("call", "c_call"):
                 if event == "call" and frame.f_code is STEP:
@@ -96,22 +94,22 @@ def calls_per_step(fit: Fit, monkeypatch) -> Counts:
 
 
 @pytest.fixture
-def operations_per_step(fit: Fit, monkeypatch) -> Counts:
+def operations_per_step(fit, monkeypatch):
     """Return a function that counts the tensor operations per step of a run's second epoch."""
     training_step = ImageClassifier.training_step
 
-    def count(*flags: str | Path) -> list[Counter[str]]:
+    def count(*flags):
         mode = Counting()
         marks = []
 
         # keeps the module's name: Lightning copies the loss of a user's training step
         @wraps(training_step)
-        def step(self: ImageClassifier, batch, batch_idx: int) -> Any:
+        def step(self, batch, batch_idx):
             marks.append(mode.counts.copy())
             return training_step(self, batch, batch_idx)
 
-        def counting(read: Callable[..., Any]) -> Callable[..., Any]:
-            def counted(self: torch.Tensor, *args, **kwargs) -> Any:
+        def counting(read):
+            def counted(self, *args, **kwargs):
                 mode.counts["_local_scalar_dense"] += 1
                 return read(self, *args, **kwargs)
 
@@ -132,7 +130,7 @@ def operations_per_step(fit: Fit, monkeypatch) -> Counts:
     return count
 
 
-def raw_operations() -> int:
+def raw_operations():
     """Count the operations of a hand-written LeNet step with uint8 images, mean loss and SGD."""
     images = torch.zeros(64, 3, 32, 32, dtype=torch.uint8)
     labels = torch.zeros(64, dtype=torch.long)
@@ -141,7 +139,7 @@ def raw_operations() -> int:
     network = LeNet().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
 
-    def step() -> None:
+    def step():
         share = order[:16]
         batch = (
             images[share].float().sub_(mean).div_(std).contiguous(memory_format=torch.channels_last)
@@ -158,7 +156,7 @@ def raw_operations() -> int:
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch) -> None:
+def clock(monkeypatch):
     """Stop the progress bar's clock, because redraws would read logged values from the device."""
     monkeypatch.setattr("app.monitor.progress_bar.time", SimpleNamespace(perf_counter=lambda: 0.0))
 
@@ -181,14 +179,14 @@ def test_python_calls_of_the_fast_config(calls_per_step):
 def test_timing_a_rank_is_a_percent(calls_per_step):
     """The step clock takes at most 1 % of a step's Python calls, its epoch-end calls excepted."""
 
-    def ours(code: CodeType) -> bool:
+    def ours(code):
         is_clock = code.co_filename.endswith(("step_clock.py", "rank_times.py"))
         return is_clock and code.co_name.startswith("on_train_batch")
 
     assert 0 < mean(calls_per_step(*MLP, counts=ours)) <= 0.01 * 560
 
 
-def check_reads(steps: list[Counter[str]]) -> None:
+def check_reads(steps):
     """Check that only the last step of a logging window reads the device."""
     reading = [index for index, step in enumerate(steps) if step["_local_scalar_dense"]]
     assert reading == [100 - 72 - 1], "72 steps of the first epoch; a window is 50"
@@ -224,16 +222,16 @@ class CountsReads(CIFARCNN):
     Each rank writes the count before each step into a file.
     """
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         self.reads, self.mode = [], Counting()
         if self.current_epoch == 1:
             self.mode.__enter__()
 
-    def training_step(self, batch, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         self.reads.append(self.mode.counts["_local_scalar_dense"])
         return super().training_step(batch, batch_idx)
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         if self.current_epoch == 1:
             self.mode.__exit__(None, None, None)
             file = Path(str(self.trainer.log_dir), f"reads{self.global_rank}.json")
@@ -253,6 +251,7 @@ def test_reads_of_the_device_by_two_processes(tmp_path):
         assert reads[28] == reads[-1], "and after it"
 
 
+@SLOW
 def test_a_recipe_costs_half_a_step_at_most(calls_per_step, operations_per_step):
     plain = calls_per_step(*LENET, *AUGMENTED)
     rich = calls_per_step(*LENET, *AUGMENTED, *RECIPE)

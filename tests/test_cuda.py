@@ -2,7 +2,6 @@
 
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,13 +25,13 @@ CPU = ["--trainer.accelerator=cpu"]
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> None:
+def gpu(monkeypatch):
     """Fake a GPU, and fail the test if the run touches it."""
 
-    def touched(*_) -> None:
+    def touched(*_):
         pytest.fail("took memory on the GPU")
 
-    def reset(device: torch.device) -> None:
+    def reset(device):
         if torch.device(device).type != "cuda":
             raise ValueError(f"Expected a cuda device, but got: {device}")
         touched()
@@ -73,7 +72,7 @@ def test_memory_is_that_of_the_allocator_and_that_of_the_driver(monkeypatch):
 
 @pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("mps", 1), ("cuda:1", 1)])
 def test_the_clock_waits_for_every_accelerator(device, waits, monkeypatch):
-    awaited: list[torch.device] = []
+    awaited = []
     monkeypatch.setattr(torch.accelerator, "synchronize", awaited.append)
     machine.time_when_done(torch.device(device))
     assert awaited == [torch.device(device)] * waits
@@ -107,12 +106,12 @@ def test_variables_for_cuda(name, before, after, monkeypatch):
 
 
 @pytest.fixture
-def nccl(monkeypatch) -> list[str]:
+def nccl(monkeypatch):
     """Fake a process group of NCCL, and return the list of its recorded calls."""
-    left: list[str] = []
+    left = []
     group = SimpleNamespace(initialized=True)
 
-    def abort() -> None:
+    def abort():
         left.append("aborted")
         group.initialized = False
 
@@ -122,13 +121,13 @@ def nccl(monkeypatch) -> list[str]:
     return left
 
 
-def fail(error: BaseException) -> None:
+def fail(error):
     """Call a callback with an error, and raise the error, as Lightning does.
 
     After the callback, Lightning moves the model to the host. The callback must leave NCCL, because
     this move would otherwise wait for other ranks.
     """
-    StopTogether(60.0).on_exception(None, None, error)  # type: ignore[arg-type]
+    StopTogether(60.0).on_exception(None, None, error)
     assert failures.distributed.is_initialized() is False, "nothing waits for the device"
     raise error
 
@@ -162,14 +161,14 @@ def test_another_groups_errors_stay(monkeypatch):
 
 
 def test_ddp_wraps_the_model_on_the_stream_where_it_computes(monkeypatch):
-    made: list[Any] = []
+    made = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a stream of its own"))
     monkeypatch.setattr(
         app.training.ddp, "DistributedDataParallel", lambda *args, **kwargs: made.append(kwargs)
     )
     strategy = DDP()
     strategy.parallel_devices = [torch.device("cuda", 0)]
-    strategy.cluster_environment = SimpleNamespace(local_rank=lambda: 0)  # type: ignore[assignment]
+    strategy.cluster_environment = SimpleNamespace(local_rank=lambda: 0)
     strategy.model = nn.Linear(1, 1)
     strategy.configure_ddp()
     assert made[0]["device_ids"] == [0]
@@ -181,7 +180,7 @@ def test_dp_copies_the_network_alone():
     assert Replica(model).module is model.network
 
     class Doubled(CIFARCNN):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
+        def forward(self, images):
             return super().forward(images) * 2
 
     doubled = Doubled()
@@ -246,7 +245,7 @@ def test_out_of_memory_is_said_in_one_line(app, tmp_path, monkeypatch):
         "Of the allocated memory 1 GiB is allocated by PyTorch."
     )
 
-    def training_step(*_: object) -> None:
+    def training_step(*_):
         raise torch.OutOfMemoryError(message)
 
     monkeypatch.setattr(CIFARCNN, "training_step", training_step)

@@ -6,14 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import QUIET, last_of, options, record_of
+from harness import QUIET, SLOW, last_of, options, record_of
 from lightning.fabric.plugins.environments import LightningEnvironment
 from PIL import Image
 
 from app.data import FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
-from app.data.module import ImageData
-from app.data.sources import SplitName
 from app.data.synthetic import SyntheticSource
 from app.data.transforms import DRAW_RANGE, Transform
 from app.errors import UserError
@@ -22,10 +20,10 @@ from app.launch.cluster_environment import Slurm
 TWO_STEPS = [*options(max_steps=2, max_epochs=1), *QUIET]
 
 
-def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageData:
+def attach(data, stage="fit", overfit=0.0):
     """Set up a data module as a Trainer with one CPU process does."""
     progress = SimpleNamespace(current=SimpleNamespace(ready=0))
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+    data.trainer = SimpleNamespace(
         world_size=1,
         num_nodes=1,
         global_rank=0,
@@ -41,14 +39,14 @@ def attach(data: ImageData, stage: str = "fit", overfit: float = 0.0) -> ImageDa
     return data
 
 
-def refusal(cls, path: Path, **settings) -> str:
+def refusal(cls, path, **settings):
     """Read image files or a table, which must fail, and return the error message."""
     with pytest.raises(UserError) as error:
         attach(cls(str(path), num_workers=0, **settings))
     return str(error.value)
 
 
-def folder(root: Path, /, **settings: object) -> list[str | Path]:
+def folder(root: Path, /, **settings):
     """Return flags to read a folder of images, without bar and model summary.
 
     Settings as in `options`.
@@ -104,6 +102,7 @@ def test_flip_crop_and_cutout_do_what_they_say():
 # --------------------------------------------------------------------------------------------------
 
 
+@SLOW
 @pytest.mark.usefixtures("drawn")
 def test_fashion_mnist(fashion_root, fit):
     """A batch size may be a fraction of the training images, rounded up: a quarter of 54 is 14."""
@@ -115,6 +114,7 @@ def test_fashion_mnist(fashion_root, fit):
     assert (run / "most_wrong.png").stat().st_size > 1000
 
 
+@SLOW
 def test_prediction_of_a_test_split_has_its_labels(image_root, app, fit):
     flags = folder(image_root)
     run = fit(*flags, *TWO_STEPS)
@@ -172,6 +172,7 @@ def test_layouts_of_folders(folders, classes, splits, remark, tmp_path, caplog):
     assert bool(remark) == bool(caplog.text)
 
 
+@SLOW
 def test_files_are_known_by_their_content(image_root, app, tmp_path):
     """All images are read, whatever their names are.
 
@@ -225,6 +226,7 @@ def test_links_are_followed_and_hidden_names_ignored(image_root, tmp_path):
     assert torch.equal(data._splits["train"][0].tensor(), plain._splits["train"][0].tensor())
 
 
+@SLOW
 def test_a_folder_of_classes(image_root, app, tmp_path):
     """Without splits, validation images are split off, and there is no test.
 
@@ -259,7 +261,7 @@ def test_image_folder_takes_size_channels_and_a_validation_folder(image_root):
 
 
 def test_synthetic():
-    def images(split: SplitName, seed: int) -> torch.Tensor:
+    def images(split, seed):
         return SyntheticSource("FashionMNIST", 300, seed).load(split).tensor()
 
     train = images("train", 1)
@@ -281,8 +283,8 @@ def test_workers_follow_the_cores(ranks, slurm, expected, monkeypatch):
     if slurm is not None:
         for name, value in (("STEP_NODELIST", "node"), ("JOB_ID", "1"), ("STEP_ID", "0")):
             monkeypatch.setenv(f"SLURM_{name}", value)
-        environment = Slurm()  # type: ignore[assignment]
-    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        environment = Slurm()
+    data.trainer = SimpleNamespace(
         world_size=2 * ranks, num_nodes=2, strategy=SimpleNamespace(cluster_environment=environment)
     )
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)

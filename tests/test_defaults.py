@@ -1,14 +1,11 @@
 """Settings that the user left open: `fit --data PHOTOS` chooses network, sizes and recipe."""
 
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 from harness import SLOW, options
-from jsonargparse import Namespace
 
 from app.command import defaults
 from app.command.configuration import resolve
@@ -20,7 +17,7 @@ IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
 @pytest.fixture(autouse=True)
-def published(monkeypatch) -> Mock:
+def published(monkeypatch):
     """Replace the function that reads or downloads weights, on a machine without a GPU."""
     read = Mock()
     monkeypatch.setattr(defaults, "read_weights", read)
@@ -28,7 +25,7 @@ def published(monkeypatch) -> Mock:
     return read
 
 
-def chosen(*flags: str | Path) -> tuple[Namespace, Namespace, Any]:
+def chosen(*flags):
     """Return the settings of model and data, and those of the Trainer."""
     config = resolve(["fit", *map(str, flags)])
     return config.model.init_args, config.data.init_args, config.trainer

@@ -1,9 +1,7 @@
 """A disk that fills up, or a folder that disappears, during training."""
 
 import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ BIG = ["--model.hidden=[500]"]  # a checkpoint has 4.6 MiB, with Adam's state
 
 
 @pytest.fixture
-def disk(tmp_path) -> Iterator[Path]:
+def disk(tmp_path):
     """A separate disk of 16 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -35,7 +33,7 @@ def disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True, timeout=20)
 
 
-def leftovers(root: Path) -> list[Path]:
+def leftovers(root):
     return [
         path
         for path in root.rglob("*")

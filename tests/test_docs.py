@@ -15,7 +15,6 @@ import sys
 import tomllib
 from contextlib import redirect_stdout, suppress
 from io import StringIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,7 +67,7 @@ OTHERS |= {"--gpus", "--nr", "--num_processes"}  # flags in the table "Coming fr
 NAME = {"ids": lambda path: str(path.relative_to(ROOT))}
 
 
-def text(document: Path) -> str:
+def text(document):
     """Return a document as Markdown: a notebook's Markdown cells, a config's comments, or all text.
 
     Indented lines of a config's comments are repeated as a `bash` block.
@@ -88,18 +87,18 @@ def text(document: Path) -> str:
     return content
 
 
-def blocks(document: Path, *languages: str) -> list[str]:
+def blocks(document, *languages):
     matches = re.findall(r"^```(\w*)\n(.*?)^```", text(document), flags=re.MULTILINE | re.DOTALL)
     return [content for language, content in matches if language in languages]
 
 
-def spans(document: Path) -> list[str]:
+def spans(document):
     """Return the texts between backticks in the prose."""
     prose = re.sub(r"^```.*?^```", "", text(document), flags=re.MULTILINE | re.DOTALL)
     return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", prose)]
 
 
-def commands(document: Path) -> list[str]:
+def commands(document):
     """Return a document's commands: lines of `bash` blocks, and text that looks like a command."""
     calls = []
     for language in ("bash", ""):
@@ -117,7 +116,7 @@ def commands(document: Path) -> list[str]:
     ]
 
 
-def words_of(command: str) -> list[str]:
+def words_of(command):
     """Return a command's words without ellipses and leading variables; fill in placeholders."""
     words = [PLACES.get(word, word) for word in shlex.split(command) if word != "…"]
     while re.fullmatch(r"\w+=.*", words[0]):
@@ -125,7 +124,7 @@ def words_of(command: str) -> list[str]:
     return words
 
 
-def check(command: str) -> None:
+def check(command):
     """Parse a command with the parser of the program that it names. Check that its files exist."""
     words = words_of(command)
     files = [word for word in words if word.startswith(("configs/", "tests/"))]
@@ -175,7 +174,7 @@ def check(command: str) -> None:
             raise AssertionError(f"no way to check {words}")
 
 
-def check_app(arguments: list[str]) -> None:
+def check_app(arguments):
     """Parse one of our command lines, including its flags of `fit`."""
     if not arguments or arguments[0].startswith("--"):
         assert arguments in ([], ["--help"])
@@ -203,7 +202,7 @@ def check_app(arguments: list[str]) -> None:
         resolve(arguments)
 
 
-def own_flags(command: str) -> list[str]:
+def own_flags(command):
     """Return the flags that the help of one of our own commands lists."""
     with redirect_stdout(StringIO()) as out, suppress(SystemExit):
         main([command, "--help"])
@@ -211,7 +210,7 @@ def own_flags(command: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory):
     """Folder with a reader's files: configs, images, and the documents' examples."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("configs", "tests"):
@@ -231,7 +230,7 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def reader(place: Path, monkeypatch) -> Path:
+def reader(place, monkeypatch):
     """Folder of a reader who follows the documents; it is the current folder."""
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)
@@ -242,7 +241,7 @@ def reader(place: Path, monkeypatch) -> Path:
     return place
 
 
-def wrong_commands(document: Path) -> dict[str, str]:
+def wrong_commands(document):
     wrong = {}
     for command in dict.fromkeys(commands(document)):
         try:
@@ -252,6 +251,7 @@ def wrong_commands(document: Path) -> dict[str, str]:
     return wrong
 
 
+@SLOW
 def test_commands_of_the_readme(reader):
     assert len(commands(ROOT / "README.md")) > 15
     assert not wrong_commands(ROOT / "README.md")
@@ -316,7 +316,7 @@ def test_flags_in_the_prose():
                 )
 
 
-def small(command: str) -> list[str] | None:
+def small(command):
     """Return a small `fit`, `validate`, `test` or `predict` command, or None if it cannot run here.
 
     Processes are forked, because the start of processes is not tested here.

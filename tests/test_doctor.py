@@ -14,7 +14,7 @@ from app.system import machine
 from app.system.machine import busy, usable_cores
 
 
-def levels_of(out: str) -> dict[str, str]:
+def levels_of(out):
     """Return the level of each check in the report, by its name."""
     lines = re.findall(r"^(green|yellow|red) +(\w+(?: x\d)?) ", out, re.MULTILINE)
     return {name: level for level, name in lines}
@@ -40,7 +40,7 @@ BUSY = 1e4
 Records = dict[str, Record]  # run records by strategy
 
 
-def set_load(monkeypatch, load: float) -> None:
+def set_load(monkeypatch, load):
     monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
 
 
@@ -72,11 +72,11 @@ def test_smallest_quota_of_the_control_groups_counts(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def quick(monkeypatch) -> Records:
+def quick(monkeypatch):
     """Replace the self-test's runs by these records by strategy; by default, by that of `auto`."""
     outcomes = {"auto": completed(2.0)}
 
-    def run(flags: list[str], limit: float) -> Record:
+    def run(flags, limit):
         strategy = flags[-2].removeprefix("--trainer.strategy=")
         return outcomes.get(strategy, outcomes["auto"])
 
@@ -84,7 +84,7 @@ def quick(monkeypatch) -> Records:
     return outcomes
 
 
-def completed(loss: float) -> Record:
+def completed(loss):
     return Record(status="completed", train_loss=TrainLoss(loss))
 
 

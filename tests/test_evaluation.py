@@ -6,7 +6,6 @@
 import csv
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from forked import fork_app, fork_fit
@@ -21,20 +20,20 @@ from app.modules import CIFARCNN
 DATA = tiny(5015, 64, val_size=1003)
 
 
-def result(run: Path) -> dict[str, float]:
+def result(run):
     return record_of(run)["test"]
 
 
-def best_of(run: Path) -> list[str | Path]:
+def best_of(run):
     return ["--ckpt_path", run / "checkpoints/best.ckpt"]
 
 
-def confusion(run: Path) -> list[list[str]]:
+def confusion(run):
     return list(csv.reader((run / "confusion_matrix.csv").open()))
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(tmp_path_factory):
     learn = ["--model.optimizer=Adam", "--model.optimizer.lr=0.002", "--trainer.max_epochs=1"]
     return fork_fit(tmp_path_factory.mktemp("trained"), *DATA, *learn, "--run.name=x")
 

@@ -1,9 +1,8 @@
 """The exact loader (`--run.loader exact`), beside plain loops over the same samples."""
 
 import random
-from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pandas as pd
@@ -11,7 +10,7 @@ import pytest
 import torch
 from exact_code import Linear, samples
 from forked import fork_app
-from harness import QUIET, difference, last_of, on_cpu, options, record_of, refusals
+from harness import QUIET, difference, last_of, on_cpu, options, record_of, refusals, slow
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, Sampler, SequentialSampler
 
@@ -22,7 +21,7 @@ THEIRS = ["--model=exact_code.Linear", "--run.name=x", *QUIET]
 THEIRS += options(enable_model_summary=True, accelerator="cpu", test=False, threads=1, max_epochs=2)
 
 
-def fit(root: Path, data: str, *flags: str, devices: int = 1) -> tuple[Path, str]:
+def fit(root, data, *flags, devices=1):
     """Train a module of `exact_code`; return the run's folder and the output.
 
     `data` is its data module, or the module if this has loaders of its own.
@@ -37,7 +36,7 @@ def fit(root: Path, data: str, *flags: str, devices: int = 1) -> tuple[Path, str
     return root / "x/version_0", out
 
 
-def by_hand(batch: int, accumulate: int = 1) -> tuple[dict[str, torch.Tensor], float, float]:
+def by_hand(batch, accumulate=1):
     """Train by a plain loop; return the weights, and validation loss and accuracy."""
     model = Linear()
     optimizer = model.configure_optimizers()
@@ -102,7 +101,7 @@ def test_predicts_each_row_once(data, devices, tmp_path):
     if devices > 1:
         flags += on_cpu("ddp_fork", devices)
     fork_app("predict", *flags, "--run.root", tmp_path)
-    found: list[dict[int, float]] = [{} for _ in expected]
+    found = [{} for _ in expected]
     for rank in range(devices):
         predictions, indices = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         if len(expected) == 1:
@@ -115,7 +114,7 @@ def test_predicts_each_row_once(data, devices, tmp_path):
         assert [rows[index] for index in range(len(rows))] == dataset.tensors[0][:, 0].tolist()
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [2, slow(3)])
 @pytest.mark.parametrize(
     ("data", "count"), [("Delegates", 23), ("Delegates", 4), ("Delegates", 1), ("DropsLast", 23)]
 )
@@ -132,8 +131,8 @@ def test_evaluates_each_sample_once(data, count, devices, tmp_path):
     pd.testing.assert_frame_equal(*rows, rtol=1e-6)
 
 
-@pytest.mark.parametrize("steps", [3, 5, 7, 10])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("steps", [slow(3), slow(5), 7, slow(10)])
+@pytest.mark.parametrize("devices", [1, slow(2)])
 def test_resumes_with_workers(steps, devices, tmp_path):
     """Stopped in either epoch of 5 steps, or at an epoch's end: persistent workers read ahead."""
     flags = ["--data.train=workers", "--run.global_batch=8", "--trainer.max_epochs=3"]
@@ -167,6 +166,7 @@ LEFT = [  # loaders that stay with Lightning: the stage, its loader, and the rea
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2]] * 2), "has batches of several sizes"),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2, 3], [4]]), None),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1]]), None),
+    ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2], [3]]), "has batches of several sizes"),
 ]
 
 
@@ -203,6 +203,30 @@ def test_orders_by_hand(name, drop_last, settings, expected):
         exact.load_state_dict({**order.state_dict(), "seed": 7})
 
 
+def test_an_order_begins_where_it_was_resumed(monkeypatch):
+    """Only once. A rank without a sample reads the batch's first one."""
+    settings = {"batch_size": 4, "rank": 1, "world_size": 2, "empty": "stand_in"}
+    sampler = GlobalSampler(SequentialSampler(range(5)), **settings)
+    monkeypatch.setattr(sampler, "position", lambda: 1)
+    sampler.resumes = True
+    for steps in ([[4]], [[2, 3], [4]]):
+        found = [[index for index, _ in shards[0]] for shards in sampler]
+        assert found == steps
+
+
+UNEVEN = [(False, 4, 2, 0), (False, 5, 2, 1), (True, 4, 2, 1)]
+
+
+@pytest.mark.parametrize(("is_uneven", "batches", "accumulated", "said"), UNEVEN)
+def test_smaller_batches_that_count_more(is_uneven, batches, accumulated, said, monkeypatch):
+    order = MagicMock(spec=GlobalSampler, is_uneven=is_uneven)
+    order.__len__.return_value = batches
+    monkeypatch.setattr("app.data.exact_loader.order_of", lambda loader: order)
+    exactness = Exactness(None, None, 0)
+    exactness.on_train_start(Mock(accumulate_grad_batches=accumulated), Mock())
+    assert len(exactness.exceptions) == said
+
+
 def test_only_ranks_make_an_evaluation_inexact():
     source = SimpleNamespace(instance=SIX, name="val_dataloader")
     for world_size in (1, 2):
@@ -233,6 +257,7 @@ def test_each_sample_has_its_streams():
 SHARES = [  # number of samples, global batch, and the samples of two ranks
     (9, 4, [[[0, 1], [4, 5], [7]], [[2, 3], [6], [8]]]),  # the last two batches share 5 samples
     (7, 3, [[[0, 1], [3, 4], [6]], [[2], [5]]]),
+    (8, 4, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
 ]
 
 
@@ -254,7 +279,7 @@ def test_what_is_not_exact_is_said(tmp_path):
     assert record_of(run)["not_exact"] == [line.removeprefix("not exact: ")]
 
 
-@pytest.mark.parametrize("loader", ["exact", "lightning"])
+@pytest.mark.parametrize("loader", ["exact", slow("lightning")])
 def test_an_epoch_resumed_in_another_order_is_said(loader, tmp_path):
     """A loader that cannot continue within an epoch begins anew; an epoch's end is exact."""
     data = {"exact": "Combined", "lightning": "Ordinary"}[loader]

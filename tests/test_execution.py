@@ -75,7 +75,7 @@ def test_default_layout():
 
 
 @pytest.fixture
-def ampere(monkeypatch) -> SimpleNamespace:
+def ampere(monkeypatch):
     """A fake GPU, which records torch's settings."""
     gpu = SimpleNamespace(capability=(8, 0), precision=None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu.capability)
@@ -90,7 +90,7 @@ def ampere(monkeypatch) -> SimpleNamespace:
 
 def test_precision_on_a_gpu(ampere):
     for name, tf32 in (("highest", False), ("high", True), ("medium", True)):
-        settled = Execution("auto", "off", name).prepare(LeNet(), CUDA, "32-true")  # type: ignore[arg-type]
+        settled = Execution("auto", "off", name).prepare(LeNet(), CUDA, "32-true")
         expected = {"matmul_precision": name, "channels_last": False, "benchmark": False}
         assert expected.items() <= settled.items()
         assert (ampere.precision, ampere.allow_tf32) == (name, tf32), "convolutions follow"
@@ -112,7 +112,7 @@ def test_fused_by_default_on_a_gpu(cls):
     """
     model = nn.Linear(2, 2)
 
-    def make(**options) -> torch.optim.Optimizer:
+    def make(**options):
         return getattr(torch.optim, cls)(model.parameters(), lr=0.25, weight_decay=0.5, **options)
 
     plain = make().param_groups[0]
@@ -187,7 +187,7 @@ def test_placement_of_images(device, free, placement, monkeypatch):
         root_device=torch.device(device), reduce_boolean_decision=lambda fits, all: fits
     )
     data = Synthetic(images=1000, val_size=0)
-    data.trainer = SimpleNamespace(strategy=strategy, world_size=1, num_nodes=1)  # type: ignore[assignment]
+    data.trainer = SimpleNamespace(strategy=strategy, world_size=1, num_nodes=1)
     data._load_training()
     assert data._place() == placement
 

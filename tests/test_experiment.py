@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import SHIPPED, App, slow
+from harness import SHIPPED, slow
 
 Write = Callable[..., Path]  # type of the fixture `experiment`
 BF16 = {"trainer.precision": "bf16-mixed"}
 
 
-def dry(app: App, path: Path, *words) -> tuple[str, list[str]]:
+def dry(app, path, *words):
     """Return the output of a dry run, and the commands in it."""
     out = app("compare", "--experiment", path, "--dry_run", *words)
     return out, [line for line in out.splitlines() if "python -m app fit" in line]

@@ -5,18 +5,16 @@ import random
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from fake_cuda import CUDA, fake_cuda
-from harness import RECIPE, last_of, options, record_of, tiny
+from harness import RECIPE, last_of, options, record_of, slow, tiny
 from test_cost import Counting
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -52,7 +50,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FIRST = [slow(case) if "true" in case else case for case in CASES]
+
+
+@pytest.mark.parametrize("case", FIRST)
 def test_a_step_never_waits_for_the_gpu(case, fake_cuda, fit):
     """Only the last step of a logging window makes the host wait, at most five times.
 
@@ -95,7 +96,7 @@ def test_evaluation_on_a_gpu(fake_cuda, app, tmp_path):
 
 
 @contextmanager
-def rank_of(size: int, rank: int) -> Iterator[None]:
+def rank_of(size, rank):
     """Be one rank of a process group whose other ranks do not exist."""
     distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
@@ -104,7 +105,7 @@ def rank_of(size: int, rank: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def bucket_of(layer: nn.Module) -> Any:
+def bucket_of(layer):
     """Return a layer's gradients as a bucket of DDP."""
     parameters = list(layer.parameters())
     buffer = torch.cat([torch.zeros_like(parameter).flatten() for parameter in parameters])
@@ -131,7 +132,7 @@ def test_streams_wait_for_each_other(count, size, backend, fake_cuda, monkeypatc
             )
             hook = partial(ring_hook, Counter())
             if count is not None:
-                sums = virtual_devices.ShardSums(network, strategy, count)  # type: ignore[arg-type]
+                sums = virtual_devices.ShardSums(network, strategy, count)
                 hook = partial(sums._add_bucket, None)
                 for shard in sums.tree.shards[:-1]:
                     network(torch.ones(2, 4, device=CUDA)).sum().backward()
@@ -150,20 +151,20 @@ def test_a_model_is_freed():
         strategy = SimpleNamespace(
             model=model, root_device=torch.device("cpu"), global_rank=0, world_size=1
         )
-        virtual_devices.ShardSums(network, strategy, 2)  # type: ignore[arg-type]
+        virtual_devices.ShardSums(network, strategy, 2)
         kept = weakref.ref(model)
         del model, strategy
         gc.collect()
         assert kept() is None
 
 
-def read_too_early(side: torch.cuda.Stream) -> None:
+def read_too_early(side):
     values = torch.zeros(2, device=CUDA)
     with torch.cuda.stream(side):
         values + 1
 
 
-def freed_too_early(side: torch.cuda.Stream) -> None:
+def freed_too_early(side):
     values = torch.zeros(2, device=CUDA)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -172,7 +173,7 @@ def freed_too_early(side: torch.cuda.Stream) -> None:
     torch.zeros(2, device=CUDA)
 
 
-def timed_too_early(_: torch.cuda.Stream) -> None:
+def timed_too_early(_):
     began = torch.cuda.Event(enable_timing=True)
     began.record()
     torch.zeros(2, device=CUDA)
@@ -181,13 +182,13 @@ def timed_too_early(_: torch.cuda.Stream) -> None:
     began.elapsed_time(ended)
 
 
-def saved_too_early(_: torch.cuda.Stream) -> None:
+def saved_too_early(_):
     pinned = torch.zeros(2).pin_memory()
     pinned.copy_(torch.zeros(2, device=CUDA), non_blocking=True)
     CheckpointFiles().save_checkpoint({"state": pinned}, "never.ckpt")
 
 
-def overwritten_too_early(side: torch.cuda.Stream) -> None:
+def overwritten_too_early(side):
     pinned = torch.zeros(2).pin_memory()
     pinned.to(CUDA, non_blocking=True)
     pinned.zero_()
@@ -205,11 +206,11 @@ def test_races_are_found(race, fake_cuda):
 Call = tuple[bool, int, int]  # whether a rank sends, the other rank, and the tensor's length
 
 
-def calls_of(size: int, run: Callable[[int], Any], monkeypatch) -> list[Any]:
+def calls_of(size, run, monkeypatch):
     """Return each rank's groups of point-to-point calls."""
-    ranks: list[list[list[Call]]] = []
+    ranks = []
 
-    def batch(operations: list[Any]) -> list[Any]:
+    def batch(operations):
         group = []
         for each in operations:
             group.append((each.op is distributed.isend, each.peer, each.tensor.numel()))
@@ -224,7 +225,7 @@ def calls_of(size: int, run: Callable[[int], Any], monkeypatch) -> list[Any]:
     return ranks
 
 
-def ends(ranks: list[list[list[Call]]]) -> bool:
+def ends(ranks):
     """Return whether all calls end under NCCL.
 
     A rank's groups run one after the other. A group's calls run at once, and end together. A pair's
@@ -258,7 +259,7 @@ def test_point_to_point_calls_end(size, monkeypatch):
             shares = [draw.randint(1, 4) for _ in range(size)]
             monkeypatch.setattr(tree, "equal_shares", lambda *_, shares=shares: shares)
 
-            def add(rank: int, shares: list[int] = shares, vector: Tensor = vector) -> None:
+            def add(rank, shares=shares, vector=vector):
                 ours = tree.Tree(sum(shares), rank, size)
                 ours.sum(dict.fromkeys(ours.partial_sums(ours.shards), vector))
 
@@ -276,11 +277,11 @@ def test_blocked_calls_are_found():
         ends([[[(True, 1, 3)]], [[other_receive]]])
 
 
-def cost_of_a_rank(size: int) -> tuple[int, Counter[str]]:
+def cost_of_a_rank(size):
     """Return the Python calls and operations with which the last rank reads its first batch."""
     calls = 0
 
-    def profile(*_) -> None:
+    def profile(*_):
         nonlocal calls
         calls += 1
 

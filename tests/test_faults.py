@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -49,12 +49,12 @@ Tally = Callable[[str, int], None]
 
 
 @pytest.fixture
-def server(tmp_path) -> Iterator[ForkServer]:
+def server(tmp_path):
     with ForkServer(tmp_path) as running:
         yield running
 
 
-def newest(root: Path) -> Path:
+def newest(root):
     """Return the most recently written `last.ckpt` below a folder."""
     return max(root.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
@@ -101,11 +101,11 @@ def test_killed_inside_accumulation_windows(server, tmp_path, tally):
     kill = st.tuples(st.integers(1, 30), st.integers(1, 3))
     kills = st.lists(kill, min_size=2, max_size=3).map(sorted)
     intervals = ["every_n_train_steps=1", "every_n_train_steps=2", "train_time_interval=0:00:00"]
-    done: list[int] = []
+    done = []
 
     @examples(6)
     @given(st.integers(2, 5), st.sampled_from(intervals), kills)
-    def run(accumulated: int, interval: str, kills: list[tuple[int, int]]) -> None:
+    def run(accumulated, interval, kills):
         flags = [*tiny(270, 16, "CIFARCNN"), *RECIPE, f"--last_checkpoint.{interval}"]
         flags += options(test=False, max_epochs=2, accumulate_grad_batches=accumulated)
         flags += options(virtual_devices=4, threads=1, root=tmp_path / "runs")
@@ -165,7 +165,7 @@ def test_signals_at_random_moments(server, tmp_path, tally):
     tally("Ctrl-C or SIGTERM at a random moment", count)
 
 
-def damage(content: bytes, seed: random.Random) -> bytes:
+def damage(content, seed):
     """Truncate a file, overwrite a part with zeros, or change some bits."""
     place = seed.randrange(len(content))
     kind = seed.choice(["cut", "zeros", "bits"])
@@ -297,7 +297,7 @@ def test_long_run_leaks_nothing(tmp_path, tally):
     flags += ["--last_checkpoint.every_n_train_steps=50"]
     steps = 1000 * TIMES
     env = {"WANDB_MODE": "offline"}
-    states: list[list[tuple[int, int, int]]] = []
+    states = []
     with started(tmp_path, *flags, f"--trainer.max_epochs={steps // 225 + 1}", env=env) as run:
         run.trained(2)
         ranks = sorted(

@@ -6,7 +6,6 @@ For a command line, this error line must contain a flag or a value.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 import yaml
@@ -22,7 +21,7 @@ from app.lab.compare.experiment import expand
 TIMES = int(os.environ.get("FAULTS", "1"))
 
 
-def examples(count: int) -> settings:
+def examples(count):
     """Return hypothesis settings for `TIMES` as many examples, the same every time."""
     return settings(
         max_examples=count * TIMES, deadline=None, database=None, derandomize=True,
@@ -85,7 +84,7 @@ flags = st.lists(st.tuples(st.sampled_from(FLAGS), values), min_size=1, max_size
 COMMANDS = ("fit", "validate", "test", "predict")
 
 
-def refused(call, *args) -> str | None:
+def refused(call, *args):
     """Return the line with which a call rejects its arguments, or None."""
     try:
         call(*args)
@@ -98,7 +97,7 @@ def refused(call, *args) -> str | None:
     return None
 
 
-def settle(command: str, argv: list[str]) -> None:
+def settle(command, argv):
     check(command, resolve([command, *argv]))
 
 
@@ -154,11 +153,11 @@ experiments = st.fixed_dictionaries(
 )
 
 
-def read_config(path: Path) -> None:
+def read_config(path):
     settle("fit", [f"--config={path}"])
 
 
-def read_experiment(path: Path) -> None:
+def read_experiment(path):
     _, experiment, typed = parse_compare([f"--experiment={path}"])
     expand(experiment, typed)
 

@@ -7,24 +7,22 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from benchmarks import gpu_day
-from harness import ROOT
+from harness import ROOT, SLOW
 
 SCRIPT = ROOT / "tests/benchmarks/gpu_day.sh"
 
 
-def run_script(
-    folder: Path, *items: str, python: str = sys.executable
-) -> subprocess.CompletedProcess[str]:
+def run_script(folder, *items, python=sys.executable):
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": python, "OUT": str(folder)}
     return subprocess.run(
         ["bash", SCRIPT, *items], env=hidden, capture_output=True, text=True, timeout=120
     )
 
 
+@SLOW
 def test_without_a_gpu_everything_is_skipped(tmp_path):
     done = run_script(tmp_path, "A", "dp")
     assert done.returncode == 0, done.stderr

@@ -6,12 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from cluster.hosts import Host, Network, awaited
+from cluster.hosts import awaited
 from harness import assert_same, options, record, record_of, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -27,22 +26,18 @@ CUT = f"{SILENCE}it hangs, or the link to it is cut"
 Process = subprocess.Popen[str]
 
 
-def fit(
-    host: Host, *flags: object, launcher: list[str] | None = None, env: dict[str, str] | None = None
-) -> Process:
+def fit(host, *flags, launcher=None, env=None):
     return host.start(
         *(launcher or [str(BIN / "python")]), "-m", "app", "fit", *STEPS, *map(str, flags), env=env
     )
 
 
-def torchrun(processes: int, nodes: str = "2") -> list[str]:
+def torchrun(processes, nodes="2"):
     meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=h1:29400"]
     return [str(BIN / "torchrun"), "--nnodes", nodes, "--nproc-per-node", str(processes), *meet]
 
 
-def two_nodes(
-    hosts: Network, root: Path, *flags: str, env: dict[str, str] | None = None
-) -> list[Process]:
+def two_nodes(hosts, root, *flags, env=None):
     """Start a run of two nodes that meet at a TCP address."""
     both = enumerate((hosts.hosts["h1"], hosts.hosts["h2"]))
     return [
@@ -51,25 +46,25 @@ def two_nodes(
     ]
 
 
-def inner(process: Process) -> psutil.Process:
+def inner(process):
     """Return the process of the command itself, which is a child of the started nsenter."""
     return psutil.Process(process.pid).children()[0]
 
 
-def a_rank(process: Process) -> psutil.Process:
+def a_rank(process):
     """Return the first rank that a node's agent, ours or torchrun's, has started."""
     return next(child for child in inner(process).children() if "RANK" in child.environ())
 
 
-def trained(root: Path, processes: list[Process], epochs: int) -> None:
-    def ready() -> bool:
+def trained(root, processes, epochs):
+    def ready():
         has_ended = any(process.poll() is not None for process in processes)
         return has_ended or len(record(root)["epochs"]) >= epochs
 
     awaited(ready, 240)
 
 
-def ended(processes: list[Process], seconds: float, code: int | None = None) -> list[str]:
+def ended(processes, seconds, code=None):
     """Wait for all commands to end in time, check their exit code, and return their outputs."""
     limit = time.monotonic() + seconds
     outputs = []
@@ -80,13 +75,13 @@ def ended(processes: list[Process], seconds: float, code: int | None = None) -> 
     return outputs
 
 
-def orphans(host: Host) -> list[str]:
+def orphans(host):
     """Return the command lines of a host's remaining processes."""
     living = [p for p in psutil.Process(host.pid).children(recursive=True) if not gone(p)]
     return [line for line in (" ".join(p.cmdline()) for p in living) if line != "sleep infinity"]
 
 
-def gone(process: psutil.Process) -> bool:
+def gone(process):
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -94,7 +89,7 @@ def gone(process: psutil.Process) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def clean(hosts: Network) -> Any:
+def clean(hosts):
     """Check that a test leaves no process and no segment of shared memory."""
     yield
     for host in hosts.hosts.values():
@@ -255,18 +250,18 @@ def test_torchrun_continues_with_fewer_and_more_hosts(hosts, app, tmp_path):
     at = ["--max-restarts=3", "--rdzv-id=elastic"]
     at += ["--rdzv-conf=last_call_timeout=1,keep_alive_interval=1"]
 
-    def join(name: str) -> Process:
+    def join(name):
         flags = ["--run.root", root, *exact, *FOR_EVER, "--cluster.timeout=20"]
         return fit(hosts.hosts[name], *flags, launcher=[*torchrun(2, "1:2"), *at], env=ELASTIC)
 
-    def newest() -> int:
+    def newest():
         return len(list((root / "LeNet-Synthetic").glob("version_*"))) - 1
 
-    def continues(world_size: int) -> None:
+    def continues(world_size):
         """Wait until the newest run has `world_size` ranks and two more epochs."""
         since = len(record(root, newest())["epochs"])
 
-        def trains() -> bool:
+        def trains():
             latest = record(root, newest())
             trained_on = len(latest["epochs"]) >= since + 2
             return first.poll() is not None or (trained_on and latest["world_size"] == world_size)

@@ -2,7 +2,6 @@
 
 import io
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from PIL import Image
@@ -30,7 +29,7 @@ def test_first_images_are_what_the_network_gets():
     transform = Transform((0.5, 0.4, 0.3), (0.2, 0.3, 0.25))
     plain, mixed = transform(images).split(1)
     batch = Shards([(plain, torch.tensor([1])), (mixed, torch.tensor([[0.7, 0.3]]))], 0, [1, 1], 2)
-    data: Any = SimpleNamespace(transform=transform, class_names=["cat", "dog"])
+    data = SimpleNamespace(transform=transform, class_names=["cat", "dog"])
     before = torch.get_rng_state()
     rows = first_images(batch, data)
     draw_images(rows)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from exact_code import Linear
 from forked import fork_app
-from harness import QUIET, draw_images, on_cpu, options, tiny
+from harness import QUIET, SLOW, draw_images, on_cpu, options, slow, tiny
 from matplotlib.cbook import get_sample_data
 from PIL import Image
 from test_tables import saved, table  # noqa: F401
@@ -24,13 +24,13 @@ import app as package
 from app.errors import UserError
 from app.lab.runs import _whole_name
 from app.modules import CIFARCNN
-from app.use.inference import Classifier, load
+from app.use.inference import load
 
 NAMES = ("cat", "dog", "eel")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(tmp_path_factory):
     """Directory of a run on image files of different sizes."""
     folder = tmp_path_factory.mktemp("trained")
     images = draw_images(folder / "images", NAMES, train=12, test=4)
@@ -63,7 +63,7 @@ class Wide(ImageClassifier):
 
 
 @pytest.fixture(scope="module")
-def model(trained: Path) -> Classifier:
+def model(trained):
     return load(trained, "cpu")
 
 
@@ -147,8 +147,8 @@ SOURCES = [
     ("fashion_root", f"FashionMNIST --data.root=data {GREY}"),
     ("image_root", "Synthetic --data.images=30"),
     ("image_root", f"ImageFolder --data.root=images {GREY} {ODD} --data.batch_size=0.5"),
-    ("table", "ImageTable --data.csv=images/all.csv --data.mean=[0.1,0.2,0.3]"),
-    ("saved", "HuggingFace --data.path=images/saved"),
+    slow("table", "ImageTable --data.csv=images/all.csv --data.mean=[0.1,0.2,0.3]"),
+    slow("saved", "HuggingFace --data.path=images/saved"),
 ]
 
 
@@ -210,6 +210,7 @@ def test_new_images_are_refused(flags, problem, trained, app, tmp_path):
     assert problem in app.error("predict", *words, f"--data.predict_dir={tmp_path}")
 
 
+@SLOW
 def test_a_data_class_of_the_user_reads_new_images(fit, app, image_root):
     words = f"--data user_code.TheirImages --data.root {image_root} --trainer.max_epochs 1"
     run = fit(*words.split(), *QUIET)
@@ -217,6 +218,7 @@ def test_a_data_class_of_the_user_reads_new_images(fit, app, image_root):
     assert "path: user_code.TheirImages" in (run / "predict_1/config.yaml").read_text()
 
 
+@SLOW
 def test_a_mistyped_checkpoint_is_named_before_data_are_read(trained, app):
     mistyped = trained.with_name("version_O")
     for command in ("fit", "validate", "test", "predict", "export"):
@@ -263,7 +265,7 @@ def test_a_damaged_run_is_named(name, content, trained, tmp_path):
         load(file)
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("onnx", 2**30), ("torch", 2**30), ("onnx", 0)])
+@pytest.mark.parametrize(("kind", "limit"), [slow("onnx", 2**30), ("torch", 2**30), ("onnx", 0)])
 def test_export(kind, limit, trained, model, app, tmp_path, monkeypatch):
     """The code that `export` prints predicts a photo of odd size as the model does.
 

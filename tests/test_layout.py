@@ -3,7 +3,6 @@
 import ast
 import pkgutil
 import re
-from pathlib import Path
 
 import pytest
 from harness import ROOT
@@ -27,9 +26,9 @@ ROOMS = (
 MODULES = sorted({*(ROOT / "app").rglob("*.py")} - {ROOT / "app/__init__.py"})
 
 
-def imported(module: Path) -> set[str]:
+def imported(module):
     """Return the names of the modules and packages directly in `app` that a module imports."""
-    names: list[str] = []
+    names = []
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]

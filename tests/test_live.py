@@ -9,9 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,7 +20,6 @@ from harness import (
     QUIET,
     RECIPE,
     SLOW,
-    Running,
     digest,
     last_of,
     options,
@@ -52,7 +49,7 @@ THEIRS += ["--trainer.precision=64-true"]
 LIVE = [*options(strategy="ddp", devices=2), "--cluster.live=true", "--cluster.timeout=120"]
 
 
-def train(folder: Path, flags: Sequence[str], kills: Sequence[str] | None = None) -> Path:
+def train(folder, flags, kills=None):
     """Train undisturbed on one process, or live, while ranks are killed; return the directory."""
     if kills is None:
         return fork_fit(folder, *flags, *options(strategy="auto", devices=1))
@@ -66,7 +63,7 @@ def train(folder: Path, flags: Sequence[str], kills: Sequence[str] | None = None
     return folder / "x/version_0"
 
 
-def assert_undisturbed(run: Path, alone: Path) -> None:
+def assert_undisturbed(run, alone):
     """Check that a run's weights have another run's bits, and its metrics the same rows."""
     assert digest(run) == digest(alone)
     # the sums of an evaluation depend on the number of processes that it ends with
@@ -75,7 +72,7 @@ def assert_undisturbed(run: Path, alone: Path) -> None:
     assert_frame_equal(rows, expected, rtol=1e-6)
 
 
-def assert_undisturbed_up_to_its_end(run: Path, flags: Sequence[str]) -> None:
+def assert_undisturbed_up_to_its_end(run, flags):
     """Check that a run's weights have the bits of an undisturbed run of as many steps."""
     steps = read(last_of(run))["global_step"]
     alone = train(run.parents[1] / "alone", [*flags, f"--trainer.max_steps={steps}"])
@@ -83,17 +80,18 @@ def assert_undisturbed_up_to_its_end(run: Path, flags: Sequence[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory) -> Path:
+def images(tmp_path_factory):
     """Directory of an undisturbed run on images, with all features of a recipe."""
     return train(tmp_path_factory.mktemp("images"), IMAGES)
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory) -> Path:
+def theirs(tmp_path_factory):
     """Directory of an undisturbed run of a user's module on a DataLoader with workers."""
     return train(tmp_path_factory.mktemp("theirs"), THEIRS)
 
 
+@SLOW
 def test_rank_zero_is_killed(images, tmp_path):
     run = train(tmp_path, IMAGES, ["backward:2:0"])
     assert_undisturbed(run, images)
@@ -127,7 +125,7 @@ def test_kills(what, kills, images, theirs, tmp_path):
     assert_undisturbed(train(tmp_path, flags, kills), alone)
 
 
-def await_ranks(run: Running, ranks: int) -> None:
+def await_ranks(run, ranks):
     """Wait until a part of the run on this many ranks has begun, or the run has ended."""
     awaited(lambda: run.record.get("world_size") == ranks or run.process.poll() is not None, 120)
 
@@ -137,10 +135,10 @@ ONE = [*LIVE, "--trainer.devices=1"]
 
 
 @contextmanager
-def live(root: Path, flags: Sequence[str] = LONG) -> Iterator[tuple[Running, str]]:
+def live(root, flags=LONG):
     """Start a live run of one rank; yield it and its address after an epoch."""
     with started(root, *flags, *ONE) as run:
-        line = run.process.stdout.readline()  # type: ignore[union-attr]
+        line = run.process.stdout.readline()
         run.trained(1)
         yield run, line.split()[-1]
 
@@ -234,7 +232,7 @@ def test_a_job_joins_and_is_requeued(slurm, tmp_path):
     first = slurm.submit("--nodelist=h1", "--wrap", commands["h1"], env=env)
     run = tmp_path / "x/version_0"
 
-    def parts(count: int) -> bool:
+    def parts(count):
         return len(Record.load(run / "run.json").parts) >= count
 
     awaited(lambda: (run / "checkpoints/best.ckpt").exists(), 240, lambda: slurm.output(first))

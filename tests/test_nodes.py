@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -20,16 +20,14 @@ from app.launch.rendezvous import Cluster, NodeRendezvous
 Go = Callable[..., Future[NodeRendezvous]]
 
 
-def meet(
-    method: str, node: int, nodes: int = 2, devices: int = 1, timeout: float = 20
-) -> NodeRendezvous:
+def meet(method, node, nodes=2, devices=1, timeout=20):
     rendezvous = NodeRendezvous(Cluster(method, node, timeout), nodes, devices)
     rendezvous.next_rendezvous()
     return rendezvous
 
 
 @pytest.fixture
-def go() -> Iterator[Go]:
+def go():
     """Function that calls `meet` in a thread, and returns the future of the result."""
     before = set(threading.enumerate())
     with ThreadPoolExecutor(8) as pool:
@@ -40,7 +38,7 @@ def go() -> Iterator[Go]:
         thread.join(60)
 
 
-def tcp(port: int) -> str:
+def tcp(port):
     return f"tcp://127.0.0.1:{port}"
 
 
@@ -87,6 +85,7 @@ def test_missing_node_0_times_out(go):
         go(tcp(port), 1, timeout=1).result()
 
 
+@SLOW
 def test_foreign_listener_is_rejected(go):
     """If a foreign program has the port, node 0 cannot listen on it, and the other node times out.
 
@@ -193,7 +192,7 @@ PRINTED = {
 def test_nodes_agree(tmp_path):
     """All nodes follow node 0's decision; if one node rejects it, every node prints the reason."""
 
-    def run(node: int) -> list[str]:
+    def run(node):
         command = [sys.executable, "-c", AGREES, tmp_path, str(node), *PRINTED]
         return subprocess.check_output(command, text=True, timeout=120).splitlines()
 

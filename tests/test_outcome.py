@@ -1,13 +1,19 @@
 """Exit code of a run that a signal ended, and closing lines."""
 
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
+from exact_code import Linear, Ordinary
+from lightning.pytorch import LightningModule
 
 from app.command import outcome
-from app.command.outcome import exit_code
+from app.command.outcome import can, exit_code, stopped_by
+from app.data import ImageData
 from app.launch.cluster_environment import OWN_AGENT, Launched
+from app.launch.elastic import STOPPED
+from app.launch.spawn import SpawnLauncher
+from app.modules import CIFARCNN
 from app.record import Record
 
 CODES = [  # launcher, local and global rank, and the exit code
@@ -27,14 +33,36 @@ def test_code_after_sigterm(by, local_rank, rank, code, monkeypatch):
     trainer = SimpleNamespace(
         local_rank=local_rank, is_global_zero=rank == 0, strategy=SimpleNamespace(launcher=None)
     )
+    monkeypatch.setattr(outcome, "note", Mock())
     launcher = Launched(by, 2, 2, 4) if by else None
     assert exit_code(trainer, Record(), launcher) == code
+    assert outcome.note.call_args_list == [call(STOPPED, "143")] * (code > 0)
     monkeypatch.setattr("app.command.outcome.cause", lambda trainer: "SIGUSR1")
     for requeued, expected in ((False, code), (True, 0)):
         monkeypatch.setattr(outcome, "requeue", Mock(return_value=requeued))
         assert exit_code(trainer, Record(), launcher) == expected
     monkeypatch.setattr("app.command.outcome.cause", lambda trainer: None)
     assert exit_code(trainer, Record(), launcher) == 0
+
+
+@pytest.mark.parametrize("own", [None, "Ctrl-C"])
+def test_signal_that_spawned_processes_got(own, monkeypatch):
+    monkeypatch.setattr("app.command.outcome.cause", lambda trainer: own)
+    trainer = Mock()
+    trainer.strategy.launcher = Mock(spec=SpawnLauncher)
+    record = Record(status="interrupted", error="by SIGHUP")
+    assert stopped_by(trainer, record) == (own or "SIGHUP")
+    assert stopped_by(trainer, Record(status="failed", error="why")) == own
+
+
+def test_stages_that_can_run():
+    ours = Mock(spec=ImageData, val_size=1, source=SimpleNamespace(splits={"train": 9}))
+    stages = ("validate", "test", "predict")
+    assert [can(stage, CIFARCNN(), ours) for stage in stages] == [True, False, False]
+    ours.val_size = 0
+    assert not can("validate", CIFARCNN(), ours)
+    assert [can(stage, Linear(), Ordinary()) for stage in stages] == [True, False, True]
+    assert not can("predict", LightningModule(), Ordinary())
 
 
 ENDS = [  # record, and the stage that the closing lines name

@@ -1,7 +1,5 @@
 """`runs`: the table of all runs, their curves, and the settings in which two differ."""
 
-from pathlib import Path
-
 import pytest
 from harness import refusals, tiny
 
@@ -9,7 +7,7 @@ from app.record import DataSet, Epoch, Model, Record, Throughput
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     """Records of three runs, and of a test of the first."""
     first = Record(run_dir="a", data=DataSet("Photos", 4, {"val": 23}), train_s=30.0, lr=0.01)
     first.model = Model("ImageClassifier, ResNet", 9)

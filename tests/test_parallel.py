@@ -86,6 +86,7 @@ def test_what_cannot_be_pickled_is_named(app):
     assert "use --trainer.strategy ddp" in message
 
 
+@SLOW
 def test_parts_of_a_module_that_knows_nothing_of_them(app, tmp_path):
     """A user's module has the same weights and validation loss on one and two ranks.
 
@@ -132,7 +133,7 @@ def test_dp_keeps_the_running_statistics_of_replica_0_only():
         max_steps=1,
         limit_val_batches=0,
     )
-    seen: list[torch.Tensor] = []
+    seen = []
     handle = model.register_forward_hook(lambda module, args, output: seen.append(args[0].clone()))
     trainer.fit(model, datamodule=TheirData())
     handle.remove()
@@ -185,7 +186,7 @@ SHAPES = ["--trainer.callbacks+=batch_shapes.BatchShapes", *SMALL]
 SHAPES += options(batch_size=30, max_epochs=1, test=False)
 
 
-def shapes(out: str) -> list[str]:
+def shapes(out):
     """Return the lines that the callback prints."""
     return [line for line in out.splitlines() if line.startswith(("rank", "gathered"))]
 

@@ -26,7 +26,7 @@ for name in MODULES:
 PUBLIC = {"_asdict", "_replace", "_exit", "_current_frames", "_abc_impl"}
 
 
-def has(owner: object, path: str) -> bool:
+def has(owner, path):
     """Return whether a dotted name exists in `owner`, or is annotated or set in its code."""
     name, _, rest = path.partition(".")
     if hasattr(owner, name):
@@ -91,7 +91,7 @@ def test_complaint_ignores_other_errors():
     assert complaint(ValueError("Expected more than 1 value per channel when training")) is None
 
 
-def in_a_new_process(code: str) -> None:
+def in_a_new_process(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

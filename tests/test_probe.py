@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from forked import fork_fit
-from harness import difference, on_cpu, options, record_of, tiny, weights
+from harness import SLOW, difference, on_cpu, options, record_of, slow, tiny, weights
 from torch import nn
 from torch.testing import assert_close
 from user_code import Tiny
@@ -22,7 +22,7 @@ FROZEN = ["--model.freeze=backbone", "--model.optimizer.lr=0.1"]
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory) -> str:
+def pretrained(tmp_path_factory):
     """Return the flag of weights for 1,000 classes."""
     file = tmp_path_factory.mktemp("weights") / "x.pth"
     torch.manual_seed(0)
@@ -68,6 +68,13 @@ def test_the_regression_has_one_thread(monkeypatch):
     assert torch.get_num_threads() == 2
 
 
+def test_runs_that_need_the_callback():
+    needed = [Probe(head, False).is_needed(True) for head in ("auto", "probe", "none")]
+    assert needed == [True, True, False]
+    assert not Probe("auto", False).is_needed(False)
+    assert Probe("none", True).is_needed(False)
+
+
 def test_a_trial_changes_no_statistics():
     module = ImageClassifier(network="user_code.Tiny", num_classes=10)
     mean = module.network.features[1].running_mean
@@ -105,6 +112,7 @@ def test_head_solves_the_regression(fit, pretrained):
     assert weight.abs().max() > 0.1
 
 
+@SLOW
 @pytest.mark.parametrize("flags", [[], FROZEN], ids=["whole", "frozen"])
 def test_ways_of_running_agree(flags, pretrained, tmp_path):
     shards = options(virtual_devices=3)
@@ -132,7 +140,9 @@ def test_frozen_network_computes_features_once(fit, pretrained, monkeypatch):
     assert forward.call_count == 8 + 8 + 1 + 2 * 5 + 1
 
 
-@pytest.mark.parametrize("flags", [options(virtual_devices=1), FROZEN], ids=["whole", "frozen"])
+@pytest.mark.parametrize(
+    "flags", [slow(options(virtual_devices=1)), FROZEN], ids=["whole", "frozen"]
+)
 def test_resumed_run_keeps_its_head(flags, fit, pretrained):
     saving = ["--last_checkpoint.every_n_train_steps=3", "--last_checkpoint.save_top_k=-1"]
     flags = [*FLAGS, pretrained, *flags, *saving, "--last_checkpoint.filename={step}"]

@@ -6,7 +6,6 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -38,6 +37,7 @@ ROWS = [
         [(1, 9, 5), (1, 9, 5), (5, 9, 0), (1, 9, 5)],
         ["rank 2 (node 1): 40 % slower than the median, in data"],
     ),
+    ([(1, 9, 0), (2, 10, 0)], ["rank 1 (node 1): 20 % slower than the median, in data"]),
     ([(1, 9, 0), (1, 3, 6)], ["rank 0 (node 0): 150 % slower than the median, in compute"]),
 ]
 
@@ -74,7 +74,7 @@ def test_times_of_a_step(monkeypatch):
     for name, values in (("busy", [70.0, 75.0]), ("own", [1.0, 3.0])):
         monkeypatch.setattr(f"app.monitor.rank_times.{name}_seconds", Mock(side_effect=values))
     monkeypatch.setattr("time.perf_counter", Mock(side_effect=[3.0, 13.0]))
-    trainer: Any = SimpleNamespace(
+    trainer = SimpleNamespace(
         world_size=1, node_rank=0, strategy=SimpleNamespace(root_device=torch.device("cpu"))
     )
     times = RankTimes(1.0)
@@ -84,6 +84,30 @@ def test_times_of_a_step(monkeypatch):
     assert (row.data, row.compute, row.wait) == (500, 2750, 250)
     assert times.others_cores == 0.3
     rank_times.busy_seconds.assert_called_with(tuple(sorted(os.sched_getaffinity(0))))
+
+
+@pytest.mark.parametrize(("compute", "windows"), [(1.09, 0), (1.11, 17)])
+def test_windows_until_a_rank_is_slow(compute, windows, monkeypatch):
+    """A rank is slow if it was slower in n windows of n > 4 √n, so in 17."""
+    said = Mock()
+    monkeypatch.setattr(rank_times, "rank_zero_info", said)
+    times = RankTimes(1.0)
+    times.places = PLACES["pinned"]
+    named = 0
+    for window in range(1, 40):
+        times.hear(1.0, [[0, 1.12345678e-3, *[0] * 5], [0, 1.12345678e-3 * compute, *[0] * 5]])
+        if said.called and not named:
+            named = window
+    assert named == windows
+    assert times.ranks[0].compute == 1.1235
+
+
+def test_ranks_are_connected_once(monkeypatch):
+    monkeypatch.setattr(rank_times, "host_group", Mock())
+    times = RankTimes(1.0)
+    for world_size in (1, 2, 2):
+        times.connect(Mock(world_size=world_size))
+        assert rank_times.host_group.call_count == min(world_size - 1, 1)
 
 
 PLACES = {
@@ -136,6 +160,7 @@ def test_chance_names_no_slow_rank(places, noise, longer, delay, expected, monke
     assert rank_times.rank_zero_info.call_count == expected, "a slow rank is named once"
 
 
+@SLOW
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("devices", [2, slow(4)])
 def test_rank_with_slow_data_is_named(devices, tmp_path):
@@ -164,7 +189,7 @@ def test_windows_by_hand(monkeypatch):
     """Two epochs of two windows, and half a window; the first epoch's rates are not kept."""
     now = itertools.count(8)  # each look at the clock takes a second
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
-    trainer: Any = SimpleNamespace(
+    trainer = SimpleNamespace(
         strategy=SimpleNamespace(root_device=torch.device("cpu")), log_every_n_steps=2,
         accumulate_grad_batches=1, num_training_batches=5,
         global_step=6, current_epoch=0, estimated_stepping_batches=26,
@@ -187,6 +212,8 @@ def test_windows_by_hand(monkeypatch):
     assert windows.course.points == [[3, 2.6667], [6, 2], [12, 3], [15, 2]]
     assert windows.last_step - windows.first_step == 17
     assert windows.time_left(trainer) == 10 * (28 - 10) / 10
+    trainer.global_step = 7
+    assert windows.time_left(trainer) == 19 * (29 - 10)
     trainer.global_step = 26
     assert windows.time_left(trainer) is None
 
@@ -195,12 +222,12 @@ def test_windows_by_hand(monkeypatch):
 # ------------------------------------------------------------------------------------------
 
 
-def line_of(cls, text: str) -> int:
+def line_of(cls, text):
     lines, first = inspect.getsourcelines(cls)
     return first + next(index for index, line in enumerate(lines) if text in line)
 
 
-def line(cls, text: str, hook: str) -> str:
+def line(cls, text, hook):
     """Return a pattern of a line of code that contains a text, or of the next one."""
     at = line_of(cls, text)
     return f"stuck_code.py:({at}|{at + 1}) {hook}"
@@ -231,6 +258,7 @@ HANGS = [
 ]
 
 
+@SLOW
 @pytest.mark.parametrize(("flags", "place"), HANGS)
 def test_hung_rank_is_named(flags, place, tmp_path):
     """If a rank hangs, the run ends after the timeout, and names the rank and its line.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from forked import fork_fit
-from harness import difference, last_of, on_cpu, options, record_of, slow, tiny
+from harness import SLOW, difference, last_of, on_cpu, options, record_of, slow, tiny
 from user_code import Tiny
 
 from app.command.rate_search import valley
@@ -35,7 +35,7 @@ def test_suggestion(losses, rate):
     "way",
     [
         on_cpu("dp"),
-        on_cpu("ddp_fork"),
+        slow(on_cpu("ddp_fork")),
         slow(on_cpu("ddp")),
         slow(on_cpu("ddp_spawn")),
         slow(on_cpu("ddp", virtual_devices=3)),
@@ -62,6 +62,7 @@ def test_a_search_that_finds_nothing_changes_no_bit(tmp_path):
     assert difference(searched, fork_fit(tmp_path / "b", *words)) == 0
 
 
+@SLOW
 def test_a_search_begins_with_the_fitted_head(tmp_path):
     """A fitted head has a lower loss than a random one from the first step on."""
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ import torch
 import torchvision
 import yaml
 from harness import bit_flipped, draw_images, last_of, options, refusals, tiny, weights
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
 
@@ -38,7 +38,7 @@ QUICK = [*tiny(40, 16), *options(max_epochs=1, test=False, accelerator="cpu")]
 class Net(nn.Sequential):
     """A user's network."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int):
         super().__init__(
             nn.Conv2d(3, 4, 5, 4),
             nn.BatchNorm2d(4),
@@ -105,7 +105,7 @@ WRONG = {
 }
 
 
-def make_text(num_classes: int) -> str:
+def make_text(num_classes):
     return "not a network"
 
 
@@ -166,11 +166,11 @@ SQUEEZENET = torchvision.models.squeezenet1_1().state_dict()
 ZEROS = {name: torch.zeros_like(value) for name, value in SQUEEZENET.items()}
 
 
-def prefixed(prefix: str) -> dict[str, Tensor]:
+def prefixed(prefix):
     return {prefix + name: value for name, value in SQUEEZENET.items()}
 
 
-def loaded(network: nn.Module, content, folder: Path) -> str:
+def loaded(network, content, folder):
     """Load a file of weights into a network, and return the line about it."""
     torch.save(content, folder / "x.pth")
     return load_weights(network, read_weights(str(folder / "x.pth"), ""), "x.pth")[0]
@@ -240,6 +240,7 @@ UNFIT |= {
         k: v for k, v in SQUEEZENET.items() if "7" not in k
     },
     "it holds no tensors, where the network has features.0.weight": {},
+    "SqueezeNet: a, b, c, where the network has ": dict.fromkeys("abcd", BIAS),
 }
 
 
@@ -261,6 +262,7 @@ def test_files_without_weights_are_rejected(tmp_path):
         "program.pth": "it holds a TorchScript program, but only tensors",
         "flipped.pth": "damaged (good/data/",
         "pipe.safetensors": "not a file",
+        "none.safetensors": "there is no such file",
         "god.pth": f"there is no such file: did you mean {tmp_path}/good.pth?",
     }.items():
         with pytest.raises(UserError, match=rf"^--model.weights {tmp_path}.*{re.escape(problem)}"):
@@ -339,6 +341,15 @@ def test_schedules_by_hand():
     }
     for name, expected in by_hand.items():
         assert [rate(name, 2, 8, step) for step in range(8)] == pytest.approx(expected), name
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    scheduler = Recipe(schedule="onecycle").make_scheduler(optimizer, 10, 5)
+    rates = []
+    for _ in range(10):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates.index(1.0) == max(rates) * 3, "after 0.3 of the steps"
+    assert Recipe(schedule="cosine").make_scheduler(optimizer, 0, 1).get_last_lr() == [1]
 
 
 def test_the_rate_is_logged_in_each_window(app, tmp_path):
@@ -392,6 +403,8 @@ def test_mixing_by_hand():
     mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(images, labels, 3)
     assert mixed[0, 0].tolist() == [[0] * 4, [1, 0, 0, 0], [1, 0, 0, 0], [0] * 4]
     assert_close(targets[0], torch.tensor([14 / 16, 2 / 16, 0]))
+    whole, _ = Mix(0.75, (0.5, 0.5, 0.5))(images, labels, 3)
+    assert whole[0, 0].tolist() == [[0] * 4, [0, 1, 1, 0], [0, 1, 1, 0], [0] * 4]
     assert 150 < Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))[True] < 250
 
 
@@ -402,7 +415,7 @@ def test_balanced_classes_are_drawn_equally():
     split = Split(torch.zeros(100, 1, 2, 2, dtype=torch.uint8), labels)
     order = ImageOrder(rows, shuffle=True, weights=weights, batch_size=50)
     loader = GlobalBatches(order, HostReader(split, rows))
-    drawn: Counter[int] = Counter()
+    drawn = Counter()
     for epoch in range(20):
         loader.set_epoch(epoch)
         drawn.update(torch.cat([batch.labels for batch in loader]).tolist())

@@ -166,6 +166,7 @@ PHASED = [
 ]
 
 
+@SLOW
 @pytest.mark.parametrize("flags", PHASED)
 def test_phases_add_up_to_a_step(flags, tmp_path):
     """The phases add up to the step's duration. Under dp, communication is not timed apart."""
@@ -209,7 +210,7 @@ def test_concurrent_runs_get_separate_folders(tmp_path):
     """Each of 20 simultaneous runs gets a separate folder, from `version_0` to `version_19`."""
     together = threading.Barrier(20)
 
-    def claim(_: int) -> str:
+    def claim(_):
         together.wait(30)
         return claim_version(tmp_path / "x").name
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from harness import QUIET, options, record_of, tiny
 from lightning.pytorch import LightningDataModule
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,25 +30,25 @@ class Poisoned(LightningDataModule):
     three. They have the same pixels, which are too large, but different labels.
     """
 
-    def __init__(self, bad: int, value: float, count: int = 2000) -> None:
+    def __init__(self, bad: int, value: float, count: int = 2000):
         super().__init__()
         images = torch.rand(count, 3, 12, 12, generator=torch.Generator().manual_seed(0))
         copies = 1 if value > 1e38 else 3
         images[bad : bad + copies] = images[bad] * value
         self.dataset = TensorDataset(images, torch.arange(count) % 3)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(self.dataset, batch_size=100, shuffle=True)
 
 
-def largest(out: str) -> tuple[float, str]:
+def largest(out):
     """Return loss and name of the sample with the largest loss."""
     match = re.search(r"largest loss (.*): sample (.*), label", out)
     assert match, out
     return float(match[1]), match[2]
 
 
-def logged(folder: Path, step: int) -> float:
+def logged(folder, step):
     """Return a step's loss in metrics.csv."""
     for row in read_metrics(folder / "metrics.csv"):
         for name in ("train_loss_step", "loss_step"):
@@ -115,7 +114,7 @@ def test_run_with_a_plain_loader_is_repeated_from_its_beginning(app, fit):
 
 
 class Tenth(CIFARCNN):
-    def training_step(self, batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return 0.1 * cross_entropy(self(batch[0]), batch[1])
 
 

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from forked import fork_fit
-from harness import QUIET, last_of, on_cpu, options, record_of, seen_colours, slow, tiny
+from harness import QUIET, SLOW, last_of, on_cpu, options, record_of, seen_colours, slow, tiny
 
 from app.monitor.loggers import read_rows
 from app.monitor.report import draw_bars, draw_confusion_matrix, leave_report, make_report
@@ -33,7 +33,7 @@ WINDOWS = ["--trainer.log_every_n_steps=4"]
 class Page:
     """Title, descriptions of pictures, and text of a page without scripts and other files."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str):
         assert "<script" not in source
         links = re.findall(r"""\b(?:src|href|srcset)="([^"]*)|url\(([^)]*)|(@import)""", source)
         assert all("".join(link).startswith(("#", "data:")) for link in links)
@@ -44,7 +44,7 @@ class Page:
         self.text = html.unescape(re.sub("<[^>]*>", "", source))
 
 
-def read(run: Path) -> Page:
+def read(run):
     return Page((run / "report.html").read_text())
 
 
@@ -79,6 +79,7 @@ def test_report_has_result_curves_and_settings(app, fit):
     assert not list((run.parents[1] / "y").glob("**/report.html"))
 
 
+@SLOW
 def test_other_programs_are_the_bottleneck_of_a_busy_cpu(fit):
     """Report and summary agree on a busy machine, and give a slow step's time in seconds."""
     run = fit(*SMALL, *WINDOWS)
@@ -155,6 +156,7 @@ VALIDATED = [
 ]
 
 
+@SLOW
 @pytest.mark.parametrize("flags", VALIDATED)
 def test_without_a_test_the_report_shows_the_validation(flags, image_root, tmp_path):
     """The best weights, averages here, classify each validation image once."""
@@ -162,7 +164,7 @@ def test_without_a_test_the_report_shows_the_validation(flags, image_root, tmp_p
     data = ["--data=ImageFolder", f"--data.root={image_root}", "--data.batch_size=9", *QUIET]
     learn = ["--model.ema=0.8", "--model.optimizer.lr=0.03"]
     run = fork_fit(tmp_path, *data, *flags, *learn, "--trainer.max_epochs=2")
-    pairs: Counter[tuple[str, ...]] = Counter()
+    pairs = Counter()
     wrong = set()
     for prediction in load(run, "cpu").predict(image_root / "val"):
         pair = (Path(prediction.file).parent.name, *prediction.names)

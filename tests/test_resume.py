@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import re
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -55,7 +54,7 @@ MODELS = {
 }
 
 
-def checkpoints(run: Path) -> dict[int, Path]:
+def checkpoints(run):
     """Return a run's checkpoints by step."""
     return {
         int(path.stem.removeprefix("step=")): path
@@ -63,13 +62,15 @@ def checkpoints(run: Path) -> dict[int, Path]:
     }
 
 
-def epochs(run: Path) -> list[list[float]]:
+def epochs(run):
     """Return each epoch's number, first learning rate, losses and accuracy from the record."""
     columns = ("epoch", "lr", "train_loss", "val_loss", "val_acc")
     return [[row[name] for name in columns] for row in record_of(run)["epochs"]]
 
 
-@pytest.mark.parametrize("model", [*list(MODELS)[:-1], slow("double-precision")])
+@pytest.mark.parametrize(
+    "model", ["plateau", *(slow(name) for name in MODELS if name != "plateau")]
+)
 def test_resume_within_an_epoch_is_exact(model, fit):
     flags = [*MODELS[model], *STEPS, *RECORDING, *options(log_every_n_steps=5)]
     whole = fit(*flags, "--run.name=whole")
@@ -121,6 +122,7 @@ def test_resumed_run_remembers_the_best_checkpoint(model, fit):
     assert read(run / "checkpoints/best.ckpt")["epoch"] == 0
 
 
+@SLOW
 def test_config_of_a_run_selects_that_run(app, fit, tmp_path):
     """A run's config selects this run instead of the newest of its name.
 
@@ -154,13 +156,13 @@ OWN += ["--trainer.callbacks.save_top_k=-1", "--last_checkpoint.every_n_train_st
 SAVES = {"straight": OWN, "lightning": ["--last_checkpoint.train_time_interval=0:00:00"]}
 
 
-def positions(folder: Path) -> set[int]:
+def positions(folder):
     """Return the numbers of batches after which the checkpoints below a folder were saved."""
     loops = [read(path)["loops"]["fit_loop"] for path in folder.rglob("*.ckpt")]
     return {loop["epoch_loop.batch_progress"]["current"]["processed"] for loop in loops}
 
 
-@pytest.mark.parametrize("loop", SAVES)
+@pytest.mark.parametrize("loop", ["straight", slow("lightning")])
 def test_kills_inside_accumulation_windows_lose_no_gradients(loop, tmp_path):
     """No checkpoint is written inside a window, because it would lose the first batches' gradients.
 
@@ -186,6 +188,7 @@ def test_a_stop_inside_an_accumulation_window_waits_for_its_end(loop, app, tmp_p
     assert not [*(tmp_path / "runs/y").rglob("*.ckpt")]
 
 
+@SLOW
 def test_checkpoints_inside_accumulation_windows_are_refused(app, fit):
     """A user's save, a validation's save, and a checkpoint of another batch count are rejected."""
     message = app.error("fit", *IN_WINDOWS, *acts("save", 7))
@@ -205,12 +208,12 @@ UP_TO_TWO = [*PLAIN, *options(test=False, max_epochs=2)]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def whole(tmp_path_factory):
     """Directory of an uninterrupted run of two epochs."""
     return fork_fit(tmp_path_factory.mktemp("whole"), *UP_TO_TWO)
 
 
-@pytest.mark.parametrize(("steps", "every"), [((1, 15, 16, 29), "null"), ((15,), "5")], ids=str)
+@pytest.mark.parametrize(("steps", "every"), [slow((1, 15, 16, 29), "null"), ((15,), "5")], ids=str)
 def test_run_stopped_by_max_steps_resumes_exactly(steps, every, whole, fit):
     """A run that stops and resumes several times has an uninterrupted run's weights and records.
 
@@ -259,6 +262,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused(app, fit):
     )
 
 
+@SLOW
 def test_changed_settings_start_a_new_run(app, tmp_path):
     """A changed setting, an earlier checkpoint, or a run in progress leads to a new run.
 
@@ -281,6 +285,7 @@ def test_changed_settings_start_a_new_run(app, tmp_path):
     assert not any(record["parts"] for record in records)
 
 
+@SLOW
 def test_auto_takes_the_newest_readable_checkpoint(app, tmp_path):
     """`auto` takes the newest readable checkpoint, or none; a finished training is only tested."""
     flags = [*PLAIN, "--run.name=x", "--ckpt_path=auto", "--trainer.max_epochs"]
@@ -333,6 +338,7 @@ def test_damaged_checkpoint_is_rejected_or_replaced(app, tmp_path):
     assert "give another --run.name to begin anew" in message
 
 
+@SLOW
 def test_checkpoint_without_a_needed_part_is_rejected(app, fit, tmp_path):
     good = read(last_of(fit(*FLAGS, "1")))
     bad = tmp_path / "bad.ckpt"
@@ -345,7 +351,7 @@ def test_checkpoint_without_a_needed_part_is_rejected(app, fit, tmp_path):
     ):
         torch.save(content, bad)
         with pytest.raises(UserError, match=f"^--ckpt_path {bad}: training cannot resume"):
-            check_checkpoint(str(bad), CIFARCNN(), None, trainer, False)  # type: ignore[arg-type]
+            check_checkpoint(str(bad), CIFARCNN(), None, trainer, False)
     resume = [*FLAGS, "2", f"--ckpt_path={bad}"]
     for key in ("callbacks", "lr_schedulers"):
         torch.save(good | {key: 3.5}, bad)
@@ -375,7 +381,7 @@ TUNED += ["--model=saving_code.FineTuned", "--trainer.callbacks+=BackboneFinetun
 TUNED += ["--trainer.callbacks.unfreeze_backbone_at_epoch=1", "--trainer.callbacks.train_bn=false"]
 
 
-@pytest.mark.parametrize("steps", [3, 5, 8, 10])
+@pytest.mark.parametrize("steps", [slow(3), slow(5), 8, slow(10)])
 def test_resumed_fine_tuning_trains_the_same_layers(steps, tmp_path):
     """A run stopped before, at or after the epoch that unfreezes the backbone goes on as whole."""
     whole = fork_fit(tmp_path / "whole", *TUNED)
@@ -385,6 +391,7 @@ def test_resumed_fine_tuning_trains_the_same_layers(steps, tmp_path):
     assert difference(whole, cut) == 0
 
 
+@SLOW
 def test_unfrozen_layers_are_averaged_over_the_ranks(tmp_path):
     """DDP wraps the model again when a callback unfreezes layers, also with virtual devices."""
     two = on_cpu("ddp_fork")

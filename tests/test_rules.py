@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from harness import tiny
-from jsonargparse import Namespace
 
 from app.command import rules
 from app.command.configuration import resolve
@@ -20,7 +19,7 @@ SYNC = {"trainer.sync_batchnorm": True}
 
 
 @pytest.fixture(scope="module")
-def config() -> Namespace:
+def config():
     return resolve(SMALL)
 
 
@@ -28,10 +27,10 @@ Check = Callable[[dict[str, Any], Launched | None], None]
 
 
 @pytest.fixture
-def check(config: Namespace, monkeypatch) -> Check:
+def check(config, monkeypatch):
     """Return a function that checks the configuration with changed settings under a launcher."""
 
-    def run(settings: dict[str, Any], launcher: Launched | None) -> None:
+    def run(settings, launcher):
         changed = config.clone()
         for key, value in settings.items():
             changed[key] = value

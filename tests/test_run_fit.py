@@ -1,8 +1,6 @@
 """Damaged and incomplete records, and `run_fit`, which runs a training and returns its record."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,7 +40,7 @@ def test_run_fit_returns_the_record(tmp_path):
 def test_run_that_completes_at_its_limit_is_completed(tmp_path, monkeypatch):
     """A run that completes while it is being stopped at its time limit counts as completed."""
 
-    def complete(processes: Sequence[Any]) -> None:
+    def complete(processes):
         stop(processes)
         Record(status="completed", run_dir=str(tmp_path)).save(tmp_path / "x/version_0/run.json")
 

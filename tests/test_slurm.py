@@ -3,13 +3,11 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cluster.hosts import awaited
-from cluster.slurm import Slurm
 from harness import ROOT, difference, last_of, listening, losses, record, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -22,20 +20,18 @@ PATH = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["P
 
 
 @pytest.fixture
-def clean(slurm: Slurm) -> Iterator[None]:
+def clean(slurm):
     """Check that a test leaves no segment of shared memory."""
     yield
     living = [node for node in slurm.nodes.values() if node.outer.poll() is None]
     assert [name for node in living for name in node.shared_memory()] == []
 
 
-def last(root: Path) -> Path:
+def last(root):
     return last_of(root / "LeNet-Synthetic/version_0")
 
 
-def submit(
-    slurm: Slurm, root: Path, *flags: str, shape: Sequence[str] = TWO, epochs: int = 24, **env: str
-) -> str:
+def submit(slurm, root, *flags, shape=TWO, epochs=24, **env):
     return slurm.submit(
         *shape,
         SCRIPT,
@@ -48,15 +44,15 @@ def submit(
     )
 
 
-def trained(slurm: Slurm, job: str, root: Path, epochs: int) -> None:
-    def ready() -> bool:
+def trained(slurm, job, root, epochs):
+    def ready():
         ended = slurm.job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED")
         return ended or len(record(root)["epochs"]) >= epochs
 
     awaited(ready, 280, lambda: slurm.output(job))
 
 
-def ends(slurm: Slurm, job: str, state: str) -> None:
+def ends(slurm, job, state):
     """Wait for a job's end, and check its state."""
     reached = slurm.reaches(job, "COMPLETED", "FAILED", seconds=280)
     assert reached == state, slurm.output(job)

@@ -1,6 +1,5 @@
 """A hook, method or optimizer replaced in mid-epoch acts at once, as in Lightning's step."""
 
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -11,54 +10,54 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from test_conformance import CALLS, HOOKS, ByStep, ClipsEach, assert_alike, recording
-from torch import Tensor, nn
+from torch import nn
 
 
-def wrap(owner, name: str) -> None:
+def wrap(owner, name):
     """Replace a method by one that records its call, then calls the method."""
     method = getattr(owner, name)
 
-    def wrapped(*args, **kwargs) -> Any:
+    def wrapped(*args, **kwargs):
         CALLS.append(("wrapped", name))
         return method(*args, **kwargs)
 
     setattr(owner, name, wrapped)
 
 
-def adam(trainer) -> torch.optim.Optimizer:
+def adam(trainer):
     return torch.optim.Adam(trainer.lightning_module.parameters(), lr=0.05)
 
 
-def second_step(self, batch, batch_idx: int) -> Tensor:
+def second_step(self, batch, batch_idx):
     return nn.functional.mse_loss(self.net(batch[0]), nn.functional.one_hot(batch[1], 2).float())
 
 
 class Halved(nn.Module):
     """Wrapper like DDP's, around the module."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any):
         super().__init__()
         self.module = module
 
-    def forward(self, *args) -> Any:
+    def forward(self, *args):
         return self.module(*args) * 0.5
 
 
-def set_up_adam(trainer) -> None:
+def set_up_adam(trainer):
     trainer.lightning_module.configure_optimizers = lambda: adam(trainer)
     trainer.strategy.setup_optimizers(trainer)
 
 
-def halve(trainer) -> None:
+def halve(trainer):
     scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
     trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]
 
 
-def train_manually(trainer) -> None:
+def train_manually(trainer):
     module = trainer.lightning_module
     optimizer = module.optimizers()
 
-    def step(batch, batch_idx: int) -> None:
+    def step(batch, batch_idx):
         optimizer.zero_grad()
         module.manual_backward(second_step(module, batch, batch_idx))
         optimizer.step()
@@ -67,17 +66,17 @@ def train_manually(trainer) -> None:
     module.training_step = step
 
 
-def sets(owner: str, **values) -> Callable[[Any], None]:
+def sets(owner, **values):
     """Return a change of attributes of an object that belongs to the module's Trainer."""
 
-    def change(trainer) -> None:
+    def change(trainer):
         for name, value in values.items():
             setattr(attrgetter(owner)(trainer), name, value)
 
     return change
 
 
-def late() -> Callback:
+def late():
     hooks = [name for name in HOOKS["callback"] if "batch" in name or "backward" in name]
     return recording(Callback, "late", hooks)()
 
@@ -161,8 +160,8 @@ def test_change_in_mid_epoch(change, tmp_path):
     hook = "on_train_batch_end" if change == "manual optimization" else "on_train_batch_start"
     reason = change if change in ("a profiler", "manual optimization") else None
 
-    def changes() -> Callback:
-        def call(self, trainer, *_) -> None:
+    def changes():
+        def call(self, trainer, *_):
             if trainer.global_step == 2 and not vars(self).setdefault("changed", False):
                 self.changed = True
                 CHANGES[change](trainer)

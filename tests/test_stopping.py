@@ -81,8 +81,8 @@ EARLY = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_
 
 
 ENDS = [
-    (EARLY, 0),
-    (["--trainer.val_check_interval=4"], 1),
+    slow(EARLY, 0),
+    slow(["--trainer.val_check_interval=4"], 1),
     (["--trainer.accumulate_grad_batches=2"], 0),
 ]
 
@@ -217,12 +217,12 @@ def test_closed_terminal_saves_checkpoint(strategy, command, tmp_path):
     assert Path(saved["checkpoint"]["last"]).exists()
 
 
-def block_while_saving(root: Path) -> None:
+def block_while_saving(root):
     """Wait in C code, as in a collective call, after a SIGTERM."""
     signals.GRACE = signals.START_GRACE = 1
     library = CDLL(None)
 
-    def wait(*_: object, **__: object) -> None:
+    def wait(*_, **__):
         library.system(b"kill -TERM %d; sleep 5" % os.getpid())
 
     signal.signal(signal.SIGTERM, lambda *_: None)

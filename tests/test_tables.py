@@ -2,14 +2,13 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pandas as pd
 import pytest
 import torch
 from datasets import ClassLabel, Image, List, Value
-from harness import QUIET, losses, options, record_of
+from harness import QUIET, SLOW, losses, options, record_of
 from test_data import attach, refusal
 
 from app.data import HuggingFace, ImageFolder, ImageTable
@@ -20,7 +19,7 @@ FLAGS += ["--model=CIFARCNN"]
 
 
 @pytest.fixture
-def table(image_root: Path) -> pd.DataFrame:
+def table(image_root):
     """Write `all.csv` into the image folder.
 
     It has a row for each image, sorted by class within each split.
@@ -32,6 +31,7 @@ def table(image_root: Path) -> pd.DataFrame:
     return made
 
 
+@SLOW
 def test_a_table_is_a_folder(image_root, table, fit):
     """Training on a table has the same splits and losses as on the folder.
 
@@ -186,7 +186,7 @@ def test_odd_names_of_classes(tmp_path):
 
 
 @pytest.fixture
-def saved(image_root: Path) -> Path:
+def saved(image_root):
     """Save the image folder as a data set of Hugging Face, and return its directory."""
     made = datasets.load_dataset(
         "imagefolder", data_dir=str(image_root), cache_dir=str(image_root / "arrow")
@@ -195,6 +195,7 @@ def saved(image_root: Path) -> Path:
     return image_root / "saved"
 
 
+@SLOW
 def test_a_data_set_of_hugging_face(image_root, saved, app, tmp_path):
     """A data set on disk or in Parquet has the image folder's pixels and labels.
 
@@ -251,7 +252,7 @@ def test_rows_of_paths(image_root):
     assert torch.equal(split[1], expected[expected.names.index(paths[1])])
 
 
-def save(folder: Path, **splits: tuple[Any, list[Any]]) -> str:
+def save(folder, **splits):
     """Save a data set of Hugging Face; each split has a type of labels, and labels."""
     tables = {}
     for name, (feature, labels) in splits.items():

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from harness import ROOT, SLOW, on_cpu, record, tiny
@@ -54,11 +53,11 @@ def test_lines_of_epochs_and_next_commands(app, tmp_path):
 
 def test_bar_updates_a_few_times_a_second(app, monkeypatch):
     """Our bar also updates after an epoch's last step. A user's own bar updates as usual."""
-    noted: list[tuple[type, int]] = []
-    metrics: list[dict[str, Any]] = []
+    noted = []
+    metrics = []
     then = RichProgressBar.on_train_batch_end
 
-    def note(self: RichProgressBar, trainer, module, outputs, batch, index: int) -> None:
+    def note(self, trainer, module, outputs, batch, index):
         noted.append((type(self), index))
         metrics.append(self.get_metrics(trainer, module))
         then(self, trainer, module, outputs, batch, index)

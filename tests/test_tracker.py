@@ -7,11 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -25,7 +23,7 @@ KEY = "5ec2e7" * 6 + "5ec2"
 SMALL = tiny(200, 20)
 
 
-def inspect(run: Path) -> tuple[Path, dict[str, Any]]:
+def inspect(run):
     """Read an offline run with wandb's own tool; return its file and its summary."""
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
     wandb = Path(sys.executable).parent / "wandb"
@@ -49,6 +47,7 @@ def test_more_private_mode_wins(flag, variable, mode, monkeypatch):
     assert tracking_mode(resolve(["fit", *SMALL, *flags]).run.wandb) == mode
 
 
+@SLOW
 def test_private_data_stays_local(image_root, tmp_path):
     """Without `online`, the run does not connect. Its files hold no image, name or git remote."""
     for image in image_root.rglob("*.*"):
@@ -70,6 +69,7 @@ def test_private_data_stays_local(image_root, tmp_path):
         assert not re.search(b"patient-|most_wrong|remote", content)
 
 
+@SLOW
 @pytest.mark.parametrize("strategy", ["auto", slow("ddp_fork")])
 def test_one_offline_run_has_all_results(strategy, tmp_path):
     """One run has the results of all processes, and a read-only home causes no message."""
@@ -104,19 +104,19 @@ def test_offline_without_a_key(tmp_path):
 class OutOfQuota(BaseHTTPRequestHandler):
     """Server of Weights & Biases that answers every request with an exceeded quota."""
 
-    def _answer(self) -> None:
+    def _answer(self):
         self.send_error(403, "storage limit reached")
 
     do_GET = do_POST = _answer  # noqa: N815
 
-    def log_message(self, *args) -> None:
+    def log_message(self, *args):
         pass
 
 
 class Dripping(OutOfQuota):
     """Weights & Biases server that sends its answer one byte at a time."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.send_response(200)
         self.end_headers()
         with suppress(OSError):  # the client has disconnected
@@ -126,7 +126,7 @@ class Dripping(OutOfQuota):
 
 
 @contextmanager
-def server_that(fails: str) -> Iterator[str]:
+def server_that(fails):
     """Start a server of Weights & Biases that fails in the given way; yield its address."""
     if fails == "refuses":
         yield f"http://127.0.0.1:{free_port()}"
@@ -141,6 +141,7 @@ def server_that(fails: str) -> Iterator[str]:
 FAILURES = ["drips", slow("refuses"), slow("is out of quota")]
 
 
+@SLOW
 @pytest.mark.parametrize("fails", FAILURES)
 def test_offline_when_the_server_is_down(fails, tmp_path):
     """The run is complete offline, and the printed command uploads it."""

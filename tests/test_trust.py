@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from harness import tiny
+from harness import SLOW, tiny
 
 from app.errors import UserError
 from app.modules.networks import make_network
@@ -37,7 +36,7 @@ def optimizer(parameters): return load(parameters)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Iterator[None]:
+def folder(tmp_path, monkeypatch):
     """Make a current folder with a module of the user's. Check that no foreign code runs in it."""
     Path(tmp_path, "mine.py").write_text(MINE)
     Path(tmp_path, "7a__mypyc.py").touch()  # no config can name it
@@ -48,6 +47,7 @@ def folder(tmp_path, monkeypatch) -> Iterator[None]:
     assert not (tmp_path / "ran").exists()
 
 
+@SLOW
 def test_no_flag_accepts_functions_or_foreign_classes_of_the_libraries():
     script = Path(__file__).with_name("library_code.py")
     done = subprocess.run(
@@ -115,6 +115,7 @@ def test_library_code_for_untyped_parameter_is_rejected(name, value, message, ap
     assert message in app.error("fit", *TINY, "--model=mine.Mine", f"--model.{name}", value)
 
 
+@SLOW
 def test_users_functions_and_library_networks_run(app):
     """The default of a user's parameter may be a library's function."""
     layer = yaml.safe_dump(

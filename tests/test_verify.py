@@ -5,13 +5,11 @@ import math
 from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from forked import fork_app
-from harness import QUIET, SLOW, App, options
-from torch import Tensor
+from harness import QUIET, SLOW, options, slow
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from app.lab.verify import same_training
@@ -35,16 +33,14 @@ RECORDED = {}  # recorded references, shared by several tests
 class Runs:
     """Runs of one training in several variants, compared as `verify` does."""
 
-    def __init__(self, root: Path, model: str, data: str, *flags: str) -> None:
+    def __init__(self, root: Path, model: str, data: str, *flags: str):
         self.root = root
         self.flags = [f"--model=faulty_code.{model}", f"--data=faulty_code.{data}", *flags]
         sampled = data in SAMPLED
         self.flags += options(accelerator="cpu", use_distributed_sampler=sampled, test=False)
         self.flags += options(loader="lightning", on_divergence="warn")
 
-    def record(
-        self, name: str, *flags: str, steps: int = 16, earlier: Recorded | None = None
-    ) -> Recorded:
+    def record(self, name, *flags, steps=16, earlier=None):
         recording = [
             "--trainer.callbacks+=app.lab.verify.recording.Recording",
             f"--trainer.callbacks.steps={steps}",
@@ -54,12 +50,12 @@ class Runs:
         fork_app("fit", *QUIET, *self.flags, *flags, *recording, *place)
         return Recorded(self.root / name / "version_0", earlier)
 
-    def resumed(self) -> Recorded:
+    def resumed(self):
         earlier = self.record("stopped", steps=4)
         last = self.root / "stopped/version_0/checkpoints/last.ckpt"
         return self.record("resumed", f"--ckpt_path={last}", earlier=earlier)
 
-    def case(self, variant: str) -> tuple[dict[str, Difference], list[Cause]]:
+    def case(self, variant):
         alone = ["--trainer.devices=1"]
         if variant == "ragged":
             alone += ["--data.batch_size=20"]
@@ -117,7 +113,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+CASES = [slow(fault) if fault.endswith("ddp") else fault for fault in FAULTS]
+
+
+@pytest.mark.parametrize("fault", CASES)
 def test_mistake_is_named_with_its_remedy(fault, tmp_path):
     model, data, variant = fault.split()
     reasons = Runs(tmp_path, model, data).case(variant)[1]
@@ -141,7 +140,7 @@ def test_fault_of_several_variants_is_reported_once():
         Result("ddp × 4", [], differences=loss, causes=[four]),
         Result("dp × 2", [], failed="why"),
     ]
-    verdict = Verdict(SimpleNamespace(), results)  # type: ignore[arg-type]
+    verdict = Verdict(SimpleNamespace(), results)
     assert list(verdict.explained()) == [
         "ddp × 2",
         "  loss, step 1: ",
@@ -234,7 +233,7 @@ def test_first_module_with_different_bits_is_named(app, tmp_path):
     assert "The same bits in all 3 variants" in out
 
 
-def verdict(app: App, folder: Path, *flags: str, code: int = 0) -> tuple[dict[str, Any], str]:
+def verdict(app, folder, *flags, code=0):
     file = folder / "found.json"
     ended, out = app.run(
         "verify", "--trainer.accelerator=cpu", *flags, "--root", folder, "--json", file
@@ -267,7 +266,7 @@ RANK = {
 }
 
 
-def second(**values) -> dict[str, Any]:
+def second(**values):
     """Return a rank's facts with a change of its second step."""
     return RANK | {"steps": [STEP, STEP | values]}
 
@@ -309,6 +308,12 @@ CHANGES = [  # rank, its facts, and differences
         RANK | {"metrics": {"acc": 0.5015}},
         {"evaluation": "rank 1: acc 0.5015, 0.5 in the reference"},
     ),
+    (0, RANK | {"metrics": {"acc": 0.500008}}, {}),
+    (
+        0,
+        RANK | {"metrics": {"acc": 0.500012}},
+        {"evaluation": "rank 0: acc 0.500012, 0.5 in the reference"},
+    ),
     (
         0,
         RANK | {"optimizers": {"momentum": 0.8}},
@@ -330,8 +335,25 @@ def test_differences_by_hand(rank, facts, expected, tmp_path):
     assert {column: str(place) for column, place in differences(*runs).items()} == expected
 
 
+@pytest.mark.parametrize(
+    ("steps", "column", "has"),
+    [
+        ([], "gradients", False),
+        ([STEP | {"samples": [[]]}], "samples", False),
+        ([STEP | {"samples": [[]]}], "gradients", True),
+        ([STEP], "samples", True),
+        ([STEP], "loss", True),
+        ([STEP | {"loss": math.nan}], "loss", False),
+    ],
+)
+def test_recorded_columns(steps, column, has, tmp_path):
+    (tmp_path / FOLDER).mkdir()
+    torch.save(RANK | {"steps": steps}, tmp_path / FOLDER / "rank_0.pt")
+    assert Recorded(tmp_path).has(column) == has
+
+
 def test_first_different_bits_by_hand():
-    def run(*ranks: dict[str, list[str]]) -> Any:
+    def run(*ranks):
         step = SimpleNamespace(ranks=[{"bits": bits} for bits in ranks])
         return SimpleNamespace(steps=[step])
 
@@ -345,7 +367,7 @@ def test_first_different_bits_by_hand():
 def test_id_of_a_sample_does_not_depend_on_its_padding(padding):
     """If the padding is not 0, the batch's mask shows where it is."""
 
-    def batch(*samples: list[int]) -> dict[str, Tensor]:
+    def batch(*samples):
         filled = list(map(torch.tensor, samples))
         tokens = pad_sequence(filled, batch_first=True, padding_value=padding)
         labels = pad_sequence(filled, batch_first=True, padding_value=-100)

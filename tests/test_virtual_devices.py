@@ -4,9 +4,7 @@ import copy
 import random
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from harness import (
 from pandas import read_csv
 from pandas.testing import assert_frame_equal
 from plain_code import PlainModel
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -43,19 +41,19 @@ SHARDED = tiny(90, 20, "CIFARCNN", virtual_devices=5, threads=1, flip=True)
 SHARDED += options(max_epochs=3, test=False, log_every_n_steps=1)
 
 
-def train(folder: Path, flags: Sequence[str], ranks: int, *more: str | Path) -> Path:
+def train(folder, flags, ranks, *more):
     """Run `fit` on `ranks` processes, and return the run's directory."""
     processes = options(strategy="ddp_fork" if ranks > 1 else "auto", devices=ranks)
     return fork_fit(folder, *flags, *processes, *more)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Path:
+def alone(tmp_path_factory):
     """Directory of a run on one process."""
     return train(tmp_path_factory.mktemp("alone"), SHARDED, 1)
 
 
-WAYS = [("ddp", 1), ("ddp", 2), ("ddp_fork", 3), slow("ddp_spawn", 2)]
+WAYS = [("ddp", 1), ("ddp_fork", 3), slow("ddp", 2), slow("ddp_spawn", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS)
@@ -78,6 +76,7 @@ def test_the_fast_recipe(tmp_path):
     assert digest(rest) == digest(whole)
 
 
+@SLOW
 def test_elastic(alone, tmp_path):
     """A run has the same bits if it stops on three processes, resumes on two, and ends on one."""
     run = train(tmp_path, SHARDED, 3, "--trainer.max_steps=3")
@@ -126,7 +125,7 @@ def test_one_order_of_additions(count):
     tree, values = Tree(count), torch.randn(count, generator=torch.Generator().manual_seed(1))
     sums = set()
     for _ in range(100):
-        nodes: dict[tuple[int, int], Tensor] = {}
+        nodes = {}
         for shard in torch.randperm(count).tolist():
             tree.add(nodes, (0, shard), values[shard], torch.add)
         sums.add(nodes.pop(tree.root).item())
@@ -139,8 +138,8 @@ PLAIN = ["--model=plain_code.PlainModel", "--data=plain_code.PlainData", "--run.
 PLAIN += options(global_batch=16, test=False, threads=1, max_epochs=2, log_every_n_steps=1)
 
 
-@pytest.fixture(scope="module", params=["false", "true"])
-def plain(request, tmp_path_factory) -> tuple[list[str], Path]:
+@pytest.fixture(scope="module", params=[slow("false"), "true"])
+def plain(request, tmp_path_factory):
     """Flags for plain Lightning's module and loader, and the directory of a run on one process."""
     flags = [*PLAIN, "--run.virtual_devices=4", f"--data.weighted={request.param}"]
     return flags, train(tmp_path_factory.mktemp("plain"), flags, 1)
@@ -180,7 +179,7 @@ def test_anybodys_loader_resumed(plain, tmp_path):
     assert digest(run) == digest(alone)
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", [slow(1), 2])
 def test_shares_without_virtual_devices(accumulated, tmp_path):
     """Without virtual devices, two ranks have the weights of one, also with a smaller last batch.
 
@@ -235,21 +234,21 @@ class Normalized(Linear):
     It logs the loss that callbacks get, and the largest number of a batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("mean", torch.zeros(4))
 
-    def forward(self, vectors: Tensor) -> Tensor:
+    def forward(self, vectors):
         self.mean = 0.9 * self.mean + 0.1 * vectors.mean(0)
         twice = self.norm(torch.cat((vectors, vectors)))  # one sample has no variance
         return self.layer(twice[: len(vectors)])
 
-    def training_step(self, batch, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.log("largest", batch[0].max(), on_step=False, on_epoch=True)
         return {"loss": super().training_step(batch, batch_idx)}
 
-    def on_train_batch_end(self, outputs, batch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.log("loss", outputs["loss"], on_step=False, on_epoch=True)
 
 
@@ -307,7 +306,7 @@ def test_buffers_of_a_step():
 
 
 class LogsItsOwn(PlainModel):
-    def validation_step(self, batch, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self(batch[0]).sum())
 
 

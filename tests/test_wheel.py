@@ -19,7 +19,7 @@ def test_installed_wheel_works_in_an_empty_folder(tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target"]
     subprocess.run([*pip, installed, source], check=True, capture_output=True, timeout=200)
 
-    def run(*words: str) -> str:
+    def run(*words):
         done = subprocess.run(
             [sys.executable, *words], cwd=empty, env={**os.environ, "PYTHONPATH": str(installed)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400,

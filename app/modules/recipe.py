@@ -228,7 +228,7 @@ def rate(schedule: Schedule, warmup: int, steps: int, step: int) -> float:
         if schedule == "onecycle":
             return 1 - 0.96 * _falling(step / warmup)
         return (step + 1) / (warmup + 1)
-    done = min((step - warmup) / (steps - warmup), 1.0)
+    done = min((step - warmup) / max(steps - warmup, 1), 1.0)
     return {
         "constant": 1.0,
         "cosine": _falling(done),

@@ -38,16 +38,16 @@ SGD = partial(torch.optim.SGD, lr=0.001, momentum=0.9)
 class Clock(Callback):
     """Clock of a training's epochs; as a callback, it writes the figures into the file `$CLOCK`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.walls: list[float] = []
         self.cpus: list[float] = []
 
-    def start(self, *_) -> None:
+    def start(self, *_):
         """Start an epoch."""
         self.wall = time.perf_counter()
         self.cpu = time.process_time()
 
-    def stop(self, *_) -> None:
+    def stop(self, *_):
         """End an epoch; as a callback, before the checkpoint is written."""
         self.walls.append(time.perf_counter() - self.wall)
         self.cpus.append(time.process_time() - self.cpu)
@@ -65,7 +65,7 @@ class Clock(Callback):
     on_train_epoch_start = start
     on_train_epoch_end = stop
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule):
         """Write the figures."""
         if trainer.is_global_zero:
             figures = self.figures(int(trainer.num_training_batches))
@@ -112,7 +112,7 @@ def synthetic(like: str, size: int) -> tuple[Tensor, Tensor]:
 class Shuffled:
     """Batches of resident images, in a new order in each epoch."""
 
-    def __init__(self, images: Tensor, labels: Tensor, batch: int) -> None:
+    def __init__(self, images: Tensor, labels: Tensor, batch: int):
         self.images, self.labels, self.batch = images, labels, batch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -161,7 +161,7 @@ def overhead_stock() -> dict[str, float]:
     network, batches = _tiny()
 
     class Module(LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.network = network
 
@@ -200,7 +200,7 @@ def lenet_raw() -> dict[str, float]:
         nn.Conv2d(6, 16, 5), nn.MaxPool2d(2), nn.ReLU(),
         nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(),
         nn.Linear(84, 10),
-    ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # fmt: skip
+    ).to(memory_format=torch.channels_last)  # fmt: skip
     resident = (images.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
     return loop(network, SGD(network.parameters(), fused=True), Shuffled(resident, labels, 64), 3)
 
@@ -223,7 +223,7 @@ DDP = f"""
 """
 
 
-def _ddp_rank(rank: int, folder: str) -> None:
+def _ddp_rank(rank: int, folder: str):
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
@@ -269,7 +269,7 @@ CROPS = v2.Compose(
 class Pictures(Dataset[tuple[Tensor, int]]):
     """Photos as most people load them: JPEG files of 480 × 360 pixels, cropped by torchvision."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.files = []
         for values in np.random.default_rng(0).integers(0, 256, (512, 9, 12, 3), dtype=np.uint8):
             file = io.BytesIO()
@@ -295,7 +295,7 @@ class OrdinaryData(LightningDataModule):
 class OrdinaryModel(LightningModule):
     """Ordinary module with SGD. Its network is small, so that the workers limit the training."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         from app.modules.networks import LeNet
 
@@ -326,7 +326,7 @@ WORKERS = 2
 CROPPED = 64  # images of a batch
 
 
-def _photos(folder: str) -> None:
+def _photos(folder: str):
     """Write JPEG files of 500 × 375 pixels and 55 kB, like photographs."""
     rng = np.random.default_rng(0)
     for number in range(PHOTOS):

@@ -63,7 +63,7 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
     return {"item": item, "status": status, "seconds": seconds, "figures": recorded, "end": end}
 
 
-def report(rows: list[dict[str, Any]], folder: Path) -> None:
+def report(rows: list[dict[str, Any]], folder: Path):
     """Write the results so far to two files."""
     write_json(folder / "results.json", rows)
     lines = ["| item | status | s | found |", "|---|---|---|---|"]
@@ -75,7 +75,7 @@ def report(rows: list[dict[str, Any]], folder: Path) -> None:
     (folder / "results.md").write_text("\n".join(lines) + "\n")
 
 
-def main(chosen: Sequence[str], folder: Path) -> None:
+def main(chosen: Sequence[str], folder: Path):
     """Run the chosen items, by default all. A group's name in `CALLS` stands for its items.
 
     Print each item's status, and exit with 1 if an item failed or timed out.

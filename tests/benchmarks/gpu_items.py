@@ -51,7 +51,7 @@ _figures: dict[str, Any] = {}
 _lock = threading.Lock()
 
 
-def note(name: str, value) -> None:
+def note(name: str, value):
     """Add a figure to the file of figures, which is whole at any time."""
     with _lock:
         _figures[name] = float(f"{value:.4g}") if isinstance(value, float) else value
@@ -99,7 +99,7 @@ def newest(name: str) -> Path:
     return max((PLACE / name).glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def rate(name: str, *flags: str | Path, alone: bool = False) -> None:
+def rate(name: str, *flags: str | Path, alone: bool = False):
     """Train, and record the rate in samples/s, or an error."""
     try:
         record = record_of(fit(name.replace(" ", "_"), *flags, alone=alone))
@@ -109,14 +109,14 @@ def rate(name: str, *flags: str | Path, alone: bool = False) -> None:
         traceback.print_exc()
 
 
-def versions() -> None:
+def versions():
     """Record versions and hardware."""
     figures = installed() | hardware() | {"torchvision": torchvision.__version__}
     for name, value in figures.items():
         note(name, value)
 
 
-def step() -> None:
+def step():
     """Record the training rates with images on device and host, and of a hand-written loop."""
     for placement in ("memory",) if CPU else ("device", "memory"):
         rate(f"images in {placement}", *DATA, *SPEED, *SGD, "--data.placement", placement)
@@ -140,22 +140,22 @@ class Watch(Callback):
 
     latest: "Watch"  # the newest one
 
-    def __init__(self) -> None:
+    def __init__(self):
         Watch.latest = self
         self.waits: Counter[str] = Counter()
         self._show = warnings.showwarning
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args):
         """Start and stop counting."""
         if trainer.global_step == 60 and not CPU:
             warnings.simplefilter("always")
-            warnings.showwarning = self._note  # type: ignore[assignment]
+            warnings.showwarning = self._note
             torch.cuda.set_sync_debug_mode("warn")
         if trainer.global_step == 90 and not CPU:
             torch.cuda.set_sync_debug_mode("default")
             warnings.showwarning = self._show
 
-    def _note(self, message, *args, **kwargs) -> None:
+    def _note(self, message, *args, **kwargs):
         if "synchroniz" in str(message).lower():
             frames = [f for f in traceback.extract_stack()[:-1] if "warnings.py" not in f.filename]
             ours = [f for f in frames if "/app/" in f.filename or "lightning" in f.filename]
@@ -163,7 +163,7 @@ class Watch(Callback):
             self.waits[f"{Path(line.filename).name}:{line.lineno}"] += 1
 
 
-def synchronisations() -> None:
+def synchronisations():
     """Record where LeNet's steps at batch 64 wait for the device."""
     import gpu_items  # the module from which the flag takes the callback; this one is __main__
 
@@ -184,7 +184,7 @@ def of_resnet() -> list[str]:
     return [*flags, *options(batch_size=512, drop_last=True, log_every_n_steps=10)]
 
 
-def resnet() -> None:
+def resnet():
     """Measure resnet18_cifar at batch 512 in four precisions.
 
     Then measure bf16 with one changed setting at a time.
@@ -201,7 +201,7 @@ def resnet() -> None:
     rate("bf16, benchmark", *flags, *BF16, "--trainer.benchmark=true")
 
 
-def apart() -> None:
+def apart():
     """Measure compiled networks, and `ddp` on one device, each in a separate process."""
     ddp = options(strategy="ddp", devices=1)
     rate("LeNet, ddp", *DATA, *SPEED, *SGD, *ddp, alone=True)
@@ -211,7 +211,7 @@ def apart() -> None:
         rate("LeNet, compile", *DATA, *SPEED, *SGD, *COMPILED, alone=True)
 
 
-def gpu_tests() -> None:
+def gpu_tests():
     """Run the tests that need a GPU; on the CPU, only collect them."""
     # a bare machine lacks packages that other test files import
     tests = sorted(ROOT.glob("tests/test_*.py"))
@@ -222,7 +222,7 @@ def gpu_tests() -> None:
     sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
 
 
-def dp() -> None:
+def dp():
     """Record the largest weight difference between two replicas and one.
 
     The last batch has a single image.
@@ -243,7 +243,7 @@ def dp() -> None:
         note(precision, difference(*states))
 
 
-def same_bits() -> None:
+def same_bits():
     """Compare ranks on one device with one process.
 
     Over virtual devices, the weights must have the same bits.
@@ -259,7 +259,7 @@ def same_bits() -> None:
         ways |= {"gloo-virtual-3": (3, "ddp"), "gloo": (2, "ddp")}
         ways |= {"gloo-ring": (2, "ddp_ring"), "gloo-fp16": (2, "ddp_fp16")}
 
-    def train(name: str) -> None:
+    def train(name: str):
         ranks, strategy = ways[name]
         way = [*flags, *options(name=name, strategy=strategy, devices=1)]
         expected = plain
@@ -289,7 +289,7 @@ def same_bits() -> None:
         job.result()
 
 
-def commands() -> None:
+def commands():
     """Record a run's memory, by its record and by nvidia-smi.
 
     Record also the results of doctor, compare and verify.
@@ -300,7 +300,7 @@ def commands() -> None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]
         note("nvidia-smi", subprocess.check_output(query, text=True).strip())
 
-    def command(*words) -> None:
+    def command(*words):
         code, out = start(*words)
         print(out)
         note(words[0], f"exit code {code}: {out.strip().splitlines()[-1][:200]}")

@@ -204,7 +204,7 @@ class Judge:
         seconds: Seconds of tests for a mutant, as they took in the suite.
     """
 
-    def __init__(self, folder: Path, seconds: float) -> None:
+    def __init__(self, folder: Path, seconds: float):
         self.limit = seconds
         self.seconds, self.tests = suite(folder)
         self.width: Counter[tuple[str, str]] = Counter()
@@ -249,7 +249,7 @@ class Judge:
                 chosen.append(test)
         return chosen
 
-    def judge(self, mutant: Mutant) -> None:
+    def judge(self, mutant: Mutant):
         """Run tests on a mutant until one fails that passes without it; keep the verdict."""
         tests = self.chosen(mutant)
         row = {"name": mutant["name"], "limit": self.limit, "verdict": "survived", "by": ""}
@@ -278,7 +278,7 @@ class Judge:
             results.write(json.dumps(row) + "\n")
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--each", type=int, default=24, help="mutants of each module")

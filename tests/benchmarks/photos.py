@@ -112,7 +112,7 @@ def accuracy(network, loader) -> float:
     return torch.cat(right).mean().item()
 
 
-def train(network, loader, loss_of, optimizer) -> None:
+def train(network, loader, loss_of, optimizer):
     """Train a network for an epoch."""
     network.train()
     for images, labels in loader:
@@ -154,7 +154,7 @@ def measure(program: str, photos: Path, weights: str, epochs: int, seed: int) ->
     return json.loads(done.stdout.splitlines()[-1]), time.monotonic() - started
 
 
-def main() -> None:
+def main():
     """Find the number of epochs that fit, and print accuracy and seconds of each program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("photos", type=Path)

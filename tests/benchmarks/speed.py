@@ -80,7 +80,7 @@ def read(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main():
     """Measure each item in turns, and print its tables."""
     import contenders  # beside this script
 

@@ -22,7 +22,7 @@ import pytest
 
 def awaited(
     condition: Callable[[], object], seconds: float, how_it_stands: Callable[[], str] = str
-) -> None:
+):
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, how_it_stands()
@@ -32,7 +32,7 @@ def awaited(
 class Host:
     """Virtual host. Its command starts when `go` is called, after the network is set up."""
 
-    def __init__(self, name: str, place: Path, command: str = "sleep infinity") -> None:
+    def __init__(self, name: str, place: Path, command: str = "sleep infinity"):
         self.name = name
         self.log = place / f"{name}.log"
         apart = "setpriv --pdeathsig KILL unshare --net --uts --mount --pid --mount-proc"
@@ -52,7 +52,7 @@ class Host:
         self.pid = children()[0].pid
         self.enter = f"nsenter --target {self.pid} --net --uts --mount --pid --wd=.".split()
 
-    def go(self) -> None:
+    def go(self):
         assert self.outer.stdin
         self.outer.stdin.write("go\n")
         self.outer.stdin.flush()
@@ -69,7 +69,7 @@ class Host:
     def shared_memory(self) -> list[str]:
         return os.listdir(f"/proc/{self.pid}/root/dev/shm")
 
-    def end(self) -> None:
+    def end(self):
         """Kill every process of this host at once, as a power failure would."""
         if self.outer.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
@@ -88,7 +88,7 @@ class Host:
 class Network:
     """Hosts on a switch: `ctl` at 10.77.0.254, and h1 to hN at 10.77.0.1 and so on."""
 
-    def __init__(self, count: int, place: Path, stack: ExitStack) -> None:
+    def __init__(self, count: int, place: Path, stack: ExitStack):
         self.place = place
         self.stack = stack
         self.addresses = {
@@ -132,7 +132,7 @@ class Network:
         self.stack.callback(host.end)
         return host
 
-    def link(self, name: str, state: str) -> None:
+    def link(self, name: str, state: str):
         """Set the link of a host `up` or `down`, at the switch."""
         self.hosts["ctl"].run("ip", "link", "set", name, state)
 

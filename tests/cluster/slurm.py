@@ -50,7 +50,7 @@ def environ(pid: int) -> dict[str, str]:
 class Slurm:
     """SLURM cluster: its jobs, their states, and their processes, with pids of the real machine."""
 
-    def __init__(self, place: Path, stack: ExitStack) -> None:
+    def __init__(self, place: Path, stack: ExitStack):
         self.place = place
         self.network = Network(len(NODES), place, stack)
         self.conf = {"SLURM_CONF": f"{place}/slurm.conf"}
@@ -99,7 +99,7 @@ class Slurm:
         )
         return self.job(job)["JobState"]
 
-    def start_again(self, job: str, seconds: float = 60) -> None:
+    def start_again(self, job: str, seconds: float = 60):
         """Start a requeued job after two seconds; SLURM itself would wait for two minutes.
 
         SLURM waits because slurmd rejects a job that starts in the same second in which it was
