@@ -66,7 +66,8 @@ def test_figures_of_ranks():
     assert times.others_cores == 0
 
 
-def test_times_of_a_step(monkeypatch):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_times_of_a_step(world_size, monkeypatch):
     """Data: until the computation; wait: for the others' gradients; compute: the rest.
 
     In 10 s, all programs took 5 s on the cores, of which the rank took 2.
@@ -75,14 +76,19 @@ def test_times_of_a_step(monkeypatch):
         monkeypatch.setattr(f"app.monitor.rank_times.{name}_seconds", Mock(side_effect=values))
     monkeypatch.setattr("time.perf_counter", Mock(side_effect=[3.0, 13.0]))
     trainer = SimpleNamespace(
-        world_size=1, node_rank=0, strategy=SimpleNamespace(root_device=torch.device("cpu"))
+        world_size=world_size,
+        node_rank=0,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
     )
     times = RankTimes(1.0)
     times.begin(trainer)
+    times.places = times.places * world_size
+    monkeypatch.setattr("torch.distributed.all_gather", Mock())
     times.share(trainer, [(0.5, 1, 3, 3.25, 4)] * 2)
-    (row,) = times.ranks
+    assert torch.distributed.all_gather.called == (world_size == 2)
+    row = times.ranks[0]
     assert (row.data, row.compute, row.wait) == (500, 2750, 250)
-    assert times.others_cores == 0.3
+    assert times.others_cores == {1: 0.3, 2: 0.1}[world_size]
     rank_times.busy_seconds.assert_called_with(tuple(sorted(os.sched_getaffinity(0))))
 
 

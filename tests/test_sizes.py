@@ -48,6 +48,9 @@ def test_aspect_ratio_is_kept(image_root):
     assert squashed.float().mean() == pytest.approx(255 / 4, abs=9)
     both = Geometry((10, 30), "squash").evaluated(torch.stack((255 - stripes, stripes)))
     assert torch.equal(both[1], squashed)
+    small = torch.zeros(3, 4, 6, dtype=torch.uint8)
+    assert Geometry((8, 8), crop="random_resized").keep(small).shape == small.shape
+    assert Geometry((8, 8), crop="random").keep(small).shape == (3, 8, 12)
     for width in range(20, 26):  # margins of 0 to 5 columns
         image = torch.randint(256, (3, 20, width), dtype=torch.uint8)
         centre = v2.functional.center_crop(image, [20, 20])

@@ -4,6 +4,8 @@ import copy
 import random
 import re
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,34 @@ def test_one_order_of_additions(count):
         assert not nodes
     (total,) = sums
     assert total == pytest.approx(values.sum().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(5, 2), (5, 3), (8, 3), (6, 5), (3, 3)])
+def test_ranks_sum_like_one(count, ranks, monkeypatch):
+    """Every rank has the bits of one process."""
+    box = {}
+    barrier = threading.Barrier(ranks, timeout=60)
+
+    def exchange(sent, received, rank):
+        for other, tensor in sent.items():
+            box[rank, other] = tensor.clone()
+        barrier.wait()
+        for other, tensor in received.items():
+            tensor.view(-1).copy_(box[other, rank])
+        barrier.wait()
+
+    def summed(rank, size):
+        tree = Tree(count, rank, size, group=rank)
+        nodes = {}
+        for shard in tree.shards:
+            tree.add(nodes, (0, shard), values[shard], torch.add)
+        return tree.sum(nodes).tolist()
+
+    monkeypatch.setattr("app.training.tree.exchange", exchange)
+    values = torch.randn(count, 7, generator=torch.Generator().manual_seed(1))
+    with ThreadPoolExecutor(ranks) as pool:
+        results = list(pool.map(summed, range(ranks), [ranks] * ranks))
+    assert results == [summed(0, 1)] * ranks
 
 
 PLAIN = ["--model=plain_code.PlainModel", "--data=plain_code.PlainData", "--run.name=plain", *QUIET]
