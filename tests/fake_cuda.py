@@ -7,10 +7,8 @@ Streams that race fail the test: see `fake_streams`.
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,9 +34,7 @@ PACKAGE = str(Path(batches.__file__).parents[1])
 META = torch.device("meta")
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
-SIZES: dict[
-    Any, Callable[..., list[int]]
-] = {  # fake output sizes of operations whose output size depends on values
+SIZES = {  # fake output sizes of operations whose output size depends on values
     aten.bincount.default: lambda values, weights=None, minlength=0: [minlength],
     aten.nonzero.default: lambda values: [0, values.ndim],
 }
@@ -57,18 +53,18 @@ class FakeCUDA:
     """
 
     def __init__(self):
-        self.notes: Counter[tuple[str, str, str]] = Counter()
-        self.counts: Counter[str] = Counter()
+        self.notes = Counter()
+        self.counts = Counter()
         self.place = "set-up"
         self.streams = Streams()
 
-    def note(self, kind: str):
+    def note(self, kind):
         """Count an operation that makes the host wait, under the line of code that started it."""
         self.streams.host.wait_stream(self.streams.current)
         line = [frame for frame in traceback.extract_stack() if PACKAGE in frame.filename][-1]
         self.notes[self.place, f"{Path(line.filename).name}:{line.lineno}", kind] += 1
 
-    def at(self, place: str) -> dict[tuple[str, str], int]:
+    def at(self, place):
         """Return the counts of one place in the training, by line and kind."""
         return {
             (line, kind): count
@@ -77,7 +73,7 @@ class FakeCUDA:
         }
 
 
-def fake_device(args) -> torch.device:
+def fake_device(args):
     """Return the device that `prim::device` reports to autograd: `meta` for a fake GPU's tensor.
 
     On `meta`, the engine runs the backward pass in this thread, and needs no driver for contexts
@@ -89,12 +85,12 @@ def fake_device(args) -> torch.device:
     )
 
 
-def known(tensor: Tensor) -> Tensor | None:
+def known(tensor):
     """Return a tensor's real values, or None if unknown. Values created by the host are known."""
     return getattr(tensor, "value", tensor.constant) if isinstance(tensor, FakeTensor) else tensor
 
 
-def answer(tensor: Tensor) -> Tensor:
+def answer(tensor):
     """Return the values that a read of a tensor yields: its real values, if they are known.
 
     Unknown values read as True for booleans, 0 for other tensors on the device, and 1 for other
@@ -108,7 +104,7 @@ def answer(tensor: Tensor) -> Tensor:
         return torch.full(tensor.shape, is_one, dtype=tensor.dtype)
 
 
-def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Callable[..., Any]:
+def dispatching(plain, fake, of_mode):
     """Wrap FakeTensor's dispatch: count operations that make the host wait; reads return `answer`.
 
     Args:
@@ -117,7 +113,7 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
         of_mode: Whether this is the dispatch of FakeTensorMode, and not of FakeTensor.
     """
 
-    def dispatch(self, func, types, args=(), kwargs=None) -> Any:
+    def dispatch(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default:
             return fake_device(args)
@@ -198,19 +194,17 @@ def dispatching(plain: Callable[..., Any], fake: FakeCUDA, of_mode: bool) -> Cal
     return dispatch if of_mode else classmethod(dispatch)
 
 
-def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+def outside(function):
     """Wrap a function so that it runs on real tensors."""
 
-    def called(*args, **kwargs) -> Any:
+    def called(*args, **kwargs):
         with unset_fake_temporarily():
             return function(*args, **kwargs)
 
     return called
 
 
-def convert(
-    module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
-) -> torch.nn.Module:
+def convert(module, function, recurse=True):
     """Replacement for `Module._apply`, because the original fails to swap fake parameters."""
     for child in module.children():
         child._apply(function)
@@ -225,7 +219,7 @@ def convert(
 
 
 @pytest.fixture
-def fake_cuda(monkeypatch) -> Iterator[FakeCUDA]:
+def fake_cuda(monkeypatch):
     """Make a fake `cuda:0` available to the Trainer. Images and checkpoint files are real."""
     if not torch.backends.cuda.is_built():
         pytest.skip("needs torch's CUDA build, such as the default wheel for Linux")
@@ -259,13 +253,13 @@ def fake_cuda(monkeypatch) -> Iterator[FakeCUDA]:
 
     plain_list = outside(Tensor.tolist)
 
-    def tolist(tensor: Tensor) -> Any:
+    def tolist(tensor):
         if is_on_cuda(tensor):
             fake.streams.use(fake.streams.current, tensor, ())
             fake.note("read")
         return plain_list(answer(tensor))
 
-    def numpy(tensor: FakeTensor) -> Any:
+    def numpy(tensor):
         if is_on_cuda(tensor):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
         return outside(Tensor.numpy)(answer(tensor))
@@ -301,12 +295,12 @@ def fake_cuda(monkeypatch) -> Iterator[FakeCUDA]:
     train = call._call_and_handle_interrupt
     take_step = StraightLoop.advance
 
-    def on_fakes(*args, **kwargs) -> Any:
+    def on_fakes(*args, **kwargs):
         with FakeTensorMode(allow_non_fake_inputs=True):
             return train(*args, **kwargs)
 
-    def noting(loop: StraightLoop, fetcher):
-        trainer: Any = loop.trainer
+    def noting(loop, fetcher):
+        trainer = loop.trainer
         clock = next(callback for callback in trainer.callbacks if isinstance(callback, StepClock))
         ends = (trainer.global_step + 1) % log_window(trainer) == 0
         fake.place = "step"
@@ -326,7 +320,7 @@ def fake_cuda(monkeypatch) -> Iterator[FakeCUDA]:
     patch(ImageData, "_load_training", outside(ImageData._load_training))
     save = outside(CheckpointFiles.save_checkpoint)
 
-    def save_checkpoint(files: CheckpointFiles, checkpoint, *args, **options):
+    def save_checkpoint(files, checkpoint, *args, **options):
         for tensor in tree_leaves(checkpoint):
             is_here = not is_on_cuda(tensor)
             fake.streams.use(fake.streams.host if is_here else fake.streams.current, tensor, ())

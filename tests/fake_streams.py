@@ -1,19 +1,18 @@
 """Streams of the fake `cuda:0`: which operation waits for which, and who may free a tensor."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor, distributed
+from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 
-def is_on_cuda(value) -> bool:
+def is_on_cuda(value):
     return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
 
 
@@ -26,9 +25,9 @@ class Stream:
     """
 
     def __init__(self, *_: Any, **__: Any):
-        self.done: Counter[Stream] = Counter()
+        self.done = Counter()
 
-    def wait_stream(self, other: "Stream"):
+    def wait_stream(self, other):
         self.done |= other.done
 
 
@@ -64,20 +63,20 @@ class Streams:
     def __init__(self):
         self.host = Stream()
         self.current = Stream()
-        self._memory: dict[StorageWeakRef, Memory] = {}
+        self._memory = {}
 
     @contextmanager
-    def using(self, stream: Stream) -> Iterator[None]:
+    def using(self, stream):
         """Make a stream the current one."""
         before = self.current
         self.current = stream
         yield
         self.current = before
 
-    def memory(self, tensor: Tensor, owner: Stream) -> Memory:
+    def memory(self, tensor, owner):
         return self._memory.setdefault(StorageWeakRef(tensor.untyped_storage()), Memory(owner))
 
-    def use(self, stream: Stream, read, written):
+    def use(self, stream, read, written):
         """Count an operation of a stream, and check its order."""
         stream.wait_stream(self.host)  # which issues it
         stream.done[stream] += 1
@@ -111,11 +110,11 @@ class Streams:
                     "a tensor is freed while another stream uses it"
                 )
 
-    def record(self, tensor: Tensor, stream: Stream):
+    def record(self, tensor, stream):
         """Replacement for `Tensor.record_stream`."""
         self.memory(tensor, self.current).kept_for.add(stream)
 
-    def exchange(self, operations: Sequence[distributed.P2POp]) -> list[Any]:
+    def exchange(self, operations):
         """Replacement for `batch_isend_irecv`.
 
         NCCL communicates on a stream of its own, gloo only from the host.
@@ -141,7 +140,7 @@ class Event:
     def record(self):
         self.done = Counter(self.streams.current.done)
 
-    def elapsed_time(self, later: "Event") -> float:
+    def elapsed_time(self, later):
         for event in (self, later):
             assert event.done <= self.streams.host.done, "an elapsed time is read too early"
         return 1.0
@@ -161,10 +160,10 @@ class Future:
         self.result = result
         self.ready.wait_stream(self.streams.current)
 
-    def set_exception(self, error: Exception):
+    def set_exception(self, error):
         raise error
 
-    def wait(self) -> Any:
+    def wait(self):
         self.streams.current.wait_stream(self.ready)
         self.streams.record(self.result, self.streams.current)
         return self.result

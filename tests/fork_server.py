@@ -12,10 +12,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # PYTHONPATH, for the tests' own models and data, and for the notebooks' callback
@@ -23,7 +21,7 @@ PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "notebooks")
 ADDRESS = "APP_TEST_SERVER"  # environment variable with the path of the server's socket
 
 
-def start_server() -> Callable[[], None]:
+def start_server():
     """Start the server, and return a function that ends it.
 
     The server imports nothing before its first connection.
@@ -50,7 +48,7 @@ def start_server() -> Callable[[], None]:
     return end
 
 
-def serve(number: int):
+def serve(number):
     """Fork a process per connection, until stdin closes. A connection's jobs run one at a time."""
     listener = socket.socket(fileno=number)
     while listener in select.select([listener, 0], [], [])[0]:
@@ -80,7 +78,7 @@ def prepare():
     gc.enable()
 
 
-def run_jobs(connection: socket.socket):
+def run_jobs(connection):
     """Run each command in a fork; send its process id at once, and its exit code at the end."""
     with connection.makefile("rw") as stream:
         for line in stream:
@@ -92,7 +90,7 @@ def run_jobs(connection: socket.socket):
     os._exit(0)
 
 
-def run(job: Mapping[str, Any]):
+def run(job):
     """Run a command as if in a new process, and exit."""
     import pytest
     from harness import leave_undrawn
@@ -111,7 +109,7 @@ def run(job: Mapping[str, Any]):
         leave_undrawn(pytest.MonkeyPatch().setattr)
     if job["limit"]:
         resource.setrlimit(resource.RLIMIT_DATA, (job["limit"], job["limit"]))
-    code: int = 1
+    code = 1
     try:
         code = main(job["argv"])
     except SystemExit as end:

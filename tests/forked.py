@@ -8,14 +8,14 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 from fork_server import ADDRESS, ROOT
-from harness import App, Environment, newest_run
+from harness import App, newest_run
 
 from app.launch.process import STARTER
 
@@ -30,10 +30,10 @@ class Forked:
         self.pid = int(stream.readline())
         self.code = ThreadPoolExecutor(1).submit(stream.readline)
 
-    def poll(self) -> int | None:
+    def poll(self):
         return int(self.code.result()) if self.code.done() else None
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         try:
             return int(self.code.result(timeout))
         except TimeoutError as error:
@@ -63,26 +63,20 @@ class ForkServer:
         self.connection.connect(os.environ[ADDRESS])
         self.stream = self.connection.makefile("rw")
 
-    def __enter__(self) -> "ForkServer":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object):
+    def __exit__(self, *_):
         self.connection.shutdown(socket.SHUT_RDWR)
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], out: Path, cwd: Path) -> Forked:
+    def start(self, argv, env, out, cwd):
         """Start a command, and write its output into a file."""
         return Forked(
             self.stream,
             {"argv": argv, "env": env, "out": str(out), "cwd": str(cwd), "limit": self.limit},
         )
 
-    def run(
-        self,
-        *args: str | Path,
-        seconds: float = 60,
-        signal_after: Signal = None,
-        env: Environment | None = None,
-    ) -> tuple[int, str]:
+    def run(self, *args, seconds=60, signal_after=None, env=None):
         """Run a command, and return its exit code, negative after a signal, and its output.
 
         Args:
@@ -114,7 +108,7 @@ class ForkServer:
 
 
 @cache
-def _server() -> ForkServer:
+def _server():
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     server = ForkServer(Path(folder.name), ROOT, limit=None)
@@ -123,9 +117,7 @@ def _server() -> ForkServer:
 
 
 @App
-def fork_app(
-    *args: str | Path, timeout: int = 240, env: Environment | None = None
-) -> tuple[int, str]:
+def fork_app(*args, timeout=240, env=None):
     """Run a command line as `start_app` does, but 5 s faster: in a fork with everything imported.
 
     Tests use it unless they test the start of processes. Under `ddp_fork`, the ranks are forks,
@@ -138,15 +130,13 @@ def fork_app(
     )
 
 
-def fork_fit(root: Path, *flags: str | Path) -> Path:
+def fork_fit(root, *flags):
     """Run `fit` as `fork_app` does, with runs below a folder; return the run's directory."""
     fork_app("fit", "--run.root", root, *flags)
     return newest_run(root)
 
 
-def fork_run(
-    command: Sequence[str], *, stdout, env: Mapping[str, str], **more
-) -> Forked | subprocess.Popen[bytes]:
+def fork_run(command, *, stdout, env, **more):
     """Replace `Popen` in `app.lab.runs`: start a fork, or a process for one of several nodes."""
     if "--cluster.node_rank" in command:
         return subprocess.Popen(command, stdout=stdout, env=env, **more)

@@ -32,7 +32,6 @@ from PIL import Image
 
 from app.command.run_options import Run
 
-Fit = Callable[..., Path]  # type of the fixture `fit`, which returns the run's directory
 Environment = Mapping[str, str | None]  # None removes the variable
 SLOW = pytest.mark.slow
 

@@ -7,8 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,10 +14,10 @@ import pytest
 import torch
 import torchvision
 import yaml
-from cluster.hosts import Network, network
-from cluster.slurm import Slurm, cluster
+from cluster.hosts import network
+from cluster.slurm import cluster
 from forked import fork_run
-from harness import TINY, App, Fit, draw_images, leave_undrawn, newest_run
+from harness import TINY, App, draw_images, leave_undrawn, newest_run
 from torch.utils import data
 
 from app.cli import main
@@ -34,7 +32,7 @@ data._utils.MP_STATUS_CHECK_INTERVAL = (
 
 
 @pytest.fixture(autouse=True, scope="session")
-def user_cache(tmp_path_factory) -> Iterator[None]:
+def user_cache(tmp_path_factory):
     """Set the user's cache directory to a temporary one, also for started processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user_cache")))
@@ -84,10 +82,10 @@ def forked_runs(monkeypatch):
 
 
 @pytest.fixture
-def app(tmp_path, capfd, forked_runs: None) -> App:
+def app(tmp_path, capfd, forked_runs):
     """Run `python -m app …` in this process, runs under tmp_path."""
 
-    def run(*args: str | Path) -> tuple[int, str]:
+    def run(*args):
         capfd.readouterr()
         words = [str(word) for word in args]
         root = "--root" if words[0] in ("compare", "verify") else "--run.root"
@@ -104,10 +102,10 @@ def app(tmp_path, capfd, forked_runs: None) -> App:
 
 
 @pytest.fixture
-def fit(app: App, tmp_path) -> Fit:
+def fit(app, tmp_path):
     """Run `fit` in this process, and return the run's directory."""
 
-    def run(*flags: str | Path) -> Path:
+    def run(*flags):
         app("fit", *flags)
         return newest_run(tmp_path / "runs")
 
@@ -115,18 +113,18 @@ def fit(app: App, tmp_path) -> Fit:
 
 
 @pytest.fixture
-def cifar_root(tmp_path, monkeypatch) -> Path:
+def cifar_root(tmp_path, monkeypatch):
     """Write files in CIFAR-10's format, 10 images per batch, and patch torchvision's checksums."""
     cls = torchvision.datasets.CIFAR10
     folder = tmp_path / "data" / cls.base_folder
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
 
-    def write(name: str, content: dict[str, object]) -> list[str]:
+    def write(name, content):
         (folder / name).write_bytes(pickle.dumps(content))
         return [name, torchvision.datasets.utils.calculate_md5(str(folder / name))]
 
-    def batch(name: str) -> list[str]:
+    def batch(name):
         pixels = rng.integers(256, size=(10, 3072), dtype=np.uint8)
         return write(name, {"data": pixels, "labels": list(range(10))})
 
@@ -139,7 +137,7 @@ def cifar_root(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def fashion_root(tmp_path) -> Path:
+def fashion_root(tmp_path):
     """Files in FashionMNIST's IDX format, with 60 training and 20 test images."""
     folder = tmp_path / "data/FashionMNIST/raw"
     folder.mkdir(parents=True)
@@ -157,16 +155,16 @@ def fashion_root(tmp_path) -> Path:
 
 
 @pytest.fixture
-def image_root(tmp_path) -> Path:
+def image_root(tmp_path):
     """Class folders of JPEG and PNG files of different sizes, with a test split."""
     return draw_images(tmp_path / "images", ("cat", "dog", "eel"), train=12, test=4)
 
 
 @pytest.fixture
-def experiment(tmp_path) -> Callable[..., Path]:
+def experiment(tmp_path):
     """Return a writer of experiment files with the settings of TINY, updated by its arguments."""
 
-    def write(**settings) -> Path:
+    def write(**settings):
         path = tmp_path / "tiny.yaml"
         path.write_text(yaml.safe_dump({**TINY, **settings}, sort_keys=False))
         return path
@@ -175,20 +173,20 @@ def experiment(tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def slurm() -> Iterator[Slurm]:
+def slurm():
     """A SLURM cluster of four nodes for one test; it starts in a second."""
     with cluster() as running_cluster:
         yield running_cluster
 
 
 @pytest.fixture
-def hosts() -> Iterator[Network]:
+def hosts():
     """Four hosts, connected by a switch."""
     with network(4) as running_network:
         yield running_network
 
 
 @pytest.fixture
-def tally(record_property: Callable[[str, object], None]) -> Callable[[str, int], None]:
+def tally(record_property):
     """Return a function that adds a fault and its survival count to the table after the tests."""
     return record_property

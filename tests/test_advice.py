@@ -78,10 +78,16 @@ def test_no_verdict_from_runs_that_overlap(spread):
     assert "that others take" not in told(FOUR, FOUR | {"variant": "other"})
 
 
+def test_images_of_an_accuracy_are_told_only_with_it():
+    assert "measure" not in told(ONE | {"val_images": 9.0}, FOUR)
+
+
 def test_no_verdict_from_single_runs():
     text = told(ONE | {"n": 1}, FOUR | {"n": 1})
     assert text.startswith("four was the fastest, in a single run of each: 3,600 samples/s\n")
     assert "a single run of each does not tell a difference from chance. Give `--repeats 3`" in text
+    near = FOUR | {"samples_per_s": 1001.0, "n": 1}
+    assert judged(ONE | {"n": 1}, near).places == {"four": 1, "one": 2}
 
 
 def test_variants_that_tie_share_the_first_place():

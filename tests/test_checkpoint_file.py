@@ -156,18 +156,27 @@ def test_newest_checkpoint_by_hand(tmp_path):
     assert [is_newest(path) for path in (older, last, best)] == [False, True, True]
 
 
-@pytest.mark.parametrize(("batches", "is_last", "fits"), [(4, 0, 1), (3, 0, 0), (3, 1, 1)])
-def test_windows_of_a_checkpoint(batches, is_last, fits, tmp_path):
-    """Training resumes after a window's end, and after an epoch's end, whose window is shorter."""
+RESUMED = [  # trained batches and epochs, whether at an epoch's end, and of a finished training
+    (4, 0, False, False, None),
+    (3, 0, True, False, None),
+    (3, 0, False, False, "after batch 3 of an epoch, inside an optimizer step"),
+    (4, 2, True, False, "has been trained for 2 epochs, as many as --trainer.max_epochs 2"),
+    (4, 2, True, True, None),
+]
+
+
+@pytest.mark.parametrize(("batches", "epochs", "is_last", "finished", "problem"), RESUMED)
+def test_training_resumes(batches, epochs, is_last, finished, problem, tmp_path):
+    """It resumes after a window's end, and after an epoch's end, whose window is shorter."""
     progress = {"current": {"processed": batches}, "is_last_batch": is_last}
-    loop = {"epoch_progress": {"current": {"processed": 0}}, "epoch_loop.batch_progress": progress}
+    loop = {"epoch_progress": {"current": {"processed": epochs}}}
+    loop["epoch_loop.batch_progress"] = progress
     resumed = {"loops": {"fit_loop": loop}, "optimizer_states": []}
     CheckpointFiles().save_checkpoint(content(1) | resumed, tmp_path / LAST)
-    trainer = Mock(max_epochs=1, max_steps=-1, accumulate_grad_batches=2)
+    trainer = Mock(max_epochs=2, max_steps=-1, accumulate_grad_batches=2)
     trainer.fit_loop.epoch_loop.kept = {}
-    error = pytest.raises(UserError, match="after batch 3 of an epoch, inside an optimizer step")
-    with nullcontext() if fits else error:
-        check_checkpoint(str(tmp_path / LAST), Mock(), Mock(), trainer, False)
+    with nullcontext() if problem is None else pytest.raises(UserError, match=problem):
+        check_checkpoint(str(tmp_path / LAST), Mock(), Mock(), trainer, finished)
 
 
 @pytest.mark.parametrize(("step", "monitor", "saves"), [(0, "val_loss", 1), (1, "val_loss", 0)])

@@ -16,14 +16,14 @@ import pytest
 import torch
 import torchvision
 import yaml
-from harness import bit_flipped, draw_images, last_of, options, refusals, tiny, weights
+from harness import bit_flipped, draw_images, last_of, options, record_of, refusals, tiny, weights
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
 
 from app.data.batches import GlobalBatches, HostReader, ImageOrder
 from app.data.sources import Split
-from app.data.transforms import Mix, draw_mix
+from app.data.transforms import Mix, Transform, draw_mix
 from app.errors import UserError
 from app.modules import CIFARCNN, ImageClassifier
 from app.modules.networks import make_network
@@ -352,6 +352,13 @@ def test_schedules_by_hand():
     assert Recipe(schedule="cosine").make_scheduler(optimizer, 0, 1).get_last_lr() == [1]
 
 
+def test_a_scheduler_of_epochs(fit):
+    scheduler = ["--model.scheduler=StepLR", "--model.scheduler.step_size=1"]
+    run = fit(*QUICK, *scheduler, "--model.optimizer.lr=0.1", "--trainer.max_epochs=3")
+    rates = [epoch["lr"] for epoch in record_of(run)["epochs"]]
+    assert rates == pytest.approx([0.1, 0.01, 0.001])
+
+
 def test_the_rate_is_logged_in_each_window(app, tmp_path):
     flags = tiny(40, 8, "CIFARCNN", val_size=0, max_epochs=2, test=False, log_every_n_steps=1)
     flags += ["--model.schedule=cosine", "--model.warmup=1ep", "--model.freeze=1"]
@@ -405,6 +412,8 @@ def test_mixing_by_hand():
     assert_close(targets[0], torch.tensor([14 / 16, 2 / 16, 0]))
     whole, _ = Mix(0.75, (0.5, 0.5, 0.5))(images, labels, 3)
     assert whole[0, 0].tolist() == [[0] * 4, [0, 1, 1, 0], [0, 1, 1, 0], [0] * 4]
+    for setting in ({"crop_padding": 4}, {"flip": True}, {"cutout": 4}, {}):
+        assert Transform([0], [1], **setting).draws == 5 * bool(setting)
     assert 150 < Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))[True] < 250
 
 

@@ -335,6 +335,18 @@ def test_differences_by_hand(rank, facts, expected, tmp_path):
     assert {column: str(place) for column, place in differences(*runs).items()} == expected
 
 
+@pytest.mark.parametrize(("norm", "differs"), [(0.8e-8, False), (1.2e-8, True)])
+def test_gradients_of_zero(norm, differs, tmp_path):
+    """If all are 0, the tolerance is that of a norm of 1."""
+    runs = []
+    for number, value in enumerate((0.0, norm)):
+        folder = tmp_path / str(number) / FOLDER
+        folder.mkdir(parents=True)
+        torch.save(RANK | {"steps": [STEP | {"gradients": {"w": value}}]}, folder / "rank_0.pt")
+        runs.append(Recorded(folder.parent))
+    assert ("gradients" in differences(*runs)) == differs
+
+
 @pytest.mark.parametrize(
     ("steps", "column", "has"),
     [

@@ -318,6 +318,28 @@ def test_shards_by_hand(accumulated, fit):
     torch.testing.assert_close(weights(run), dict(model.state_dict()), rtol=0, atol=1e-6)
 
 
+DRAWN = []
+
+
+class DrawsTwice(Linear):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        DRAWN.append(torch.rand(()).item())
+        return batch
+
+    def training_step(self, batch, batch_idx):
+        DRAWN.append(torch.rand(()).item())
+        return super().training_step(batch, batch_idx)
+
+
+def test_each_shard_has_its_streams(fit):
+    """One for its batch's hooks, and one for its step."""
+    flags = [*QUIET, "--model=test_virtual_devices.DrawsTwice", "--data=exact_code.Ordinary"]
+    settings = options(count=28, global_batch=9, test=False, max_epochs=2, limit_val_batches=0)
+    fit(*flags, *settings, *options(virtual_devices=2))
+    epochs, steps, shards = 2, 4, 2
+    assert len(set(DRAWN)) == len(DRAWN) == 2 * epochs * steps * shards
+
+
 def test_buffers_of_a_step():
     """States of metrics accumulate over shards; each shard starts from the same other buffers."""
     module = Normalized()

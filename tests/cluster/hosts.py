@@ -12,7 +12,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,9 +19,7 @@ import psutil
 import pytest
 
 
-def awaited(
-    condition: Callable[[], object], seconds: float, how_it_stands: Callable[[], str] = str
-):
+def awaited(condition, seconds, how_it_stands=str):
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, how_it_stands()
@@ -57,16 +54,14 @@ class Host:
         self.outer.stdin.write("go\n")
         self.outer.stdin.flush()
 
-    def run(
-        self, *command: str | Path, timeout: float = 60, env: dict[str, str] | None = None
-    ) -> str:
+    def run(self, *command, timeout=60, env=None):
         """Run a command on this host, check that it succeeds, and return its output."""
         process = self.start(*command, env=env)
         out, _ = process.communicate(timeout=timeout)
         assert process.returncode == 0, out
         return out.strip()
 
-    def shared_memory(self) -> list[str]:
+    def shared_memory(self):
         return os.listdir(f"/proc/{self.pid}/root/dev/shm")
 
     def end(self):
@@ -75,9 +70,7 @@ class Host:
             os.kill(self.pid, signal.SIGKILL)
         self.outer.wait(30)
 
-    def start(
-        self, *command: str | Path, env: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    def start(self, *command, env=None):
         """Start a command on this host."""
         return subprocess.Popen(
             [*self.enter, *map(str, command)], env={**os.environ, **(env or {})},
@@ -99,9 +92,9 @@ class Network:
             f"{ip} {name}\n" for name, ip in {"localhost": "127.0.0.1", **self.addresses}.items()
         ]
         (place / "hosts").write_text("".join(lines))
-        self.hosts: dict[str, Host] = {}
+        self.hosts = {}
 
-    def switch_on(self, command: str = "sleep infinity") -> Host:
+    def switch_on(self, command="sleep infinity"):
         """Make the host `ctl` with the switch, and start a command on it."""
         switch = self._make("ctl", command)
         for words in (
@@ -113,7 +106,7 @@ class Network:
         switch.go()
         return switch
 
-    def add(self, name: str, command: str = "sleep infinity") -> Host:
+    def add(self, name, command="sleep infinity"):
         """Make a host, connect it to the switch, and start a command on it."""
         switch = self.hosts["ctl"]
         host = self._make(name, command)
@@ -127,25 +120,23 @@ class Network:
         host.go()
         return host
 
-    def _make(self, name: str, command: str) -> Host:
+    def _make(self, name, command):
         self.hosts[name] = host = Host(name, self.place, command)
         self.stack.callback(host.end)
         return host
 
-    def link(self, name: str, state: str):
+    def link(self, name, state):
         """Set the link of a host `up` or `down`, at the switch."""
         self.hosts["ctl"].run("ip", "link", "set", name, state)
 
-    def logs(self) -> str:
+    def logs(self):
         return "\n".join(
             f"{host.name}: {host.log.read_text()[-2000:]}" for host in self.hosts.values()
         )
 
 
 @contextmanager
-def place_for_hosts(
-    what: str, programs: Sequence[str] = (), packages: str = ""
-) -> Iterator[tuple[Path, ExitStack]]:
+def place_for_hosts(what, programs=(), packages=""):
     """Yield a folder for virtual hosts and their exit stack, or skip the test."""
     needed = (*programs, "ip", "unshare", "nsenter", "setpriv")
     missing = [name for name in needed if shutil.which(name) is None]
@@ -163,7 +154,7 @@ def place_for_hosts(
 
 
 @contextmanager
-def network(count: int) -> Iterator[Network]:
+def network(count):
     """Yield a network of `count` hosts, and remove it afterwards."""
     with place_for_hosts("a network of virtual hosts") as (place, stack):
         made = Network(count, place, stack)

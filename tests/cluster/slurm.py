@@ -1,7 +1,6 @@
 """A real SLURM on one machine: slurmctld and munged on `ctl`, slurmd on h1 to h4."""
 
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -40,7 +39,7 @@ PartitionName=high Nodes=h[1-4] MaxTime=INFINITE State=UP PriorityTier=10
 """
 
 
-def environ(pid: int) -> dict[str, str]:
+def environ(pid):
     """Return a living process's environment; empty if the process has ended."""
     with suppress(psutil.Error):
         return psutil.Process(pid).environ()
@@ -64,33 +63,31 @@ class Slurm:
         self.nodes = {name: self.network.add(name, "slurmd -D -c") for name in NODES}
         awaited(lambda: self._states() == ["idle"] * len(NODES), 60, self.network.logs)
 
-    def _states(self) -> list[str]:
+    def _states(self):
         try:
             return self.run("sinfo", "-hN", "-p", "low", "-o", "%T").split()
         except AssertionError:  # slurmctld does not answer yet
             return []
 
-    def run(
-        self, *command: str | Path, timeout: float = 60, env: dict[str, str] | None = None
-    ) -> str:
+    def run(self, *command, timeout=60, env=None):
         """Run a command on `ctl`, check that it succeeds, and return its output."""
         return self.ctl.run(*command, timeout=timeout, env={**(env or {}), **self.conf})
 
-    def submit(self, *command: str | Path, env: dict[str, str] | None = None) -> str:
+    def submit(self, *command, env=None):
         """Submit a job with this process's environment, and return its id."""
         flags = [f"--output={self.place}/%j.out", "--open-mode=append"]
         return self.run("sbatch", "--parsable", *flags, *command, env=env)
 
-    def output(self, job: str) -> str:
+    def output(self, job):
         path = self.place / f"{job}.out"
         return path.read_text() if path.exists() else ""
 
-    def job(self, job: str) -> dict[str, str]:
+    def job(self, job):
         """Return the fields of `scontrol show job`: JobState, ExitCode, Restarts, NodeList, …"""
         words = self.run("scontrol", "show", "job", "--oneliner", job).split()
         return {name: value for name, _, value in (word.partition("=") for word in words)}
 
-    def reaches(self, job: str, *states: str, seconds: float = 60) -> str:
+    def reaches(self, job, *states, seconds=60):
         """Wait until a job is in one of the states, and return its state."""
         awaited(
             lambda: self.job(job)["JobState"] in states,
@@ -99,7 +96,7 @@ class Slurm:
         )
         return self.job(job)["JobState"]
 
-    def start_again(self, job: str, seconds: float = 60):
+    def start_again(self, job, seconds=60):
         """Start a requeued job after two seconds; SLURM itself would wait for two minutes.
 
         SLURM waits because slurmd rejects a job that starts in the same second in which it was
@@ -109,7 +106,7 @@ class Slurm:
         self.run("scontrol", "update", f"jobid={job}", "StartTime=now+2seconds")
         self.reaches(job, "RUNNING")
 
-    def processes(self, job: str) -> dict[int, dict[str, str]]:
+    def processes(self, job):
         """Return the environments of a job's living processes, by pid on the real machine."""
         environments = {pid: environ(pid) for pid in psutil.pids()}
         mark = {**self.conf, "SLURM_JOB_ID": job}
@@ -121,7 +118,7 @@ class Slurm:
 
 
 @contextmanager
-def cluster() -> Iterator[Slurm]:
+def cluster():
     """Yield a cluster, and remove it afterwards; skip the test without the requirements."""
     daemons = ("slurmctld", "slurmd", "munged")
     with place_for_hosts("SLURM on virtual hosts", daemons, "slurm-wlm munge ") as (place, stack):
