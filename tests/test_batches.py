@@ -19,6 +19,7 @@ from app.data.batches import (
     ImageOrder,
     RawBatch,
     ReadImage,
+    _stacked,
 )
 from app.data.shares import GlobalOrder, stream
 from app.data.sources import Split
@@ -133,6 +134,10 @@ def test_shards_of_a_mixed_batch():
     batch = RawBatch(torch.arange(4, 8), torch.arange(4, 8), None, object())
     shards = GlobalBatches._cut(SimpleNamespace(order=order), batch, 0)
     assert [shard.images.tolist() for shard in shards] == [[4, 5, 6], [], [6, 7]]
+
+
+def test_no_images_are_an_empty_batch():
+    assert _stacked((3, 2, 2), []).shape == (0, 3, 2, 2)
 
 
 def test_an_augmentation_may_write():

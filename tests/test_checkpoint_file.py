@@ -119,7 +119,7 @@ def test_best_checkpoint_of_a_moved_run(tmp_path):
         find_checkpoint("best", configs, "", "")
 
 
-def test_newest_checkpoint_by_hand(tmp_path):
+def test_newest_checkpoint_by_hand(tmp_path, monkeypatch):
     """It is one of this command line and launcher, whole and undamaged; newer `best` count not."""
     training = {"loops": {}, "optimizer_states": []}
     saved = []
@@ -141,7 +141,9 @@ def test_newest_checkpoint_by_hand(tmp_path):
             CheckpointFiles().save_checkpoint(content(1) | extra, path)
         os.utime(path, (time, time))
         saved.append(path)
+    monkeypatch.setattr(checkpoints, "rank_zero_info", Mock())
     assert newest_checkpoint(tmp_path, None) == str(saved[3])
+    assert checkpoints.rank_zero_info.call_count == 2, "why, and where it is kept"
     assert [path.exists() for path in saved] == [True] * 4 + [False]
     assert saved[4].with_name(f"{LAST}.damaged").read_bytes() == b"damaged"
     assert newest_checkpoint(tmp_path, ("fit", ["a", "c"])) == str(saved[0])

@@ -14,7 +14,14 @@ from harness import QUIET, difference, last_of, on_cpu, options, record_of, refu
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, Sampler, SequentialSampler
 
-from app.data.exact_loader import EvaluationSampler, Exactness, GlobalSampler, SeededItems, why_not
+from app.data.exact_loader import (
+    EvaluationSampler,
+    Exactness,
+    GlobalSampler,
+    SeededItems,
+    init_worker,
+    why_not,
+)
 from app.errors import UserError
 
 THEIRS = ["--model=exact_code.Linear", "--run.name=x", *QUIET]
@@ -205,13 +212,24 @@ def test_orders_by_hand(name, drop_last, settings, expected):
 
 def test_an_order_begins_where_it_was_resumed(monkeypatch):
     """Only once. A rank without a sample reads the batch's first one."""
-    settings = {"batch_size": 4, "rank": 1, "world_size": 2, "empty": "stand_in"}
+    settings = {"batch_size": 3, "rank": 2, "world_size": 3, "empty": "stand_in"}
     sampler = GlobalSampler(SequentialSampler(range(5)), **settings)
     monkeypatch.setattr(sampler, "position", lambda: 1)
     sampler.resumes = True
-    for steps in ([[4]], [[2, 3], [4]]):
+    for steps in ([[3]], [[2], [3]]):
         found = [[index for index, _ in shards[0]] for shards in sampler]
         assert found == steps
+
+
+def test_a_new_worker_has_the_users_data(monkeypatch):
+    items = SimpleNamespace(dataset="theirs")
+    info = SimpleNamespace(dataset=items)
+    monkeypatch.setattr("app.data.exact_loader.get_worker_info", lambda: info)
+    seen = []
+    init_worker(lambda worker: seen.append((worker, info.dataset)), 3)
+    init_worker(None, 4)
+    assert seen == [(3, "theirs")]
+    assert info.dataset is items
 
 
 UNEVEN = [(False, 4, 2, 0), (False, 5, 2, 1), (True, 4, 2, 1)]

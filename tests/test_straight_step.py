@@ -1,6 +1,7 @@
 """The command trains the same model in the straight loop and in Lightning's."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from forked import fork_fit
 from harness import QUIET, RECIPE, ROOT, SLOW, last_of, on_cpu, options, record_of, tiny
 from lightning.pytorch import Callback
 from test_conformance import CALLS, HOOKS, recording, same_checkpoint
+
+from app.errors import UserError
+from app.training.step import StraightLoop
 
 # without on_save_checkpoint, because a checkpoint contains measured times, which differ between
 # runs
@@ -30,6 +34,15 @@ SMALLER = {
     "cifar10_94": ["--model.warmup=1ep"],
     "cifar10_cpu": ["--model.warmup=1ep"],
 }
+
+
+def test_only_a_single_process_skips_a_step():
+    loop = SimpleNamespace(trainer=SimpleNamespace(world_size=1))
+    with pytest.warns(UserWarning, match="returned `None`"):
+        assert StraightLoop.unpack(loop, None, 1) == (None, {})
+    loop.trainer.world_size = 2
+    with pytest.raises(UserError, match="only in a single process"):
+        StraightLoop.unpack(loop, None, 1)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
