@@ -14,12 +14,11 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,7 +35,7 @@ Environment = Mapping[str, str | None]  # None removes the variable
 SLOW = pytest.mark.slow
 
 
-def slow(*case: object) -> Any:
+def slow(*case):
     """Return a case of a parametrized test that is slow."""
     return pytest.param(*case, marks=SLOW)
 
@@ -45,7 +44,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA 
 ON_GPU = [pytest.mark.gpu, NO_GPU]
 
 
-def on_gpu(test) -> Any:
+def on_gpu(test):
     """Mark a test that needs a GPU."""
     return pytest.mark.gpu(NO_GPU(test))
 
@@ -54,7 +53,7 @@ QUIET = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summa
 TRAINER, RUN = set(inspect.signature(Trainer).parameters), {field.name for field in fields(Run)}
 
 
-def options(**settings: object) -> list[str]:
+def options(**settings):
     """Return flags of the Trainer, the run or the data.
 
     Settings have names without a section: `options(max_epochs=1, test=False, flip=True)`.
@@ -73,9 +72,7 @@ def options(**settings: object) -> list[str]:
     return words
 
 
-def tiny(
-    images: int = 64, batch_size: int = 16, model: str | None = None, **settings: object
-) -> list[str]:
+def tiny(images=64, batch_size=16, model=None, **settings):
     """Return flags of `fit` for a few synthetic images, without bar and model summary.
 
     Further settings become flags as in `options`.
@@ -101,20 +98,20 @@ RECIPE = [
 ]
 
 
-def acts(action: str, batches: int) -> list[str]:
+def acts(action, batches):
     """Return flags for the callback `user_code.ActsAfter`."""
     settings = [f"--trainer.callbacks.action={action}", f"--trainer.callbacks.batches={batches}"]
     return ["--trainer.callbacks+=user_code.ActsAfter", *settings]
 
 
-def on_cpu(strategy: str, devices: int | None = None, **settings: object) -> list[str]:
+def on_cpu(strategy, devices=None, **settings):
     """Return flags for a strategy on CPU devices: by default one for `auto`, two for others."""
     if devices is None:
         devices = 1 if strategy == "auto" else 2
     return options(accelerator="cpu", strategy=strategy, devices=devices, **settings)
 
 
-def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
+def on_two_nodes(*args):
     """Run a command twice at once, as two nodes on this machine; return the results of both."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ThreadPoolExecutor(2) as pool:
@@ -125,13 +122,13 @@ def on_two_nodes(*args: str | Path) -> list[tuple[int, str]]:
         return [node.result() for node in nodes]
 
 
-def output_of(code: int, out: str, expected: int = 0) -> str:
+def output_of(code, out, expected=0):
     """Return a command's output. Check that its exit code is the expected one, by default 0."""
     assert code == expected, out
     return out
 
 
-def error_of(code: int, out: str) -> str:
+def error_of(code, out):
     """Return a command's error line. Check that it is the only one, and the output's last line."""
     assert code == 2, out
     assert "Traceback" not in out
@@ -151,75 +148,73 @@ class App:
     def __init__(self, run: Callable[..., tuple[int, str]]):
         self.run = run
 
-    def __call__(self, *args: str | Path, code: int = 0, **settings) -> str:
+    def __call__(self, *args, code=0, **settings):
         """Run a command, check its exit code, and return its output."""
         return output_of(*self.run(*args, **settings), code)
 
-    def error(self, *args: str | Path, **settings) -> str:
+    def error(self, *args, **settings):
         """Run a command that must fail, and return its error line."""
         return error_of(*self.run(*args, **settings))
 
 
-def refusals(
-    cases: Mapping[str, str], *flags: str, command: str = "fit"
-) -> Callable[[str, str, App], None]:
+def refusals(cases, *flags, command="fit"):
     """Return a test that a command rejects each of these flags, beside others, with its message."""
 
     @pytest.mark.parametrize(("words", "message"), cases.items())
-    def test(words: str, message: str, app: App):
+    def test(words, message, app):
         line = app.error(command, *flags, *shlex.split(words))
         assert message in line, line
 
     return test
 
 
-def free_port() -> int:
+def free_port():
     """Return a free port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-def newest_run(root: Path) -> Path:
+def newest_run(root):
     """Return the directory of the run below a folder that was written last, or the folder."""
     runs = root.glob("*/version_*")
     return max(runs, key=lambda run: run.stat().st_mtime_ns, default=root)
 
 
-def losses(run_dir: Path) -> np.ndarray:
+def losses(run_dir):
     """Return the training loss of each logging window, from metrics.csv."""
     return pd.read_csv(run_dir / "metrics.csv")["train_loss_step"].dropna().to_numpy()
 
 
-def record_of(run: Path) -> dict[str, Any]:
+def record_of(run):
     """Return a run's record, without epochs if it has none yet."""
     file = run / "run.json"
     return json.loads(file.read_text()) if file.exists() else {"epochs": []}
 
 
-def record(root: Path, version: int = 0) -> dict[str, Any]:
+def record(root, version=0):
     """Return the record of the only run below a folder, without epochs if it has none yet."""
     return record_of(next(root.glob(f"*/version_{version}"), root))
 
 
-def last_of(run: Path) -> Path:
+def last_of(run):
     """Return the path of a run's last checkpoint."""
     return run / "checkpoints/last.ckpt"
 
 
-def bit_flipped(path: Path):
+def bit_flipped(path):
     """Change one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def weights(place: Path) -> dict[str, torch.Tensor]:
+def weights(place):
     """Return the weights of a checkpoint, or of a run's last checkpoint."""
     return torch.load(last_of(place) if place.is_dir() else place, weights_only=True)["state_dict"]
 
 
-def digest(run: Path) -> str:
+def digest(run):
     """Return the SHA-256 of the weights and buffers in a run's last checkpoint."""
     values = sorted(weights(run).items())
     return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in values)).hexdigest()
@@ -228,27 +223,27 @@ def digest(run: Path) -> str:
 Trained = Path | dict[str, torch.Tensor]  # a run or a checkpoint, or its weights
 
 
-def difference(first: Trained, second: Trained) -> float:
+def difference(first, second):
     """Return the largest absolute difference between the weights of two models."""
     a, b = (weights(model) if isinstance(model, Path) else model for model in (first, second))
     assert a.keys() == b.keys()
     return max((a[key] - b[key]).abs().max().item() for key in a)
 
 
-def assert_same(run: Path, expected: Path, tolerance: float = 1e-5):
+def assert_same(run, expected, tolerance=1e-5):
     """Check that two runs have the same loss in each logging window, and the same final weights."""
     np.testing.assert_allclose(losses(run), losses(expected), rtol=0, atol=tolerance)
     assert difference(run, expected) < tolerance
 
 
-def leave_undrawn(patch: Callable[[str, Any], None]):
+def leave_undrawn(patch):
     """Patch drawing to write empty pictures and reports: it takes half of a short run's time.
 
     Args:
         patch: Function that sets a dotted name to a value, such as `monkeypatch.setattr`.
     """
 
-    def savefig(figure, file, *, format: str, **_: object):
+    def savefig(figure, file, *, format, **_):
         if format == "svg":
             file.write('<svg viewBox="0 0 9 9"></svg>')
         else:
@@ -261,7 +256,7 @@ def leave_undrawn(patch: Callable[[str, Any], None]):
 SHIPPED = sorted((ROOT / "configs/compare").glob("*.yaml"))
 
 
-TINY: dict[str, Any] = {
+TINY = {
     "flags": {
         "trainer.accelerator": "cpu",
         "trainer.log_every_n_steps": 2,
@@ -275,7 +270,7 @@ TINY: dict[str, Any] = {
 }
 
 
-def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
+def draw_images(folder, labels, **splits):
     """Write JPEG and PNG files of different sizes. `train=12` writes 12 files per class folder."""
     rng = np.random.default_rng(0)
     for (split, count), label in itertools.product(splits.items(), labels):
@@ -288,7 +283,7 @@ def draw_images(folder: Path, labels: Sequence[str], **splits: int) -> Path:
     return folder
 
 
-def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
+def seen_colours(page, *flags):
     """Return a page's number of pixels of each colour in Chromium. Check that it logs nothing."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
@@ -304,7 +299,7 @@ def seen_colours(page: Path, *flags: str) -> dict[tuple[int, ...], int]:
         return {colour: count for count, colour in counts}
 
 
-def family(mark: str) -> set[int]:
+def family(mark):
     """Return the ids of all living processes whose environment has a mark, whatever the parent."""
     pids = set()
     for place in Path("/proc").glob("[0-9]*"):
@@ -317,7 +312,7 @@ def family(mark: str) -> set[int]:
     return pids
 
 
-def listening(processes: Iterable[int]) -> set[str]:
+def listening(processes):
     """Return the addresses on which processes listen.
 
     Unlike psutil, read each process's own network namespace.
@@ -361,23 +356,23 @@ class Running:
         )  # fmt: skip
 
     @property
-    def directory(self) -> Path:
+    def directory(self):
         """Directory of the newest run below `--run.root`; before the first run, `--run.root`."""
         root = Path(self.words[self.words.index("--run.root") + 1])
         return newest_run(root)
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self):
         return record_of(self.directory)
 
-    def get(self, name: str, whom: str) -> "Running":
+    def get(self, name, whom):
         """Send a signal to the first process (`main`), its group (`group`), or all (`all`)."""
         for pid in family(self.mark) if whom == "all" else [self.process.pid]:
             with suppress(ProcessLookupError):
                 (os.killpg if whom == "group" else os.kill)(pid, getattr(signal, name))
         return self
 
-    def trained(self, epochs: int) -> "Running":
+    def trained(self, epochs):
         """Wait until the run has trained at least `epochs` epochs, or has ended.
 
         Check that no process listens on all interfaces, except if a launcher started the run.
@@ -389,7 +384,7 @@ class Running:
             assert not listening(family(self.mark)) & {"0.0.0.0", "::"}
         return self
 
-    def on_loopback(self) -> str:
+    def on_loopback(self):
         """Wait for the end, and return the output.
 
         Check that the run listened, and only on the loopback interface.
@@ -403,7 +398,7 @@ class Running:
         assert all(ipaddress.ip_address(address).is_loopback for address in seen), seen
         return out
 
-    def end(self, seconds: float = 120, code: int | None = None) -> str:
+    def end(self, seconds=120, code=None):
         """Wait for the end, and return the output.
 
         Check the exit code, and that all processes end within 10 s more.
@@ -416,12 +411,7 @@ class Running:
 
 
 @contextmanager
-def running(
-    *words: str | Path,
-    launcher: Sequence[str] = (),
-    env: Environment | None = None,
-    cwd: Path = ROOT,
-) -> Iterator[Running]:
+def running(*words, launcher=(), env=None, cwd=ROOT):
     """Start a command with `python` or a launcher; kill remaining processes after the block."""
     run = Running(words, launcher, env or {}, cwd)
     try:
@@ -432,18 +422,14 @@ def running(
 
 
 @contextmanager
-def started(
-    root: Path, *flags: str | Path, launcher: Sequence[str] = (), env: Environment | None = None
-) -> Iterator[Running]:
+def started(root, *flags, launcher=(), env=None):
     """Start a run of `fit` in a folder."""
     with running("fit", "--run.root", root, *flags, launcher=launcher, env=env) as run:
         yield run
 
 
 @App
-def start_app(
-    *args: str | Path, timeout: int = 240, env: Environment | None = None
-) -> tuple[int, str]:
+def start_app(*args, timeout=240, env=None):
     """Run `python -m app …` in a separate process; return exit code and output."""
     with running(*args, env=env) as run:
         out, _ = run.process.communicate(timeout=timeout)

@@ -24,6 +24,7 @@ from app.data.batches import (
 from app.data.shares import GlobalOrder, stream
 from app.data.sources import Split
 from app.data.transforms import DRAW_RANGE, FLIP
+from app.errors import UserError
 
 TWO_STEPS = options(max_steps=2, max_epochs=1)
 
@@ -145,6 +146,8 @@ def test_an_augmentation_may_write():
     before = images[1].clone()
     assert not ReadImage(images, augment=[nn.Dropout(1.0, inplace=True).double()])((1, 0)).any()
     assert torch.equal(images[1], before)
+    with pytest.raises(UserError, match=r"Flatten turns torch.uint8 \(1, 4, 4\) into .* \(1, 16\)"):
+        ReadImage(images, augment=[nn.Flatten()])((1, 0))
 
 
 def test_workers_end_after_a_stage():

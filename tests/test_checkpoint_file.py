@@ -158,38 +158,54 @@ def test_newest_checkpoint_by_hand(tmp_path, monkeypatch):
     assert [is_newest(path) for path in (older, last, best)] == [False, True, True]
 
 
-RESUMED = [  # trained batches and epochs, whether at an epoch's end, and of a finished training
-    (4, 0, False, False, None),
-    (3, 0, True, False, None),
-    (3, 0, False, False, "after batch 3 of an epoch, inside an optimizer step"),
-    (4, 2, True, False, "has been trained for 2 epochs, as many as --trainer.max_epochs 2"),
-    (4, 2, True, True, None),
+RESUMED = [  # batches, epochs and threads, whether at an epoch's end, and of a finished training
+    (4, 0, 1, False, False, None),
+    (3, 0, 1, True, False, None),
+    (3, 0, 1, False, False, "after batch 3 of an epoch, inside an optimizer step"),
+    (4, 2, 1, True, False, "has been trained for 2 epochs, as many as --trainer.max_epochs 2"),
+    (4, 2, 1, True, True, None),
+    (4, 0, 2, True, True, "--run.threads 1: .* was trained with 2"),
 ]
 
 
-@pytest.mark.parametrize(("batches", "epochs", "is_last", "finished", "problem"), RESUMED)
-def test_training_resumes(batches, epochs, is_last, finished, problem, tmp_path):
+@pytest.mark.parametrize(
+    ("batches", "epochs", "threads", "is_last", "finished", "problem"), RESUMED
+)
+def test_training_resumes(batches, epochs, threads, is_last, finished, problem, tmp_path):
     """It resumes after a window's end, and after an epoch's end, whose window is shorter."""
     progress = {"current": {"processed": batches}, "is_last_batch": is_last}
     loop = {"epoch_progress": {"current": {"processed": epochs}}}
-    loop["epoch_loop.batch_progress"] = progress
+    loop |= {"epoch_loop.batch_progress": progress, "epoch_loop.state_dict": {"threads": threads}}
     resumed = {"loops": {"fit_loop": loop}, "optimizer_states": []}
     CheckpointFiles().save_checkpoint(content(1) | resumed, tmp_path / LAST)
     trainer = Mock(max_epochs=2, max_steps=-1, accumulate_grad_batches=2)
-    trainer.fit_loop.epoch_loop.kept = {}
+    trainer.fit_loop.epoch_loop.kept = {"threads": 1}
     with nullcontext() if problem is None else pytest.raises(UserError, match=problem):
         check_checkpoint(str(tmp_path / LAST), Mock(), Mock(), trainer, finished)
 
 
-@pytest.mark.parametrize(("step", "monitor", "saves"), [(0, "val_loss", 1), (1, "val_loss", 0)])
-def test_a_probe_is_saved(step, monitor, saves, monkeypatch):
-    """It is validated before the first step."""
-    callback = RunCheckpoint(monitor=monitor)
+@pytest.mark.parametrize(
+    ("logged", "checks", "monitor"),
+    [
+        ({"val_loss": 1.0}, False, "val_loss"),
+        ({"val_loss": 1.0}, True, "val_acc"),
+        ({"val_acc": 1.0, "val_loss": 1.0}, False, "val_acc"),
+        ({}, False, None),
+    ],
+)
+@pytest.mark.parametrize("step", [0, 1])
+def test_after_a_validation(step, logged, checks, monitor, monkeypatch):
+    """It tells what can be monitored. Before the first step, it is that of a probe to save."""
+    callback = RunCheckpoint(monitor="val_acc", mode="max")
     for name in ("_should_skip_saving_checkpoint", "_should_save_on_train_epoch_end"):
         monkeypatch.setattr(callback, name, lambda trainer, name=name: name.endswith("end"))
     monkeypatch.setattr(callback, "_save_topk_checkpoint", Mock())
-    callback.on_validation_end(Mock(global_step=step, current_epoch=0, callback_metrics={}), Mock())
-    assert callback._save_topk_checkpoint.call_count == saves
+    trainer = Mock(global_step=step, current_epoch=0, callback_metrics=logged)
+    trainer.sanity_checking = checks
+    callback.on_validation_end(trainer, Mock())
+    assert callback.monitor == monitor
+    assert (callback.mode == "max") == (monitor == "val_acc")
+    assert callback._save_topk_checkpoint.called == (step == 0 and monitor is not None)
 
 
 def test_of_equal_accuracies_the_lower_loss_is_kept():

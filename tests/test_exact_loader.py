@@ -202,6 +202,7 @@ def test_orders_by_hand(name, drop_last, settings, expected):
     exact = exactness._exact(loader, trainer, source)
     order = exact.batch_sampler
     assert (order.count, order.batch_size, order.parts) == expected
+    assert exact.dataset is loader.dataset
     order.position = lambda: 1
     exact.load_state_dict(order.state_dict())
     with pytest.raises(
@@ -215,8 +216,8 @@ def test_an_order_begins_where_it_was_resumed(monkeypatch):
     settings = {"batch_size": 3, "rank": 2, "world_size": 3, "empty": "stand_in"}
     sampler = GlobalSampler(SequentialSampler(range(5)), **settings)
     monkeypatch.setattr(sampler, "position", lambda: 1)
-    sampler.resumes = True
-    for steps in ([[3]], [[2], [3]]):
+    for resumes, steps in ((False, [[2], [3]]), (True, [[3]]), (False, [[2], [3]])):
+        sampler.resumes = sampler.resumes or resumes
         found = [[index for index, _ in shards[0]] for shards in sampler]
         assert found == steps
 

@@ -3,10 +3,16 @@
 The run then stops without saving bad weights, continues with a warning, or skips the update.
 """
 
+import math
+from unittest.mock import Mock
+
 import pytest
 import torch
 from forked import fork_app
 from harness import SLOW, on_cpu, record, tiny, weights
+
+from app.errors import UserError
+from app.monitor.nonfinite import NonFinite
 
 DATA = tiny(400, 24, max_epochs=2)
 # an epoch has 15 batches; the loss of the first epoch's seventh batch is NaN
@@ -74,3 +80,17 @@ def test_warn_continues(app, tmp_path):
     written = record(tmp_path / "runs")
     assert (written["status"], written["not_finite_since"]) == ("completed", 0)
     assert written["not_finite_step"] == 7
+
+
+def test_first_batch_by_hand():
+    """The second of two accumulated batches, on the second of two ranks."""
+    trainer = Mock(world_size=2, global_rank=1, global_step=6, current_epoch=1)
+    trainer.accumulate_grad_batches = 2
+    trainer.log_every_n_steps = 3
+    callback = NonFinite("stop")
+    callback.on_train_start(Mock(world_size=1, log_every_n_steps=3), Mock())
+    for batch, loss in enumerate((1.0, 1.0, 1.0, math.nan, 1.0)):
+        callback.on_train_batch_end(Mock(global_step=1), Mock(), torch.tensor(loss), None, batch)
+    with pytest.raises(UserError, match=r"since step 5 \(batch 4 of epoch 2, rank 1\)"):
+        callback.on_train_epoch_end(trainer, Mock())
+    assert callback.step == 5

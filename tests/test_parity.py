@@ -87,10 +87,11 @@ def test_accumulated_gradients(single, batches, strategy, tmp_path):
     check_same(fork_fit(tmp_path, *MODELS[model], *RECORDED, *way), expected)
 
 
-@pytest.mark.parametrize("model", ["cnn", "mlp"])
-def test_a_loop_by_hand(model, tmp_path):
+@pytest.mark.parametrize(("model", "accumulated"), [("cnn", 1), ("mlp", 2)])
+def test_a_loop_by_hand(model, accumulated, tmp_path):
     """On one device, the app has a plain torch loop's losses and weights over the same batches."""
     flags = ["--seed_everything=7", *options(flip=False, crop_padding=0, precision="32-true")]
+    flags += options(accumulate_grad_batches=accumulated)
     run = fork_fit(tmp_path, *MODELS[model], *STEPS, *flags)
 
     torch.manual_seed(7)
@@ -107,7 +108,8 @@ def test_a_loop_by_hand(model, tmp_path):
     rows = torch.randperm(1006, generator=stream(7, 0))[103:].sort().values
     steps = []
     for epoch in range(4):
-        for batch in rows[torch.randperm(903, generator=stream(7, 1, epoch))].split(64):
+        order = rows[torch.randperm(903, generator=stream(7, 1, epoch))]
+        for batch in order.split(64 * accumulated):
             scores = module.network(images[batch])
             if model == "cnn":
                 loss = F.cross_entropy(scores, labels[batch])

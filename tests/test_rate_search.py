@@ -1,6 +1,7 @@
 """`--run.find_lr`: the training after the search is the one with the found rate given by hand."""
 
 import math
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from forked import fork_fit
 from harness import SLOW, difference, last_of, on_cpu, options, record_of, slow, tiny
 from user_code import Tiny
 
-from app.command.rate_search import valley
+from app.command.rate_search import GlobalLoss, valley
+from app.modules import ImageClassifier
 
 FIND = ["--run.find_lr=true"]
 SMALL = options(max_epochs=1, test=False)
@@ -60,6 +62,26 @@ def test_a_search_that_finds_nothing_changes_no_bit(tmp_path):
     searched = fork_fit(tmp_path / "a", *words, *FIND)
     assert record_of(searched)["found_lr"]["suggestion"] is None
     assert difference(searched, fork_fit(tmp_path / "b", *words)) == 0
+
+
+@pytest.mark.parametrize("spec", [ImageClassifier, None])
+def test_losses_of_a_search(spec, monkeypatch):
+    """The mean over the ranks, from the head's first weights on; a skipped step has none."""
+    seen = Mock()
+    monkeypatch.setattr("app.command.rate_search.lr_finder._LRCallback.on_train_batch_end", seen)
+    callback = GlobalLoss(9, None)
+    module = Mock(spec=spec)
+    if spec:
+        module.configure_callbacks.return_value = [Mock()]
+    callback.on_train_start(1, module)
+    if spec:
+        assert module.configure_callbacks()[0].on_train_start.mock_calls == [call(1, module)]
+    trainer = Mock()
+    trainer.strategy.reduce.return_value = 7
+    for outputs in ({"loss": torch.ones(())}, None):
+        callback.on_train_batch_end(trainer, module, outputs, None, 0)
+    trainer.strategy.reduce.assert_called_once_with(torch.ones(()), reduce_op="mean")
+    assert [args.args[2] for args in seen.mock_calls] == [{"loss": 7}, None]
 
 
 @SLOW

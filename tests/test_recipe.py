@@ -3,6 +3,7 @@
 test_parity.py and test_resume.py train a recipe in every way of running, and resume it.
 """
 
+import math
 import os
 import re
 import shutil
@@ -23,11 +24,12 @@ from torch.testing import assert_close
 
 from app.data.batches import GlobalBatches, HostReader, ImageOrder
 from app.data.sources import Split
-from app.data.transforms import Mix, Transform, draw_mix
+from app.data.transforms import Mix, Transform, _hole, draw_mix
 from app.errors import UserError
 from app.modules import CIFARCNN, ImageClassifier
 from app.modules.networks import make_network
 from app.modules.recipe import Recipe, rate
+from app.modules.recipe import freeze as freeze_blocks
 from app.modules.sums import Sums, log_window
 from app.modules.weights import image_settings, load_weights, read_weights
 
@@ -211,6 +213,11 @@ def test_weights_of_safetensors(tmp_path):
     assert line == "Weights of x: 52 tensors loaded from model"
 
 
+def test_images_of_published_weights():
+    assert image_settings("DEFAULT", "googlenet")["mean"] == [0.5] * 3
+    assert image_settings("DEFAULT", "resnet18")["mean"] == [0.485, 0.456, 0.406]
+
+
 def test_weights_without_counters_and_head(tmp_path):
     """Weights load without BatchNorm's counters, with floats in averages, and without a head.
 
@@ -301,6 +308,8 @@ def test_frozen_blocks_do_not_train(freeze, trained):
     assert sum(p.requires_grad for p in model.parameters()) == trained
     assert not model.network.bn1.training
     assert model.network.training
+    with pytest.raises(UserError, match="Sequential has 2 blocks"):
+        freeze_blocks(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), 2)
 
 
 # -- optimizer and schedule
@@ -414,6 +423,9 @@ def test_mixing_by_hand():
     assert whole[0, 0].tolist() == [[0] * 4, [0, 1, 1, 0], [0, 1, 1, 0], [0] * 4]
     for setting in ({"crop_padding": 4}, {"flip": True}, {"cutout": 4}, {}):
         assert Transform([0], [1], **setting).draws == 5 * bool(setting)
+    assert _hole(5, 4)[2].tolist() == [True] * 4 + [False]
+    mix = draw_mix(0, 1.0, 3)
+    assert mix.box[2] == math.sqrt(1 - mix.weight)
     assert 150 < Counter(draw_mix(0.2, 1.0, seed).box is None for seed in range(400))[True] < 250
 
 

@@ -36,6 +36,11 @@ SMALLER = {
 }
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_max_steps_within_an_epoch(steps, fit):
+    assert record_of(fit(*tiny(40, 8), *options(max_steps=steps, test=False)))["steps"] == steps
+
+
 def test_only_a_single_process_skips_a_step():
     loop = SimpleNamespace(trainer=SimpleNamespace(world_size=1))
     with pytest.warns(UserWarning, match="returned `None`"):

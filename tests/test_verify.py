@@ -6,6 +6,7 @@ from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 from forked import fork_app
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from app.lab.verify import same_training
 from app.lab.verify.causes import Case, Cause, causes
-from app.lab.verify.differences import Difference, Recorded, differences, first_bits
+from app.lab.verify.differences import Difference, Recorded, differences, effect, first_bits
 from app.lab.verify.proof import Prover, Settings
 from app.lab.verify.recording import FOLDER, contents, singles, tensors
 from app.lab.verify.verdict import Result, Verdict
@@ -333,6 +334,14 @@ def test_differences_by_hand(rank, facts, expected, tmp_path):
         runs.append(Recorded(tmp_path / name))
     assert runs[0].first_epoch == {"a": 4, "b": 4}
     assert {column: str(place) for column, place in differences(*runs).items()} == expected
+
+
+def test_effect_by_hand():
+    """The largest difference of the losses of common steps."""
+    runs = [SimpleNamespace(losses=pd.Series(losses)) for losses in ([3.0, 5.0, 9.0], [4.0, 3.0])]
+    assert effect(*runs) == 2
+    runs[0].losses[1] = math.nan
+    assert effect(*runs) == math.inf
 
 
 @pytest.mark.parametrize(("norm", "differs"), [(0.8e-8, False), (1.2e-8, True)])

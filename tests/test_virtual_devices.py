@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from harness import (
     tiny,
     weights,
 )
+from lightning.pytorch import LightningModule
 from pandas import read_csv
 from pandas.testing import assert_frame_equal
 from plain_code import PlainModel
@@ -35,9 +37,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
+from app.errors import UserError
 from app.record import Record
 from app.training.buffers import Buffers
 from app.training.tree import Tree
+from app.training.virtual_devices import Logged
 
 SHARDED = tiny(90, 20, "CIFARCNN", virtual_devices=5, threads=1, flip=True)
 SHARDED += options(max_epochs=3, test=False, log_every_n_steps=1)
@@ -329,6 +333,20 @@ class DrawsTwice(Linear):
     def training_step(self, batch, batch_idx):
         DRAWN.append(torch.rand(()).item())
         return super().training_step(batch, batch_idx)
+
+
+def test_logged_values(monkeypatch):
+    """Means are kept, in float64 and without sync_dist; a metric is logged at once."""
+    monkeypatch.setattr(LightningModule, "log", Mock())
+    logged = Logged(Mock())
+    logged.log("loss", 2.0, True, sync_dist=True)
+    assert logged.values == {"loss": 2.0}
+    assert logged.options == {"loss": {"prog_bar": True, "sync_dist": False}}
+    assert not LightningModule.log.called
+    logged.log("acc", torchmetrics.MeanMetric(), on_epoch=True)
+    assert LightningModule.log.call_args.kwargs == {"on_epoch": True}
+    with pytest.raises(UserError, match="training_step logs only means"):
+        logged.log("most", 2.0, reduce_fx="max")
 
 
 def test_each_shard_has_its_streams(fit):

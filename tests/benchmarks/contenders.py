@@ -14,10 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,8 +37,8 @@ class Clock(Callback):
     """Clock of a training's epochs; as a callback, it writes the figures into the file `$CLOCK`."""
 
     def __init__(self):
-        self.walls: list[float] = []
-        self.cpus: list[float] = []
+        self.walls = []
+        self.cpus = []
 
     def start(self, *_):
         """Start an epoch."""
@@ -52,7 +50,7 @@ class Clock(Callback):
         self.walls.append(time.perf_counter() - self.wall)
         self.cpus.append(time.process_time() - self.cpu)
 
-    def figures(self, steps: int) -> dict[str, float]:
+    def figures(self, steps):
         """Return the figures of all epochs but the first, of `steps` steps each."""
         measured = steps * (len(self.walls) - 1)
         return {
@@ -65,14 +63,14 @@ class Clock(Callback):
     on_train_epoch_start = start
     on_train_epoch_end = stop
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule):
+    def on_train_end(self, trainer, pl_module):
         """Write the figures."""
         if trainer.is_global_zero:
             figures = self.figures(int(trainer.num_training_batches))
             Path(os.environ["CLOCK"]).write_text(json.dumps(figures))
 
 
-def cost_of(command: list[str], **settings) -> dict[str, float]:
+def cost_of(command, **settings):
     """Run a command, and return its CPU seconds and its duration."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
@@ -83,10 +81,10 @@ def cost_of(command: list[str], **settings) -> dict[str, float]:
     return {"cpu_s": cpu, "seconds": seconds}
 
 
-def ours(flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
+def ours(flags, clock=True):
     """Return a contender that measures `python -m app fit` with these flags."""
 
-    def contender() -> dict[str, float]:
+    def contender():
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "CLOCK": f"{folder}/clock.json", "WANDB_MODE": "disabled"}
             environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
@@ -101,7 +99,7 @@ def ours(flags: str, clock: bool = True) -> Callable[[], dict[str, float]]:
     return contender
 
 
-def synthetic(like: str, size: int) -> tuple[Tensor, Tensor]:
+def synthetic(like, size):
     """Return the synthetic data set: images uint8 (n, C, H, W) and labels (n,)."""
     from app.data.synthetic import SyntheticSource
 
@@ -115,17 +113,15 @@ class Shuffled:
     def __init__(self, images: Tensor, labels: Tensor, batch: int):
         self.images, self.labels, self.batch = images, labels, batch
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self):
         for rows in torch.randperm(len(self.labels)).split(self.batch):
             yield self.images[rows], self.labels[rows]
 
-    def __len__(self) -> int:
+    def __len__(self):
         return math.ceil(len(self.labels) / self.batch)
 
 
-def loop(
-    network: nn.Module, optimizer: torch.optim.Optimizer, batches: Shuffled, epochs: int
-) -> dict[str, float]:
+def loop(network, optimizer, batches, epochs):
     """Measure a hand-written training loop."""
     clock = Clock()
     for _ in range(epochs):
@@ -144,19 +140,19 @@ TINY = """
 """
 
 
-def _tiny() -> tuple[nn.Module, Shuffled]:
+def _tiny():
     images, labels = synthetic("FashionMNIST", 8000)
     network = nn.Sequential(nn.Flatten(), nn.Linear(784, 4), nn.ReLU(), nn.Linear(4, 10))
     return network, Shuffled(images.float() / 255, labels, 16)
 
 
-def overhead_raw() -> dict[str, float]:
+def overhead_raw():
     """A hand-written loop over resident images."""
     network, batches = _tiny()
     return loop(network, torch.optim.Adam(network.parameters()), batches, 4)
 
 
-def overhead_stock() -> dict[str, float]:
+def overhead_stock():
     """Lightning's Trainer with its progress bar, CSV file and checkpoints."""
     network, batches = _tiny()
 
@@ -165,12 +161,12 @@ def overhead_stock() -> dict[str, float]:
             super().__init__()
             self.network = network
 
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
             self.log("train_loss", loss, prog_bar=True)
             return loss
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return torch.optim.Adam(self.parameters())
 
     clock = Clock()
@@ -192,7 +188,7 @@ LENET = f"""
 """
 
 
-def lenet_raw() -> dict[str, float]:
+def lenet_raw():
     """A hand-written loop over resident images in channels_last, with pooling before ReLU."""
     images, labels = synthetic("CIFAR10", 50_000)
     network = nn.Sequential(
@@ -208,7 +204,7 @@ def lenet_raw() -> dict[str, float]:
 lenet_ours = ours(LENET)
 
 
-def start_import() -> dict[str, float]:
+def start_import():
     """`python -c "import lightning"`."""
     return cost_of([sys.executable, "-c", "import lightning"])
 
@@ -223,7 +219,7 @@ DDP = f"""
 """
 
 
-def _ddp_rank(rank: int, folder: str):
+def _ddp_rank(rank, folder):
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
@@ -241,7 +237,7 @@ def _ddp_rank(rank: int, folder: str):
     distributed.destroy_process_group()
 
 
-def ddp_raw() -> dict[str, float]:
+def ddp_raw():
     """A hand-written loop with DistributedDataParallel, two processes, gloo."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_ddp_rank, (folder,), nprocs=2)
@@ -276,17 +272,17 @@ class Pictures(Dataset[tuple[Tensor, int]]):
             Image.fromarray(values).resize((480, 360)).save(file, "JPEG")
             self.files.append(file)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return CROPS(Image.open(self.files[index]).convert("RGB")), index % 10
 
 
 class OrdinaryData(LightningDataModule):
     """Ordinary data module, whose loader has two workers."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return DataLoader(
             Pictures(), batch_size=64, shuffle=True, num_workers=2, persistent_workers=True
         )
@@ -301,10 +297,10 @@ class OrdinaryModel(LightningModule):
 
         self.network = nn.Sequential(nn.AvgPool2d(7), LeNet())
 
-    def training_step(self, batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return SGD(self.parameters())
 
 
@@ -326,7 +322,7 @@ WORKERS = 2
 CROPPED = 64  # images of a batch
 
 
-def _photos(folder: str):
+def _photos(folder):
     """Write JPEG files of 500 × 375 pixels and 55 kB, like photographs."""
     rng = np.random.default_rng(0)
     for number in range(PHOTOS):
@@ -338,7 +334,7 @@ def _photos(folder: str):
         Image.fromarray(pixels).save(place / f"{number}.jpg", quality=90)
 
 
-def _read(begin: Callable[[], Callable[[], Iterator[Any]]]) -> dict[str, float]:
+def _read(begin):
     """Measure images/s of the first epoch, including set-up, and the median of nine later ones."""
     walls = []
     began = time.perf_counter()
@@ -353,14 +349,14 @@ def _read(begin: Callable[[], Callable[[], Iterator[Any]]]) -> dict[str, float]:
     }
 
 
-def crops_torchvision() -> dict[str, float]:
+def crops_torchvision():
     """ImageFolder, transforms and DataLoader of torchvision's reference training, two workers."""
     from torchvision.datasets import ImageFolder
 
     with tempfile.TemporaryDirectory() as folder:
         _photos(folder)
 
-        def begin() -> Callable[[], Iterator[Any]]:
+        def begin():
             images = ImageFolder(f"{folder}/train", CROPS)
             loader = torch.utils.data.DataLoader(
                 images, CROPPED, num_workers=WORKERS, shuffle=True, persistent_workers=True
@@ -370,7 +366,7 @@ def crops_torchvision() -> dict[str, float]:
         return _read(begin)
 
 
-def crops_ours() -> dict[str, float]:
+def crops_ours():
     """`--data ImageFolder --data.crop random_resized --data.flip true`: crops of mapped pixels."""
     from app.data import ImageFolder
 
@@ -378,7 +374,7 @@ def crops_ours() -> dict[str, float]:
         _photos(folder)
         trainer = Trainer(accelerator="cpu", barebones=True)
 
-        def begin() -> Callable[[], Iterator[Any]]:
+        def begin():
             data = ImageFolder(
                 folder,
                 size=224,

@@ -12,9 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from app.system.files import write_json
 
@@ -28,7 +26,7 @@ CALLS = {
 }
 
 
-def why_not() -> str | None:
+def why_not():
     """Return why nothing can be measured here, or None."""
     if TRIED:
         return None
@@ -37,7 +35,7 @@ def why_not() -> str | None:
     return {0: None, 3: "no CUDA device"}.get(code, "torch cannot be imported")
 
 
-def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
+def run(item, seconds, folder):
     """Run an item, and kill all of its processes when it ends or times out."""
     began = time.monotonic()
     figures = folder / f"{item}.json"
@@ -63,7 +61,7 @@ def run(item: str, seconds: float, folder: Path) -> dict[str, Any]:
     return {"item": item, "status": status, "seconds": seconds, "figures": recorded, "end": end}
 
 
-def report(rows: list[dict[str, Any]], folder: Path):
+def report(rows, folder):
     """Write the results so far to two files."""
     write_json(folder / "results.json", rows)
     lines = ["| item | status | s | found |", "|---|---|---|---|"]
@@ -75,7 +73,7 @@ def report(rows: list[dict[str, Any]], folder: Path):
     (folder / "results.md").write_text("\n".join(lines) + "\n")
 
 
-def main(chosen: Sequence[str], folder: Path):
+def main(chosen, folder):
     """Run the chosen items, by default all. A group's name in `CALLS` stands for its items.
 
     Print each item's status, and exit with 1 if an item failed or timed out.
@@ -89,7 +87,7 @@ def main(chosen: Sequence[str], folder: Path):
         )
     folder.mkdir(parents=True, exist_ok=True)
     reason = why_not()
-    rows: list[dict[str, Any]] = []
+    rows = []
     for item in items:
         row = {
             "item": item,

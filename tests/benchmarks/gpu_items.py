@@ -14,12 +14,11 @@ import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 import torchvision
 from harness import QUIET, ROOT, difference, free_port, losses, options, record_of, tiny
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 from app.cli import main
@@ -47,18 +46,18 @@ FLOAT16 = ["--trainer.precision=16-mixed"]
 TF32 = ["--model.matmul_precision=high"]
 COMPILED = ["--model.compile=default"]
 REDUCED = ["--model.compile=reduce-overhead"]
-_figures: dict[str, Any] = {}
+_figures = {}
 _lock = threading.Lock()
 
 
-def note(name: str, value):
+def note(name, value):
     """Add a figure to the file of figures, which is whole at any time."""
     with _lock:
         _figures[name] = float(f"{value:.4g}") if isinstance(value, float) else value
         write_json(FIGURES, _figures)
 
 
-def start(*args, env: dict[str, str] | None = None) -> tuple[int, str]:
+def start(*args, env=None):
     """Run `python -m app …` in a separate process; return exit code and output."""
     command = [sys.executable, "-m", "app", "--verbose", *map(str, args)]
     limit = 150 if CPU else 65
@@ -74,7 +73,7 @@ def start(*args, env: dict[str, str] | None = None) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def fit(name: str, *flags: str | Path, alone: bool = False) -> Path:
+def fit(name, *flags, alone=False):
     """Train, and return the run's directory.
 
     Args:
@@ -94,12 +93,12 @@ def fit(name: str, *flags: str | Path, alone: bool = False) -> Path:
     return newest(name)
 
 
-def newest(name: str) -> Path:
+def newest(name):
     """Return the directory of the newest run of a name."""
     return max((PLACE / name).glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def rate(name: str, *flags: str | Path, alone: bool = False):
+def rate(name, *flags, alone=False):
     """Train, and record the rate in samples/s, or an error."""
     try:
         record = record_of(fit(name.replace(" ", "_"), *flags, alone=alone))
@@ -142,10 +141,10 @@ class Watch(Callback):
 
     def __init__(self):
         Watch.latest = self
-        self.waits: Counter[str] = Counter()
+        self.waits = Counter()
         self._show = warnings.showwarning
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args):
+    def on_train_batch_end(self, trainer, pl_module, *args):
         """Start and stop counting."""
         if trainer.global_step == 60 and not CPU:
             warnings.simplefilter("always")
@@ -177,7 +176,7 @@ def synchronisations():
         note(f"{name}: waits in 30 steps", dict(gpu_items.Watch.latest.waits))
 
 
-def of_resnet() -> list[str]:
+def of_resnet():
     """Return flags of resnet18_cifar at batch 512."""
     network = "lenet" if CPU else "resnet18_cifar"
     flags = ["--model=CIFARCNN", f"--model.network={network}", *DATA, *SPEED]
@@ -259,14 +258,14 @@ def same_bits():
         ways |= {"gloo-virtual-3": (3, "ddp"), "gloo": (2, "ddp")}
         ways |= {"gloo-ring": (2, "ddp_ring"), "gloo-fp16": (2, "ddp_fp16")}
 
-    def train(name: str):
+    def train(name):
         ranks, strategy = ways[name]
         way = [*flags, *options(name=name, strategy=strategy, devices=1)]
         expected = plain
         if "virtual" in name:
             way += virtual
             expected = sharded
-        env: list[dict[str, str]] = [{}]
+        env = [{}]
         if ranks > 1:
             way += options(num_nodes=ranks)
             way += ["--trainer.strategy.process_group_backend=gloo"]
@@ -305,7 +304,7 @@ def commands():
         print(out)
         note(words[0], f"exit code {code}: {out.strip().splitlines()[-1][:200]}")
 
-    jobs: list[list[Any]] = [["doctor"]]
+    jobs = [["doctor"]]
     if not CPU:
         small = options(images=64, batch_size=16, accelerator="cuda", max_epochs=1)
         jobs.append(["verify", "--data=Synthetic", *small])

