@@ -241,11 +241,8 @@ def test_augmentation_that_cannot_be(app):
         "fit", *flags, elastic, "--data.placement=memory"
     )
     flags += ["torchvision.transforms.v2.Resize", "--data.augment.size=7", "--data.num_workers"]
-    for workers in ("0", "2"):
-        line = app.error("fit", *flags, workers)
-        assert line.startswith(
-            "error: --data.augment Resize turns torch.uint8 (3, 32, 32) into torch.uint8 (3, 7, 7)"
-        )
+    line = app.error("fit", *flags, "2")
+    assert "--data.augment Resize turns torch.uint8 (3, 32, 32) into torch.uint8 (3, 7, 7)" in line
 
 
 @SLOW

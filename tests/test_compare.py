@@ -118,6 +118,7 @@ def idle(monkeypatch):
     monkeypatch.setattr("app.lab.runs.busy_seconds", own_seconds)
 
 
+@SLOW
 @pytest.mark.usefixtures("idle", "drawn")
 def test_report_files(app, experiment):
     path = experiment(

@@ -217,6 +217,7 @@ def test_batch_shapes_under_ddp(tmp_path):
         assert {line.split(",")[0] for line in lines} == {"rank 0", "rank 1"}
 
 
+@SLOW
 def test_batchnorm_on_a_single_image_is_refused(app, fit):
     flags = tiny(30, 21, val_size=8, max_epochs=1, test=False)
     flags += ["--model.network=resnet18"]

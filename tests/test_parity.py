@@ -49,10 +49,11 @@ def single(request, tmp_path_factory):
     return request.param, fork_fit(root, *MODELS[request.param], *RECORDED)
 
 
-WAYS = [("adamw", "dp", 2), ("recipe", "ddp_fork", 2)]
+WAYS = [("recipe", "ddp_fork", 2)]
 # ddp_spawn runs "adamw", because it must pickle the optimizer and the scheduler that flags
 # configure
 MORE = [
+    ("adamw", "dp", 2),
     ("cnn", "dp", 4),
     ("cnn", "ddp", 2),
     ("adamw", "ddp_spawn", 2),

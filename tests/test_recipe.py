@@ -359,6 +359,8 @@ def test_schedules_by_hand():
         scheduler.step()
     assert rates.index(1.0) == max(rates) * 3, "after 0.3 of the steps"
     assert Recipe(schedule="cosine").make_scheduler(optimizer, 0, 1).get_last_lr() == [1]
+    with pytest.raises(UserError, match="10 steps, but the run has only 10"):
+        Recipe(schedule="cosine", warmup=10).make_scheduler(optimizer, 10, 5)
 
 
 def test_a_scheduler_of_epochs(fit):
@@ -419,7 +421,8 @@ def test_mixing_by_hand():
     mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(images, labels, 3)
     assert mixed[0, 0].tolist() == [[0] * 4, [1, 0, 0, 0], [1, 0, 0, 0], [0] * 4]
     assert_close(targets[0], torch.tensor([14 / 16, 2 / 16, 0]))
-    whole, _ = Mix(0.75, (0.5, 0.5, 0.5))(images, labels, 3)
+    whole, targets = Mix(0.75, (0.5, 0.5, 0.5))(images, labels, 3)
+    assert_close(targets[0], torch.tensor([12 / 16, 4 / 16, 0]))
     assert whole[0, 0].tolist() == [[0] * 4, [0, 1, 1, 0], [0, 1, 1, 0], [0] * 4]
     for setting in ({"crop_padding": 4}, {"flip": True}, {"cutout": 4}, {}):
         assert Transform([0], [1], **setting).draws == 5 * bool(setting)

@@ -41,7 +41,7 @@ DDP = on_cpu("ddp")
 
 
 SIGNALS = [
-    ("disk", "SIGTERM", "group"),  # the signal also reaches worker processes
+    slow("disk", "SIGTERM", "group"),  # the signal also reaches worker processes
     ("auto", "SIGHUP", "main"),
 ]
 MORE = [
