@@ -208,6 +208,16 @@ def test_after_a_validation(step, logged, checks, monitor, monkeypatch):
     assert callback._save_topk_checkpoint.called == (step == 0 and monitor is not None)
 
 
+NAMES = [("best", 1, "best"), ("best", 2, "best-{epoch}-{step}"), ("{step}", 2, "{step}")]
+
+
+@pytest.mark.parametrize(("name", "count", "expected"), NAMES)
+def test_several_checkpoints_have_names(name, count, expected):
+    callback = RunCheckpoint(monitor="val_loss", filename=name, save_top_k=count)
+    callback.setup(Mock(), Mock(), "test")
+    assert callback.filename == expected
+
+
 def test_of_equal_accuracies_the_lower_loss_is_kept():
     callback = RunCheckpoint(monitor="val_acc", mode="max")
     callback.best_k_models = {"a.ckpt": torch.tensor(0.5)}

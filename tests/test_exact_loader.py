@@ -173,6 +173,8 @@ LEFT = [  # loaders that stay with Lightning: the stage, its loader, and the rea
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2]] * 2), "has batches of several sizes"),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2, 3], [4]]), None),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1]]), None),
+    ("val", DataLoader(samples(1, 0)), "has fewer samples than there are ranks"),
+    ("train", DataLoader(samples(1, 0)), None),
     ("predict", DataLoader(SIX, batch_sampler=[[0, 1], [2], [3]]), "has batches of several sizes"),
 ]
 
@@ -200,6 +202,10 @@ def test_orders_by_hand(name, drop_last, settings, expected):
     source = SimpleNamespace(instance=exactness, name=f"{name}_dataloader")
     loader = DataLoader(samples(5, 0), batch_size=2, drop_last=drop_last)
     exact = exactness._exact(loader, trainer, source)
+    exactness.global_batch = 1
+    if name == "train":
+        with pytest.raises(UserError, match="fewer samples than"):
+            exactness._exact(loader, trainer, source)
     order = exact.batch_sampler
     assert (order.count, order.batch_size, order.parts) == expected
     assert exact.dataset is loader.dataset

@@ -20,6 +20,7 @@ from torchvision.transforms import v2
 from app.data import ImageFolder
 from app.data.geometry import Geometry
 from app.data.image_files import FileSplit, open_image, pixels
+from app.errors import UserError
 
 RESIZED = {"size": 16, "resize": 20, "crop": "random_resized", "num_workers": 0}
 
@@ -55,6 +56,8 @@ def test_aspect_ratio_is_kept(image_root):
         image = torch.randint(256, (3, 20, width), dtype=torch.uint8)
         centre = v2.functional.center_crop(image, [20, 20])
         assert torch.equal(Geometry((20, 20)).evaluated(image[None])[0], centre)
+    with pytest.raises(UserError, match="give at least 1 pixel"):
+        Geometry((8, 0))
     one_pixel = Geometry((1, 1), 1).evaluated(torch.zeros(3, 2, 4, dtype=torch.uint8))
     assert one_pixel.shape == (3, 1, 1)
     crop = Geometry((8, 8), crop="random_resized").random_crop()

@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -41,7 +40,7 @@ PAIRS = [
     (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE),
     (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or),
 ]  # fmt: skip
-SWAPS: dict[Any, Any] = {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
+SWAPS = {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
 SWAPS |= dict(PAIRS) | {second: first for first, second in PAIRS}
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sum": "len"}
 TEXTS = ast.JoinedStr | ast.Raise | ast.Assert  # no results
@@ -62,9 +61,9 @@ def _reach(place, _seen=set()):
 Mutant = dict[str, Any]
 
 
-def changed(node: ast.AST) -> ast.AST | None:
+def changed(node):
     """Return a node with one change, or None for kinds that stay as they are."""
-    new: Any = copy.copy(node)
+    new = copy.copy(node)
     match node:
         case ast.BinOp(op=op) | ast.AugAssign(op=op) | ast.BoolOp(op=op) if type(op) in SWAPS:
             new.op = SWAPS[type(op)]()
@@ -89,13 +88,13 @@ def changed(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def is_simple(node: ast.AST) -> bool:
+def is_simple(node):
     return (
         isinstance(node, ast.stmt) and not isinstance(node, ast.Match) and not hasattr(node, "body")
     )
 
 
-def statements(tree: ast.AST) -> list[Any]:
+def statements(tree):
     """Return the simple statements of all functions."""
     found = []
     for function in ast.walk(tree):
@@ -104,7 +103,7 @@ def statements(tree: ast.AST) -> list[Any]:
     return found
 
 
-def noted(path: str, source: str) -> str:
+def noted(path, source):
     """Return a module's source with a call of `_reach` in front of each simple statement."""
     tree = ast.parse(source)
     lines = source.splitlines()
@@ -115,7 +114,7 @@ def noted(path: str, source: str) -> str:
     return "\n".join([*lines[:second], NOTE, *lines[second:]])
 
 
-def mutants(path: str, source: bytes, parent: ast.AST, lines: list[int]) -> Iterator[Mutant]:
+def mutants(path, source, parent, lines):
     """Yield the mutants of a node's parts; `lines` are those of the statements around it."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, TEXTS) or ast.unparse(node) == "strict=True":  # a check of ours
@@ -127,7 +126,7 @@ def mutants(path: str, source: bytes, parent: ast.AST, lines: list[int]) -> Iter
             inner = [node.lineno]
         new = changed(node)
         if new is not None:
-            old: Any = node.test if isinstance(node, ast.If) else node
+            old = node.test if isinstance(node, ast.If) else node
             code = ast.unparse(new)
             name = f"{path}:{old.lineno}:{old.col_offset} {ast.unparse(old)} -> {code}"
             if not isinstance(new, ast.stmt):
@@ -140,14 +139,14 @@ def mutants(path: str, source: bytes, parent: ast.AST, lines: list[int]) -> Iter
         yield from mutants(path, source, node, inner)
 
 
-def cloned(source: Path, folder: Path) -> Path:
+def cloned(source, folder):
     """Clone a repository's last commit."""
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run(["git", "clone", "-q", source, folder], check=True, timeout=100)
     return folder
 
 
-def run_tests(place: Path, arguments: list[str], seconds: float) -> tuple[int, str]:
+def run_tests(place, arguments, seconds):
     """Run pytest in a clone; return its exit code, negative if it hangs, and its output."""
     temporary = Path(f"{place}.tmp")
     temporary.mkdir(exist_ok=True)
@@ -168,7 +167,7 @@ def run_tests(place: Path, arguments: list[str], seconds: float) -> tuple[int, s
     return done.returncode, done.stdout
 
 
-def suite(folder: Path) -> tuple[dict[str, float], dict[str, set[str]]]:
+def suite(folder):
     """Run the suite in a clone of the last commit, unless an earlier call has done so.
 
     Returns:
@@ -207,7 +206,7 @@ class Judge:
     def __init__(self, folder: Path, seconds: float):
         self.limit = seconds
         self.seconds, self.tests = suite(folder)
-        self.width: Counter[tuple[str, str]] = Counter()
+        self.width = Counter()
         for place, tests in self.tests.items():
             for test in tests:
                 self.width[place.partition(":")[0], test] += 1
@@ -218,17 +217,17 @@ class Judge:
         for line in self.results.read_text().splitlines():
             row = json.loads(line)
             self.rows[row["name"]] = row
-        self.passed: dict[str, bool] = {}  # whether a test passes without a mutant
-        self.places: Queue[Path] = Queue()
+        self.passed = {}  # whether a test passes without a mutant
+        self.places = Queue()
         for worker in range(WORKERS):
             self.places.put(cloned(folder / "plain", folder / f"worker{worker}"))
 
-    def is_open(self, mutant: Mutant) -> bool:
+    def is_open(self, mutant):
         """Return whether a mutant has no verdict yet, or one that more tests may change."""
         row = self.rows.get(mutant["name"])
         return row is None or (row["verdict"] != "killed" and row["limit"] < self.limit)
 
-    def chosen(self, mutant: Mutant) -> list[str]:
+    def chosen(self, mutant):
         """Return the tests for a mutant, those first that reach much of its module."""
         path = mutant["path"]
         tests = set()
@@ -238,7 +237,7 @@ class Judge:
         if not mutant["lines"]:
             tests = {test for where, test in self.width if where == path}
 
-        def gain(test: str) -> float:
+        def gain(test):
             return self.width[path, test] ** 2 / self.width["", test] / (0.1 + self.seconds[test])
 
         chosen = []
@@ -249,7 +248,7 @@ class Judge:
                 chosen.append(test)
         return chosen
 
-    def judge(self, mutant: Mutant):
+    def judge(self, mutant):
         """Run tests on a mutant until one fails that passes without it; keep the verdict."""
         tests = self.chosen(mutant)
         row = {"name": mutant["name"], "limit": self.limit, "verdict": "survived", "by": ""}
@@ -296,7 +295,7 @@ def main():
     random.Random(0).shuffle(drawn)
     with ThreadPoolExecutor(WORKERS) as threads:
         list(threads.map(judge.judge, filter(judge.is_open, drawn)))
-    killed: Counter[str] = Counter()
+    killed = Counter()
     for mutant in drawn:
         row = judge.rows[mutant["name"]]
         killed[mutant["path"]] += row["verdict"] == "killed"
