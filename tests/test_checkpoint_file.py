@@ -213,7 +213,7 @@ NAMES = [("best", 1, "best"), ("best", 2, "best-{epoch}-{step}"), ("{step}", 2, 
 
 @pytest.mark.parametrize(("name", "count", "expected"), NAMES)
 def test_several_checkpoints_have_names(name, count, expected):
-    callback = RunCheckpoint(monitor="val_loss", filename=name, save_top_k=count)
+    callback = RunCheckpoint(monitor="val_loss", filename=name, save_top_k=count, dirpath="x")
     callback.setup(Mock(), Mock(), "test")
     assert callback.filename == expected
 

@@ -88,6 +88,7 @@ def test_times_of_a_step(world_size, monkeypatch):
     assert torch.distributed.all_gather.called == (world_size == 2)
     row = times.ranks[0]
     assert (row.data, row.compute, row.wait) == (500, 2750, 250)
+    assert 0.01 < times.memory.points[0][1] < 100, "GiB"
     assert times.others_cores == {1: 0.3, 2: 0.1}[world_size]
     rank_times.busy_seconds.assert_called_with(tuple(sorted(os.sched_getaffinity(0))))
 
