@@ -4,7 +4,6 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,7 +23,7 @@ class Stream:
             operation begins.
     """
 
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_, **__):
         self.done = Counter()
 
     def wait_stream(self, other):
@@ -134,7 +133,7 @@ class Streams:
 class Event:
     """Event for timing: its time can be read only after the host has waited for the device."""
 
-    def __init__(self, streams: Streams, **_: Any):
+    def __init__(self, streams, **_):
         self.streams = streams
 
     def record(self):
@@ -152,7 +151,7 @@ class Future:
     The stream that waits for it continues after the stream that set it.
     """
 
-    def __init__(self, streams: Streams, devices: Any = None):
+    def __init__(self, streams, devices=None):
         self.streams = streams
         self.ready = Stream()
 

@@ -8,11 +8,9 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
 
 from fork_server import ADDRESS, ROOT
 from harness import App, newest_run
@@ -25,7 +23,7 @@ Signal = tuple[int, float] | None  # number of a signal, and the seconds after w
 class Forked:
     """Command in a fork, with the part of `Popen`'s interface that `run_fit` uses."""
 
-    def __init__(self, stream: IO[str], job: Mapping[str, Any]):
+    def __init__(self, stream, job):
         print(json.dumps(job), file=stream, flush=True)
         self.pid = int(stream.readline())
         self.code = ThreadPoolExecutor(1).submit(stream.readline)
@@ -55,7 +53,7 @@ class ForkServer:
         limit: Maximum memory of each command in bytes.
     """
 
-    def __init__(self, folder: Path, cwd: Path | None = None, limit: int | None = 4 * 2**30):
+    def __init__(self, folder, cwd=None, limit=4 * 2**30):
         self.cwd = cwd or folder
         self.out = folder / "output.txt"
         self.limit = limit

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -31,7 +30,6 @@ from PIL import Image
 
 from app.command.run_options import Run
 
-Environment = Mapping[str, str | None]  # None removes the variable
 SLOW = pytest.mark.slow
 
 
@@ -145,7 +143,7 @@ class App:
         run: Function that runs a command line, and returns exit code and output.
     """
 
-    def __init__(self, run: Callable[..., tuple[int, str]]):
+    def __init__(self, run):
         self.run = run
 
     def __call__(self, *args, code=0, **settings):
@@ -336,9 +334,7 @@ def listening(processes):
 class Running:
     """A started command in its own session, usually a run of `fit`."""
 
-    def __init__(
-        self, words: Sequence[str | Path], launcher: Sequence[str], env: Environment, cwd: Path
-    ):
+    def __init__(self, words, launcher, env, cwd):
         self.mark = uuid.uuid4().hex
         self.words, self.launcher = words, launcher
         variables = {

@@ -184,6 +184,30 @@ def test_training_resumes(batches, epochs, threads, is_last, finished, problem, 
         check_checkpoint(str(tmp_path / LAST), Mock(), Mock(), trainer, finished)
 
 
+def saving(monitor):
+    """Return a callback that only counts the checkpoints that it would save."""
+    callback = RunCheckpoint(monitor=monitor, mode="max")
+    callback._should_skip_saving_checkpoint = lambda trainer: False
+    callback._should_save_on_train_epoch_end = lambda trainer: True
+    callback._save_topk_checkpoint = Mock()
+    return callback
+
+
+STOPS = [(None, 0, 9, 0), (None, 1, 9, 2), (None, 0, 4, 2), ("val_acc", 1, 4, 0)]
+
+
+@pytest.mark.parametrize(("monitor", "stopped", "last_step", "saves"), STOPS)
+def test_a_stop_within_an_epoch_is_saved(monitor, stopped, last_step, saves, monkeypatch):
+    """After a step or a validation, if no metric decides."""
+    monkeypatch.setattr(checkpoints, "is_stopped", lambda trainer: stopped)
+    callback = saving(monitor)
+    trainer = Mock(is_last_batch=False, global_step=4, max_steps=last_step)
+    trainer.configure_mock(current_epoch=0, callback_metrics={"val_acc": 1.0})
+    callback.on_train_batch_end(trainer, Mock(), None, None, 0)
+    callback.on_validation_end(trainer, Mock())
+    assert callback._save_topk_checkpoint.call_count == saves
+
+
 @pytest.mark.parametrize(
     ("logged", "checks", "monitor"),
     [
@@ -194,12 +218,9 @@ def test_training_resumes(batches, epochs, threads, is_last, finished, problem, 
     ],
 )
 @pytest.mark.parametrize("step", [0, 1])
-def test_after_a_validation(step, logged, checks, monitor, monkeypatch):
+def test_after_a_validation(step, logged, checks, monitor):
     """It tells what can be monitored. Before the first step, it is that of a probe to save."""
-    callback = RunCheckpoint(monitor="val_acc", mode="max")
-    for name in ("_should_skip_saving_checkpoint", "_should_save_on_train_epoch_end"):
-        monkeypatch.setattr(callback, name, lambda trainer, name=name: name.endswith("end"))
-    monkeypatch.setattr(callback, "_save_topk_checkpoint", Mock())
+    callback = saving("val_acc")
     trainer = Mock(global_step=step, current_epoch=0, callback_metrics=logged)
     trainer.sanity_checking = checks
     callback.on_validation_end(trainer, Mock())

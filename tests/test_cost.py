@@ -9,12 +9,10 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +32,6 @@ LENET = ["--model=CIFARCNN", "--data=Synthetic", *options(images=1280, batch_siz
 AUGMENTED = options(crop_padding=4, flip=True, cutout=8, images=640)
 TWO_EPOCHS = options(max_epochs=2, accelerator="cpu", test=False)
 STEP = ImageClassifier.training_step.__code__
-Counts = Callable[..., list[Any]]  # type of the fixtures that count per step
 
 
 class Counting(TorchDispatchMode):

@@ -37,7 +37,6 @@ def test_self_test_ignores_misleading_variables():
 
 QUIET = 0.1
 BUSY = 1e4
-Records = dict[str, Record]  # run records by strategy
 
 
 def set_load(monkeypatch, load):

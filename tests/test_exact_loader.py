@@ -187,7 +187,7 @@ def test_loader_that_stays_with_lightning(stage, loader, reason):
 ORDERS = [  # kind of loader, drop_last, settings; samples, global batch, and its parts
     ("train", False, {}, (5, 4, 2)),
     ("train", False, {"virtual_devices": 4}, (5, 8, 4)),
-    ("train", True, {"global_batch": 2}, (5, 2, 2)),
+    ("train", True, {"global_batch": 5}, (5, 5, 2)),
     ("train", True, {"global_batch": 4, "virtual_devices": 4}, (5, 4, 4)),
     ("val", True, {"virtual_devices": 4}, (4, 4, 2)),  # drops what one process drops
     ("predict", True, {"virtual_devices": 4}, (5, 4, 2)),
@@ -283,6 +283,7 @@ SHARES = [  # number of samples, global batch, and the samples of two ranks
     (9, 4, [[[0, 1], [4, 5], [7]], [[2, 3], [6], [8]]]),  # the last two batches share 5 samples
     (7, 3, [[[0, 1], [3, 4], [6]], [[2], [5]]]),
     (8, 4, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
+    (5, 4, [[[0, 1], [3]], [[2], [4]]]),
 ]
 
 

@@ -1,14 +1,11 @@
 """Experiment files: variants, grids and their commands, and errors of wrong files."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import yaml
 from harness import SHIPPED, slow
 
-Write = Callable[..., Path]  # type of the fixture `experiment`
 BF16 = {"trainer.precision": "bf16-mixed"}
 
 

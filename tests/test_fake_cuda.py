@@ -203,9 +203,6 @@ def test_races_are_found(race, fake_cuda):
         race(torch.cuda.Stream())
 
 
-Call = tuple[bool, int, int]  # whether a rank sends, the other rank, and the tensor's length
-
-
 def calls_of(size, run, monkeypatch):
     """Return each rank's groups of point-to-point calls."""
     ranks = []

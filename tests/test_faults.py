@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,6 @@ pytestmark = [SLOW, pytest.mark.usefixtures("drawn")]
 FIT = tiny(700, 16, test=False)
 SHORT = [*FIT, *options(max_epochs=1, strategy="ddp", devices=2)]
 SAVES = ["--last_checkpoint.every_n_train_steps=3", "--trainer.log_every_n_steps=5"]
-Tally = Callable[[str, int], None]
 
 
 @pytest.fixture

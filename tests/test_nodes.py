@@ -6,8 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -16,8 +15,6 @@ from harness import SLOW, free_port
 from app.errors import UserError
 from app.launch.failures import lost
 from app.launch.rendezvous import Cluster, NodeRendezvous
-
-Go = Callable[..., Future[NodeRendezvous]]
 
 
 def meet(method, node, nodes=2, devices=1, timeout=20):

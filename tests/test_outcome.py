@@ -80,10 +80,13 @@ def test_closing_lines(record, stage, monkeypatch, capsys):
     for name in ("end_undisturbed", "write_report"):
         monkeypatch.setattr(outcome, name, Mock())
     monkeypatch.setattr(outcome, "report", lambda *arguments: [arguments[-1]])
+    trackers = [Mock()]
+    monkeypatch.setattr(outcome, "trackers", lambda loggers: trackers)
     monkeypatch.setattr(outcome, "can", lambda stage, model, data: stage != "test")
     arguments = (Mock(loggers=[]), Mock(record=record), True, Mock(), Mock())
     outcome.close(*arguments)
     assert outcome.write_report.called == bool(record.run_dir)
+    assert trackers[0].finish.called
     assert capsys.readouterr().out.split() == ([stage] if stage else [])
     assert not outcome.end_undisturbed.called
     try:

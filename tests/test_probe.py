@@ -81,6 +81,7 @@ def test_a_trial_changes_no_statistics():
     assert Probe._problem(module, Synthetic()) is None
     assert not mean.any()
     assert module.training
+    assert not module.network.head._forward_hooks
 
 
 def test_score_by_hand():

@@ -350,6 +350,7 @@ def test_schedules_by_hand():
     }
     for name, expected in by_hand.items():
         assert [rate(name, 2, 8, step) for step in range(8)] == pytest.approx(expected), name
+    assert Recipe(warmup="0.5ep").warmup == 0.5
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
     scheduler = Recipe(schedule="onecycle").make_scheduler(optimizer, 10, 5)
     rates = []

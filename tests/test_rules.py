@@ -1,8 +1,6 @@
 """Rules that reject a run before anything is built, in one table."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from harness import tiny
@@ -21,9 +19,6 @@ SYNC = {"trainer.sync_batchnorm": True}
 @pytest.fixture(scope="module")
 def config():
     return resolve(SMALL)
-
-
-Check = Callable[[dict[str, Any], Launched | None], None]
 
 
 @pytest.fixture

@@ -380,6 +380,7 @@ def test_first_different_bits_by_hand():
 
     reference = run({"a": ["1", "2"], "b": ["3"]})
     assert first_bits(reference, run({"a": ["2"]}, {"a": ["1"], "b": ["4"]})) == "step 1: the b"
+    assert first_bits(reference, SimpleNamespace(steps=[])) is None
     # modules that run less often have no counterpart
     assert first_bits(reference, run({"a": ["1"], "b": ["3"]})) is None
 

@@ -110,7 +110,7 @@ def synthetic(like, size):
 class Shuffled:
     """Batches of resident images, in a new order in each epoch."""
 
-    def __init__(self, images: Tensor, labels: Tensor, batch: int):
+    def __init__(self, images, labels, batch):
         self.images, self.labels, self.batch = images, labels, batch
 
     def __iter__(self):

@@ -23,7 +23,6 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
-from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent.parent
@@ -58,7 +57,6 @@ def _reach(place, _seen=set()):
         except OSError:  # a test limits the size of files
             pass
 """
-Mutant = dict[str, Any]
 
 
 def changed(node):
@@ -203,7 +201,7 @@ class Judge:
         seconds: Seconds of tests for a mutant, as they took in the suite.
     """
 
-    def __init__(self, folder: Path, seconds: float):
+    def __init__(self, folder, seconds):
         self.limit = seconds
         self.seconds, self.tests = suite(folder)
         self.width = Counter()

@@ -29,7 +29,7 @@ def awaited(condition, seconds, how_it_stands=str):
 class Host:
     """Virtual host. Its command starts when `go` is called, after the network is set up."""
 
-    def __init__(self, name: str, place: Path, command: str = "sleep infinity"):
+    def __init__(self, name, place, command="sleep infinity"):
         self.name = name
         self.log = place / f"{name}.log"
         apart = "setpriv --pdeathsig KILL unshare --net --uts --mount --pid --mount-proc"
@@ -81,7 +81,7 @@ class Host:
 class Network:
     """Hosts on a switch: `ctl` at 10.77.0.254, and h1 to hN at 10.77.0.1 and so on."""
 
-    def __init__(self, count: int, place: Path, stack: ExitStack):
+    def __init__(self, count, place, stack):
         self.place = place
         self.stack = stack
         self.addresses = {

@@ -1,7 +1,7 @@
 """A real SLURM on one machine: slurmctld and munged on `ctl`, slurmd on h1 to h4."""
 
 import os
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -49,7 +49,7 @@ def environ(pid):
 class Slurm:
     """SLURM cluster: its jobs, their states, and their processes, with pids of the real machine."""
 
-    def __init__(self, place: Path, stack: ExitStack):
+    def __init__(self, place, stack):
         self.place = place
         self.network = Network(len(NODES), place, stack)
         self.conf = {"SLURM_CONF": f"{place}/slurm.conf"}
