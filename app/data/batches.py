@@ -178,7 +178,10 @@ def one_ahead(batches: Iterator[Tensor]) -> Iterator[Tensor]:
     """Yield batches, and prepare the next one in a thread."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, batches, None)
-        while (batch := following.result()) is not None:
+        while True:
+            batch = following.result()
+            if batch is None:
+                return
             following = thread.submit(next, batches, None)
             yield batch
 
