@@ -151,11 +151,13 @@ def test_newest_checkpoint_by_hand(tmp_path, monkeypatch):
     saved[0].unlink()
     with pytest.raises(UserError, match="training can resume from none of the 1 checkpoints"):
         newest_checkpoint(tmp_path, ("fit", ["a"]))
-    older, last, best = (saved[1].with_name(name) for name in (PREVIOUS, LAST, "best.ckpt"))
-    for time, path in enumerate((older, last, best)):
+    paths = []
+    for time, name in enumerate((PREVIOUS, LAST, "best.ckpt")):
+        path = saved[1].with_name(name)
         path.touch()
         os.utime(path, (time, time))
-    assert [is_newest(path) for path in (older, last, best)] == [False, True, True]
+        paths.append(path)
+    assert list(map(is_newest, paths)) == [False, True, True]
 
 
 RESUMED = [  # batches, epochs and threads, whether at an epoch's end, and of a finished training

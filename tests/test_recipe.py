@@ -422,9 +422,9 @@ def test_mixing_by_hand():
     mixed, targets = Mix(0.75, (0.5, 0.0, 0.5))(images, labels, 3)
     assert mixed[0, 0].tolist() == [[0] * 4, [1, 0, 0, 0], [1, 0, 0, 0], [0] * 4]
     assert_close(targets[0], torch.tensor([14 / 16, 2 / 16, 0]))
-    whole, targets = Mix(0.75, (0.5, 0.5, 0.5))(images, labels, 3)
+    mixed, targets = Mix(0.75, (0.5, 0.5, 0.5))(images, labels, 3)
     assert_close(targets[0], torch.tensor([12 / 16, 4 / 16, 0]))
-    assert whole[0, 0].tolist() == [[0] * 4, [0, 1, 1, 0], [0, 1, 1, 0], [0] * 4]
+    assert mixed[0, 0].tolist() == [[0] * 4, [0, 1, 1, 0], [0, 1, 1, 0], [0] * 4]
     for setting in ({"crop_padding": 4}, {"flip": True}, {"cutout": 4}, {}):
         assert Transform([0], [1], **setting).draws == 5 * bool(setting)
     assert _hole(5, 4)[2].tolist() == [True] * 4 + [False]
