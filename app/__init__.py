@@ -40,7 +40,8 @@ A module imports only from modules below it in this map; `tests/test_layout.py` 
                 name), hugging_face, synthetic (drawn), geometry (sizes and crops), cache
                 (decoded once, mapped), shares (a rank's share of the global order), batches
                 (order, readers and loader of a share), exact_loader (for a user's DataLoader),
-                transforms (pixels), module (ImageData), datasets (--data)
+                transforms (pixels), placement (where images lie; workers), module (ImageData),
+                datasets (--data)
     record      the run record (run.json); words (formats its figures)
     system      machine, addresses, connections, files, torch_files (weights and checkpoints),
                 page (the style of all reports), terminal, random_streams, program (set-up of a

@@ -12,6 +12,7 @@ from PIL import Image
 
 from app.data import FashionMNIST, ImageFolder, Synthetic
 from app.data.batches import GlobalBatches
+from app.data.placement import workers_of
 from app.data.synthetic import SyntheticSource
 from app.data.transforms import DRAW_RANGE, Transform
 from app.errors import UserError
@@ -277,20 +278,19 @@ def test_synthetic():
     ("ranks", "slurm", "expected"), [(1, None, 6), (8, None, 1), (4, "3", 3), (4, "", 1)]
 )
 def test_workers_follow_the_cores(ranks, slurm, expected, monkeypatch):
-    monkeypatch.setattr("app.data.module.usable_cores", lambda: 6)
-    data = Synthetic(images=10)
+    monkeypatch.setattr("app.data.placement.usable_cores", lambda: 6)
     environment = LightningEnvironment()
     if slurm is not None:
         for name, value in (("STEP_NODELIST", "node"), ("JOB_ID", "1"), ("STEP_ID", "0")):
             monkeypatch.setenv(f"SLURM_{name}", value)
         environment = Slurm()
-    data.trainer = SimpleNamespace(
+    trainer = SimpleNamespace(
         world_size=2 * ranks, num_nodes=2, strategy=SimpleNamespace(cluster_environment=environment)
     )
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     if slurm:
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", slurm)
-    assert data.num_workers == expected
+    assert workers_of(trainer) == expected
 
 
 def test_overfitting_repeats_the_same_batches():

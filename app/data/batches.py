@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ from app.data.transforms import DRAW_RANGE, FLIP, Mix, draw_mix
 from app.errors import UserError
 from app.system.patches import expects
 from app.system.random_streams import own_streams, seed_of
-
-Placement = Literal["disk", "memory", "device"]
 
 
 def tensors(batch: Any) -> list[Tensor]:

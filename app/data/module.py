@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 from zlib import crc32
 
-import psutil
 import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torchvision.transforms import v2
@@ -22,12 +20,12 @@ from app.data.batches import (
     GlobalBatches,
     HostReader,
     ImageOrder,
-    Placement,
     RawBatch,
     ReadImage,
 )
 from app.data.cache import ImageCache
 from app.data.image_files import counted
+from app.data.placement import Placement, place, workers_of
 from app.data.shares import next_step, shards_beyond, stream, unequal_shares
 from app.data.sources import Source, Split, SplitName
 from app.data.transforms import Transform
@@ -150,7 +148,7 @@ class ImageData(LightningDataModule):
         self.batch_size = batch_size
         self.val_size = val_size
         self.requested_placement = placement
-        self.requested_workers = num_workers
+        self.num_workers = num_workers
         self.drop_last = drop_last
         if seed is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -391,38 +389,7 @@ class ImageData(LightningDataModule):
         if self._flag_of_workers:
             return "disk"
         split = max((split for split, _ in self._splits.values()), key=len)
-        strategy = self.trainer.strategy
-        size = len(split) * math.prod(self.image_shape)
-        needed = size
-        if not split.mapped:
-            needed *= self._local_ranks
-        fits = needed < psutil.virtual_memory().available / 2
-        if not strategy.reduce_boolean_decision(fits, all=True):
-            return "disk"
-        if strategy.root_device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(strategy.root_device)
-            # one decision for all ranks, because the ranks' free GPU memory may differ
-            if strategy.reduce_boolean_decision(size < free / 10, all=True):
-                return "device"
-        return "memory"
-
-    @property
-    def _local_ranks(self) -> int:
-        return max(self.trainer.world_size // self.trainer.num_nodes, 1)
-
-    @property
-    def num_workers(self) -> int:
-        """Number of this rank's worker processes.
-
-        With `auto`, this is SLURM's number of cores per task. Without such a number, it is an equal
-        share of the node's usable cores.
-        """
-        if self.requested_workers != "auto":
-            return self.requested_workers
-        environment = getattr(self.trainer.strategy, "cluster_environment", None)
-        if isinstance(environment, SLURMEnvironment) and "SLURM_CPUS_PER_TASK" in os.environ:
-            return int(os.environ["SLURM_CPUS_PER_TASK"])
-        return max(usable_cores() // self._local_ranks, 1)
+        return place(self.trainer, len(split) * math.prod(self.image_shape), split.mapped)
 
     def loader(self, name: SplitName, train: bool = False) -> GlobalBatches:
         """Return a loader of a split, for evaluation or for training."""
@@ -442,7 +409,7 @@ class ImageData(LightningDataModule):
             weights = (1 / self.class_counts)[split.labels[rows]]
         order = ImageOrder(
             rows,
-            shuffle=train and not getattr(trainer, "overfit_batches", 0),
+            shuffle=train and not trainer.overfit_batches,  # type: ignore[attr-defined]
             weights=weights,
             batch_size=self.global_batch_size,
             drop_last=train and self.drop_last,
@@ -461,9 +428,12 @@ class ImageData(LightningDataModule):
     def _reader(self, split: Split, rows: Tensor, train: bool) -> HostReader:
         device = self.trainer.strategy.root_device
         pins = device.type == "cuda"
+        workers = self.num_workers
+        if workers == "auto":
+            workers = workers_of(self.trainer)
         if self.placement == "disk":
-            return DiskReader(self._read(split, train), rows, pins, self.num_workers, self.seed)
-        split.tensor(self.num_workers)
+            return DiskReader(self._read(split, train), rows, pins, workers, self.seed)
+        split.tensor(workers)
         if self.placement == "device":
             return DeviceReader(split, rows, device)
         return HostReader(split, rows, pins)

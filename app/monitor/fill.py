@@ -41,7 +41,7 @@ def devices_of(trainer: Trainer) -> list[torch.device]:
 def fill_configuration(record: Record, trainer: Trainer) -> None:
     """Fill in strategy, devices, limits, data and machine."""
     record.strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
-    record.devices = len(getattr(trainer.strategy, "parallel_devices", None) or [0])
+    record.devices = trainer.num_devices
     record.num_nodes = trainer.num_nodes
     record.live = bool(getattr(trainer.fit_loop.epoch_loop, "live", None))
     record.world_size = trainer.world_size
@@ -55,7 +55,7 @@ def fill_configuration(record: Record, trainer: Trainer) -> None:
     loop = trainer.fit_loop.epoch_loop
     if isinstance(loop, ShardedLoop) and trainer.state.fn == "fit":
         record.virtual_devices = loop.virtual_devices
-    data = getattr(trainer, "datamodule", None)
+    data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, ImageData):
         place = data.source.root or getattr(data.source, "like", "")
         record.data = DataSet(

@@ -71,7 +71,7 @@ def lines(trainer: Trainer, record: Record) -> Iterator[tuple[str, str]]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     yield from settings(record, name)
-    source = getattr(getattr(trainer, "datamodule", None), "source", None)
+    source = getattr(trainer.datamodule, "source", None)  # type: ignore[attr-defined]
     if isinstance(source, EncodedSource):
         yield "pixels", _pixels(source)
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
@@ -104,7 +104,7 @@ def fill_recipe(record: Record, trainer: Trainer) -> None:
             if config.scheduler.optimizer is optimizer:
                 text += f"; {_schedule(config.scheduler, config.interval)}"
         record.optimizers.append(text)
-    record.recipe = _recipe(trainer.lightning_module, getattr(trainer, "datamodule", None))
+    record.recipe = _recipe(trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]
 
 
 RECIPE = ("loss", "label_smoothing", "class_weights", "head_lr", "norm_bias_lr", "freeze", "ema")

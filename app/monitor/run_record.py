@@ -127,7 +127,7 @@ class RunRecord(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Record why the run ends. This hook is not collective, because other ranks may be gone."""
-        data = getattr(trainer, "datamodule", None)
+        data = trainer.datamodule  # type: ignore[attr-defined]
         if trainer.training and isinstance(data, ImageData) and out_of_memory(exception):
             size = data.global_batch_size
             if size >= 2 * trainer.world_size:
@@ -201,7 +201,7 @@ class RunRecord(Callback):
         If unreadable images are skipped, also check that all nodes read the same images; the check
         is collective.
         """
-        data = getattr(trainer, "datamodule", None)
+        data = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(data, ImageData) and data.source.skips:
             contents = gather_objects((trainer.node_rank, data.content))
             first = contents[0][1]
@@ -232,7 +232,7 @@ class RunRecord(Callback):
     ) -> None:
         """At the first step, record the set-up time, and start the clocks."""
         if self.windows.first_step is None:
-            self._draw(batch, getattr(trainer, "datamodule", None))
+            self._draw(batch, trainer.datamodule)  # type: ignore[attr-defined]
             self.record.setup_s = round(time.monotonic() - self.started, 3)
             if self.path is not None:
                 self._write()

@@ -70,7 +70,7 @@ class Hooks:
         self.trainer = trainer
         self.module = module = trainer.lightning_module
         self.strategy = strategy = trainer.strategy
-        self.data = getattr(trainer, "datamodule", None) or module
+        self.data = trainer.datamodule or module
         self.identities = identities(self)
         self.reason = why_not(trainer)
         self.order = order_of(trainer.train_dataloader)
