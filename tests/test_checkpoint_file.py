@@ -120,7 +120,7 @@ def test_best_checkpoint_of_a_moved_run(tmp_path):
 
 
 def test_newest_checkpoint_by_hand(tmp_path, monkeypatch):
-    """It is one of this command line and launcher, whole and undamaged; newer `best` count not."""
+    """It is whole, and of this command line and launcher; a newer `best` does not count."""
     training = {"loops": {}, "optimizer_states": []}
     saved = []
     for time, (command, launcher, extra) in enumerate(
@@ -221,7 +221,7 @@ def test_a_stop_within_an_epoch_is_saved(monitor, stopped, last_step, saves, mon
 )
 @pytest.mark.parametrize("step", [0, 1])
 def test_after_a_validation(step, logged, checks, monitor):
-    """It tells what can be monitored. Before the first step, it is that of a probe to save."""
+    """The logged metrics decide what is monitored. Before the first step, a probe is saved."""
     callback = saving("val_acc")
     trainer = Mock(global_step=step, current_epoch=0, callback_metrics=logged)
     trainer.sanity_checking = checks

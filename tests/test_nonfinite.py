@@ -86,7 +86,6 @@ def test_first_batch_by_hand():
     """The second of two accumulated batches, on the second of two ranks."""
     trainer = Mock(world_size=2, global_rank=1, global_step=6, current_epoch=1)
     trainer.accumulate_grad_batches = 2
-    trainer.log_every_n_steps = 3
     callback = NonFinite("stop")
     callback.on_train_start(Mock(world_size=1, log_every_n_steps=3), Mock())
     for batch, loss in enumerate((1.0, 1.0, 1.0, math.nan, 1.0)):
