@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.hosts import awaited
-from lightning.pytorch import Callback
+from lightning import Callback
 
 from app.launch.elastic import ENDED
 

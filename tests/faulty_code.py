@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning import Callback, LightningDataModule, LightningModule
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR

@@ -25,7 +25,7 @@ import pytest
 import torch
 from cluster.hosts import awaited
 from fork_server import ROOT
-from lightning.pytorch import Trainer
+from lightning import Trainer
 from PIL import Image
 
 from app.command.run_options import Run

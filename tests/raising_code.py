@@ -3,7 +3,7 @@
 import time
 
 import torch
-from lightning.pytorch import Callback
+from lightning import Callback
 
 from app.launch.signals import Signals
 from app.modules import CIFARCNN

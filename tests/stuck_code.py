@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning import Callback, Trainer
 from torch import distributed, nn
 
 from app.data import Synthetic

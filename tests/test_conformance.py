@@ -15,7 +15,7 @@ import pytest
 import torch
 import user_code
 from harness import difference
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,

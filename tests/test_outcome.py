@@ -5,7 +5,7 @@ from unittest.mock import Mock, call
 
 import pytest
 from exact_code import Linear, Ordinary
-from lightning.pytorch import LightningModule
+from lightning import LightningModule
 
 from app.command import outcome
 from app.command.outcome import can, exit_code, stopped_by

@@ -16,7 +16,7 @@ from harness import (
     tiny,
     weights,
 )
-from lightning.pytorch import Trainer
+from lightning import Trainer
 from user_code import Normalises, TheirData
 
 import app.training  # noqa: F401  (registers dp)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import QUIET, options, record_of, tiny
-from lightning.pytorch import LightningDataModule
+from lightning import LightningDataModule
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 

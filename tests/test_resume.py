@@ -26,7 +26,7 @@ from harness import (
     slow,
     tiny,
 )
-from lightning.pytorch import Trainer
+from lightning import Trainer
 
 from app.command.checkpoint_file import read
 from app.command.checkpoints import check_checkpoint

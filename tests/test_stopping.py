@@ -29,7 +29,7 @@ from harness import (
     started,
     tiny,
 )
-from lightning.pytorch import Trainer
+from lightning import Trainer
 
 from app.launch import signals
 from app.launch.process import TASK

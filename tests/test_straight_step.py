@@ -8,7 +8,7 @@ import torch
 import yaml
 from forked import fork_fit
 from harness import QUIET, RECIPE, ROOT, SLOW, last_of, on_cpu, options, record_of, tiny
-from lightning.pytorch import Callback
+from lightning import Callback
 from test_conformance import CALLS, HOOKS, recording, same_checkpoint
 
 from app.errors import UserError

@@ -29,7 +29,7 @@ from harness import (
     tiny,
     weights,
 )
-from lightning.pytorch import LightningModule
+from lightning import LightningModule
 from pandas import read_csv
 from pandas.testing import assert_frame_equal
 from plain_code import PlainModel

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import torch
 from cluster.hosts import awaited
+from lightning import Callback, LightningDataModule, LightningModule
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn

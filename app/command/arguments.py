@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from jsonargparse import Namespace, get_loader
-from lightning.pytorch import LightningDataModule
+from lightning import LightningDataModule
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import app

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import LightningDataModule, LightningModule
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch import LightningDataModule, LightningModule
 
 from app.errors import UserError
 from app.system.files import PART, sync_folder, whole

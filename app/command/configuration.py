@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace, capture_parser
 from jsonargparse._util import CaptureParserException
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.model_helpers import is_overridden

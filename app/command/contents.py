@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from app.command.checkpoint_file import CheckpointFiles, drop_unreadable

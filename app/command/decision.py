@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 
 from app.command.arguments import leaves, load_yaml, read_yaml
 from app.command.checkpoints import is_newest, newest_checkpoint, read_earlier

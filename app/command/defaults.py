@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 
 from app.command.arguments import Arguments, Token
 from app.command.parser import find_class, parameters

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from app.data import ImageData

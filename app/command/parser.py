@@ -21,7 +21,7 @@ from jsonargparse import (
     set_loader,
     set_parsing_settings,
 )
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torchvision.transforms import v2

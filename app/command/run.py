@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace
+from lightning import LightningDataModule
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from app.command.arguments import leaves
 from app.command.assembly import drop_callbacks, patch, trainer_arguments

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from lightning.pytorch import Trainer
+from lightning import Trainer
 
 from app.command.checkpoints import find_checkpoint
 from app.modules.networks import title

@@ -29,7 +29,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from app.data.sources import Source, Split, SplitName, problems

@@ -14,17 +14,20 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
-from torch.utils.data.distributed import DistributedSampler
-from torch.utils.data.sampler import (
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from app.data.batches import Batches

@@ -9,8 +9,8 @@ from zlib import crc32
 
 import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt
-from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning import LightningDataModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torchvision.transforms import v2
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import psutil
 import torch
-from lightning.pytorch import Trainer
+from lightning import Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from app.system.machine import usable_cores

@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook

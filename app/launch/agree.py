@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning import Trainer
 from torch import distributed
 
 from app.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import distributed
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from app.errors import (
     CAUSES,

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning import Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from app.errors import CAUSES, EXIT_CODES, RankError, UserError
 from app.launch.failures import (

@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 
 import torch
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch import Callback, LightningModule
+from lightning import Callback, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional

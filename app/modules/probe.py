@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning import Callback
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import skip_init

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.nn.functional as F
 from jsonargparse.typing import ClosedUnitInterval, OpenUnitInterval, PositiveFloat, PositiveInt
-from lightning.pytorch import LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn

@@ -3,7 +3,7 @@
 import operator
 
 import torch
-from lightning.pytorch import Trainer
+from lightning import Trainer
 from torch import Tensor
 
 

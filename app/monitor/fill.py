@@ -5,7 +5,7 @@ import os
 import statistics
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning import LightningModule, Trainer
 
 from app.data.exact_loader import Exactness, order_of
 from app.data.module import ImageData

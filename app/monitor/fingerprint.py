@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from lightning.pytorch import Trainer
+from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichModelSummary
 from rich import get_console
 from rich.text import Text

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import distributed
 
 from app.launch.agree import gather_objects, host_group

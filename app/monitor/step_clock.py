@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook

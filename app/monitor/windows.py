@@ -3,7 +3,7 @@
 import math
 import time
 
-from lightning.pytorch import Trainer
+from lightning import Trainer
 
 from app.modules.sums import log_window
 from app.monitor.series import Series

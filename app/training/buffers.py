@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 

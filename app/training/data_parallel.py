@@ -12,9 +12,9 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parallel import gather, parallel_apply, replicate
 from torch.nn.parallel.scatter_gather import scatter_kwargs

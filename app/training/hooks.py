@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning import Callback, LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler

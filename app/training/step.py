@@ -49,7 +49,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from app.errors import UserError

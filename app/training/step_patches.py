@@ -13,12 +13,12 @@ from operator import attrgetter
 from types import MethodType
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from app.errors import UserError

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future

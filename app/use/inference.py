@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
+from lightning import LightningModule
 from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image

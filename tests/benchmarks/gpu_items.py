@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torchvision
 from harness import QUIET, ROOT, difference, free_port, losses, options, record_of, tiny
-from lightning.pytorch import Callback, Trainer
+from lightning import Callback, Trainer
 from torch import nn
 
 from app.cli import main

@@ -9,8 +9,8 @@ from statistics import mode
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning import Callback, LightningModule, Trainer
+from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
