@@ -161,6 +161,44 @@ def test_deferred_modules_work_when_used():
     in_a_new_process(EAGER + PLOTS + COMPILES)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_freed_memory_is_kept():
+    code = """
+import resource
+import numpy as np
+from app.system.program import set_up
+set_up()
+def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+np.ones(2**24)
+before = faults()
+np.ones(2**24)  # 32,768 pages
+assert faults() - before < 100
+"""
+    in_a_new_process(code)
+
+
+@SLOW
+def test_an_offline_run_imports_little_of_wandb(tmp_path):
+    code = f"""
+from app.system.program import set_up
+set_up()
+import sys
+from app.monitor.loggers import Tracker
+tracker = Tracker({str(tmp_path)!r}, "offline")
+tracker.experiment.summary.update({{"names": ["a"], "none": None}})
+assert not {{"pandas", "wandb.sdk.launch.agent"}} & set(sys.modules)
+tracker.finish()
+import pandas, wandb
+assert wandb.util.is_pandas_data_frame(pandas.DataFrame())
+assert not wandb.util.is_pandas_data_frame(["a"])
+from wandb.sdk.launch.inputs.internal import StagedLaunchInputs
+from wandb.sdk.launch import load_wandb_config, manage_config_file
+assert "wandb.sdk.launch.agent" in sys.modules and load_wandb_config.__doc__
+assert manage_config_file.__module__ == "wandb.sdk.launch.inputs.manage"
+"""
+    in_a_new_process(code)
+
+
 @SLOW
 def test_submodule_of_compiler_is_imported_first():
     code = """

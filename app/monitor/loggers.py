@@ -13,12 +13,12 @@ from typing import Any
 
 import yaml
 from jsonargparse import Namespace
+from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from app.errors import UserError, one_line
 from app.record import Record
@@ -105,6 +105,7 @@ class Tracker(WandbLogger):
             os.environ.setdefault(variable, value)
         import wandb
 
+        wandb.util.pd_available = False  # to know a DataFrame, it need not import pandas
         self.failed = self.unsent = False
         self.id = trial() or resumed or uuid.uuid4().hex[:8]
         self.mode = mode

@@ -1,9 +1,10 @@
 """Stand-ins for modules that most runs import but never use; only the program installs them.
 
-CPU seconds saved at the start of each process: torch._dynamo 1.1, torchmetrics' plots 0.4, torch's
-FLOP counter 0.1. A stand-in defines only the names that other modules read at import. Reading
-another name, or calling most of its functions, imports the real module. At an upgrade, `python -X
-importtime -m app fit` shows whether a real module is imported, and by which module.
+CPU seconds saved at the start of each process: torch._dynamo 1.1, wandb's launch module 0.7,
+torchmetrics' plots 0.4, torch's FLOP counter 0.1. A stand-in defines only the names that other
+modules read at import. Reading another name, or calling most of its functions, imports the real
+module. At an upgrade, `python -X importtime -m app fit` shows whether a real module is imported,
+and by which module.
 """
 
 import functools
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -110,10 +111,16 @@ PLOTS = _Deferred(
     _PLOT_OUT_TYPE=object,
 )
 FLOPS = _Deferred("torch.utils.flop_counter", "FlopCounterMode")
+# a run asks it for inputs of a job that this process staged, and it stages none
+LAUNCH = _Deferred("wandb.sdk.launch")
+LAUNCH.stand_ins["wandb.sdk.launch.inputs"] = {}
+LAUNCH.stand_ins["wandb.sdk.launch.inputs.internal"] = {
+    "StagedLaunchInputs": lambda: SimpleNamespace(apply=lambda run: None)
+}
 
 
 def defer_imports() -> None:
     """Install the stand-ins of modules that are not yet imported. Safe to call again."""
-    for hook in (DYNAMO, PLOTS, FLOPS):
+    for hook in (DYNAMO, PLOTS, FLOPS, LAUNCH):
         if hook.name not in sys.modules and not hook.pending:
             sys.meta_path.insert(0, hook)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch import Tensor, nn
@@ -369,7 +369,9 @@ def crops_torchvision():
 def crops_ours():
     """`--data ImageFolder --data.crop random_resized --data.flip true`: crops of mapped pixels."""
     from app.data import ImageFolder
+    from app.system.program import set_up
 
+    set_up()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         _photos(folder)
         trainer = Trainer(accelerator="cpu", barebones=True)
