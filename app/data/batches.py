@@ -23,7 +23,7 @@ from app.data.sources import Split, Workers
 from app.data.transforms import DRAW_RANGE, FLIP, Mix, draw_mix
 from app.errors import UserError
 from app.system.patches import expects
-from app.system.random_streams import own_streams, seed_of
+from app.system.random_streams import seed_host, seed_of
 
 
 def tensors(batch: Any) -> list[Tensor]:
@@ -142,27 +142,29 @@ class ReadImage:
     augment: Sequence[nn.Module] = ()
 
     def __call__(self, item: tuple[int, int]) -> Tensor:
-        """Read the image at a row, uint8 (C, H, W), and augment it with the item's seed."""
+        """Read the image at a row, uint8 (C, H, W), and augment it with the item's seed.
+
+        If there is something to draw, this seeds the global random states.
+        """
         row, seed = item
         image = self.split[row]
         if self.crop is None and not self.augment:
             return image
-        with own_streams() as restart:
-            restart(seed)
-            if self.crop is not None:
-                image = self.crop(image)
-            if self.augment:
-                # augmentations may write to the image, but a mapped split is read-only
-                image = image.clone(memory_format=torch.contiguous_format)
-            for augment in self.augment:
-                before = _described(image)
-                image = augment(image)
-                after = _described(image)
-                if after != before:
-                    raise UserError(
-                        f"--data.augment {type(augment).__name__} turns {before} into {after}: "
-                        "it must keep shape and type"
-                    )
+        seed_host(seed)
+        if self.crop is not None:
+            image = self.crop(image)
+        if self.augment:
+            # augmentations may write to the image, but a mapped split is read-only
+            image = image.clone(memory_format=torch.contiguous_format)
+        for augment in self.augment:
+            before = _described(image)
+            image = augment(image)
+            after = _described(image)
+            if after != before:
+                raise UserError(
+                    f"--data.augment {type(augment).__name__} turns {before} into {after}: "
+                    "it must keep shape and type"
+                )
         return image
 
 

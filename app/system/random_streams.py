@@ -13,6 +13,13 @@ def seed_of(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def seed_host(number: int) -> None:
+    """Seed the global random states of torch, NumPy and `random`."""
+    torch.default_generator.manual_seed(number)
+    np.random.seed(number % 2**32)
+    random.seed(number)
+
+
 @contextmanager
 def own_streams(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
     """Yield a function that seeds torch, NumPy and `random`; restore their states at the end.
@@ -27,9 +34,7 @@ def own_streams(device: torch.device | None = None) -> Iterator[Callable[[int], 
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
     def seed(number: int) -> None:
-        torch.default_generator.manual_seed(number)
-        np.random.seed(number % 2**32)
-        random.seed(number)
+        seed_host(number)
         if gpu:
             gpu.manual_seed(number)
 
