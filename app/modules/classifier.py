@@ -336,8 +336,8 @@ class ImageClassifier(LightningModule):
         """Create the optimizer and the scheduler."""
         trainer = self.trainer
         recipe = self.recipe
-        clips_scaled = trainer.precision == "16-mixed" and bool(trainer.gradient_clip_val)
-        optimizer = fastest(self.make_optimizer(), trainer.strategy.root_device, clips_scaled)
+        clips = "mixed" in trainer.precision and bool(trainer.gradient_clip_val)
+        optimizer = fastest(self.make_optimizer(), clips)
         if recipe.scheduler is not None:
             scheduler: Any = recipe.scheduler(optimizer)
         elif recipe.schedule is not None:

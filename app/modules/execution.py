@@ -103,17 +103,16 @@ def _to_channels_last(network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
     return images, *others
 
 
-def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> Optimizer:
-    """Return the optimizer with its fastest update: fused for SGD, Adam and AdamW on a GPU.
+def fastest(optimizer: Optimizer, clips: bool) -> Optimizer:
+    """Return the optimizer with its fastest update: fused for SGD, Adam and AdamW.
 
-    Keep an implementation that the user chose. A fused update does not work with gradient clipping
-    under float16's loss scaler. With any other update, this scaler synchronizes with the device
-    once per step.
+    Keep an implementation that the user chose. Lightning refuses a fused update if gradients are
+    clipped under mixed precision. With any other update, float16's loss scaler synchronizes with
+    the device once per step.
 
     Args:
         optimizer: An optimizer that has not stepped.
-        device: Device of the weights.
-        clips_scaled: Whether gradients are clipped under float16's loss scaler.
+        clips: Whether gradients are clipped under mixed precision.
     """
     cls = type(optimizer)
     groups = [dict(group) for group in optimizer.param_groups]
@@ -123,7 +122,7 @@ def fastest(optimizer: Optimizer, device: torch.device, clips_scaled: bool) -> O
             chosen = chosen or bool(group.get(name)) or group.get("fused") is False
             group.pop(name, None)
     # Adagrad is excluded, because its fused update is for CPUs only
-    if device.type == "cuda" and cls in (SGD, Adam, AdamW) and not (chosen or clips_scaled):
+    if cls in (SGD, Adam, AdamW) and not (chosen or clips):
         options = inspect.signature(cls).parameters
         defaults = {name: value for name, value in optimizer.defaults.items() if name in options}
         optimizer = cls(groups, **{**defaults, "foreach": None, "fused": True})
