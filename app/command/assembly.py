@@ -4,8 +4,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning import Callback, Trainer
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.cli import LightningArgumentParser

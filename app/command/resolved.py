@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import (
     Accelerator,
     AcceleratorRegistry,
