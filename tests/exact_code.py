@@ -14,11 +14,11 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     SequentialSampler,
     TensorDataset,
     get_worker_info,
 )
-from torch.utils.data.distributed import DistributedSampler
 
 
 def samples(count: int, seed: int) -> TensorDataset:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -18,7 +19,6 @@ from torch.utils.data import (
     TensorDataset,
     random_split,
 )
-from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from app.modules import CIFARCNN

@@ -15,8 +15,7 @@ import torchvision
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision
-from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from torch import nn

@@ -9,7 +9,7 @@ import signal
 import pytest
 from forked import fork_app
 from harness import on_cpu, record, slow, tiny
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from app.launch.failures import callstack, error_file, message_of
 

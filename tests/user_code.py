@@ -14,7 +14,7 @@ from cluster.hosts import awaited
 from lightning import Callback, LightningDataModule, LightningModule
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook

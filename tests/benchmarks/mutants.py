@@ -13,17 +13,22 @@ import argparse
 import ast
 import copy
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import Queue
 from xml.etree import ElementTree
+
+import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 MODULES = """
@@ -35,6 +40,8 @@ training/virtual_devices errors
 """
 PATHS = [f"app/{name}.py" for name in MODULES.split()]
 WORKERS = 2
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["lightning.pytorch.cli", "timm", "pandas", "matplotlib"])
 PAIRS = [
     (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE),
     (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or),
@@ -144,25 +151,39 @@ def cloned(source, folder):
     return folder
 
 
+def in_fork(place, arguments):
+    """Run pytest in a clone, in a process that has imported torch, but nothing of the clone."""
+    os.setsid()
+    log = os.open(f"{place}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(place)
+    paths = [str(place), f"{place}/tests", f"{place}/notebooks"]
+    sys.path[:0] = paths
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "REACHED": f"{place}.reached",
+        "TMPDIR": f"{place}.tmp",
+    }
+    sys.dont_write_bytecode = True
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *arguments])
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def run_tests(place, arguments, seconds):
     """Run pytest in a clone; return its exit code, negative if it hangs, and its output."""
     temporary = Path(f"{place}.tmp")
     temporary.mkdir(exist_ok=True)
-    variables = {
-        "CI": "true",
-        "PYTHONPATH": f"{place}:{place}/tests:{place}/notebooks",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "REACHED": f"{place}.reached",
-        "TMPDIR": str(temporary),
-    }
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(
-        ["timeout", "--signal=KILL", str(seconds), *pytest],
-        cwd=place, env={**os.environ, **variables},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-    )  # fmt: skip
+    process = FORKS.Process(target=in_fork, args=(place, arguments))
+    process.start()
+    process.join(seconds)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
     shutil.rmtree(temporary, ignore_errors=True)
-    return done.returncode, done.stdout
+    return process.exitcode, Path(f"{place}.log").read_text(errors="replace")
 
 
 def suite(folder):
