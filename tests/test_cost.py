@@ -248,9 +248,9 @@ def test_reads_of_the_device_by_two_processes(tmp_path):
 
 
 @SLOW
-def test_a_recipe_costs_half_a_step_at_most(calls_per_step, operations_per_step):
+def test_a_recipe_adds_400_calls_at_most(calls_per_step, operations_per_step):
     plain = calls_per_step(*LENET, *AUGMENTED)
     rich = calls_per_step(*LENET, *AUGMENTED, *RECIPE)
-    assert median(rich) <= 1.5 * median(plain)
+    assert median(rich) - median(plain) <= 400
     steps = operations_per_step(*LENET, *AUGMENTED, *RECIPE)
     assert median(step["_local_scalar_dense"] for step in steps) == 0
