@@ -1,6 +1,6 @@
 """Stand-ins for modules that most runs import but never use; only the program installs them.
 
-CPU seconds saved at the start of each process: torch._dynamo 1.1, wandb's launch module 0.7,
+CPU seconds saved at the start of each process: torch._dynamo 1.1, wandb's launch module 0.4,
 torchmetrics' plots 0.4, torch's FLOP counter 0.1. A stand-in defines only the names that other
 modules read at import. Reading another name, or calling most of its functions, imports the real
 module. At an upgrade, `python -X importtime -m app fit` shows whether a real module is imported,

@@ -167,7 +167,7 @@ def in_fork(place, arguments):
         "TMPDIR": f"{place}.tmp",
     }
     sys.dont_write_bytecode = True
-    code = pytest.main(["-q", "-p", "no:cacheprovider", *arguments])
+    code = pytest.main(["-p", "no:cacheprovider", *arguments])
     sys.stdout.flush()
     os._exit(code)
 
@@ -278,7 +278,8 @@ class Judge:
         source = file.read_text()
         while parts and row["verdict"] == "survived":
             file.write_text(mutant["text"])
-            code, out = run_tests(place, ["-n", "0", "-x", *parts[0]], 20 + 4 * self.limit)
+            arguments = ["-n", "0", "-x", *parts[0]]
+            code, out = run_tests(place, arguments, 20 + 4 * self.limit)
             file.write_text(source)
             assert "ERROR: not found" not in out, out
             if code == 0:
