@@ -232,16 +232,19 @@ def test_a_job_joins_and_is_requeued(slurm, tmp_path):
     first = slurm.submit("--nodelist=h1", "--wrap", commands["h1"], env=env)
     run = tmp_path / "x/version_0"
 
-    def parts(count):
+    def has_parts(count):
         return len(Record.load(run / "run.json").parts) >= count
 
-    awaited(lambda: (run / "checkpoints/best.ckpt").exists(), 240, lambda: slurm.output(first))
+    def outputs():
+        return slurm.output(first) + slurm.output(second)
+
+    awaited((run / "checkpoints/best.ckpt").exists, 240, lambda: slurm.output(first))
     second = slurm.submit("--nodelist=h2", "--requeue", "--wrap", commands["h2"], env=env)
-    awaited(lambda: parts(1), 120, lambda: slurm.output(second))
+    awaited(lambda: has_parts(1), 240, outputs)
     slurm.run("scontrol", "requeue", second)
-    awaited(lambda: parts(2), 240, lambda: slurm.output(second))
+    awaited(lambda: has_parts(2), 240, outputs)
     slurm.start_again(second)
-    awaited(lambda: parts(3), 120, lambda: slurm.output(second))
+    awaited(lambda: has_parts(3), 240, outputs)
     slurm.run("scancel", first)
     slurm.reaches(first, "CANCELLED")
     assert [part.error for part in Record.load(run / "run.json").parts] == [

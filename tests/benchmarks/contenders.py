@@ -181,7 +181,6 @@ def overhead_stock():
 
 
 overhead_ours = ours(TINY)
-overhead_ours_fast = ours(f"--config configs/fast.yaml {TINY}")
 
 
 LENET = f"""

@@ -23,7 +23,7 @@ CORES = len(os.sched_getaffinity(0))
 # -------------------------------------------
 
 ITEMS = {
-    "overhead": (1, "overhead_raw overhead_stock overhead_ours overhead_ours_fast"),
+    "overhead": (1, "overhead_raw overhead_stock overhead_ours"),
     "lenet": (CORES, "lenet_raw lenet_ours"),
     "start": (CORES, "start_import start_ours start_quickstart"),
     "ddp": (1, "ddp_raw ddp_ours"),
