@@ -176,7 +176,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     word = last_part(name)
     if name.startswith("--"):
         word = last_part(SYNONYMS.get(word, word))
-    for match in difflib.get_close_matches(word, map(last_part, names), 1):
+    for match in difflib.get_close_matches(word, map(last_part, names)):
         near = [name for name in names if last_part(name) == match]
         return f": did you mean {' or '.join(near[:3])}?"
     return ""

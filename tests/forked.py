@@ -17,8 +17,6 @@ from harness import App, newest_run
 
 from app.launch.process import STARTER
 
-Signal = tuple[int, float] | None  # number of a signal, and the seconds after which it is sent
-
 
 class Forked:
     """Command in a fork, with the part of `Popen`'s interface that `run_fit` uses."""

@@ -218,9 +218,6 @@ def digest(run):
     return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in values)).hexdigest()
 
 
-Trained = Path | dict[str, torch.Tensor]  # a run or a checkpoint, or its weights
-
-
 def difference(first, second):
     """Return the largest absolute difference between the weights of two models."""
     a, b = (weights(model) if isinstance(model, Path) else model for model in (first, second))

@@ -31,7 +31,7 @@ def made_up(*rows):
         "data_ms": 1.0,
         "communication_ms": 1.0,
         "optimizer_ms": 1.0,
-        "rest_ms": 1.0,
+        "rest_ms": 0.5,
         "forward_backward_ms": 20.0,
         "launch_ms": 10.0,
     }

@@ -113,6 +113,8 @@ def test_best_checkpoint_of_a_moved_run(tmp_path):
     assert checkpoint_of(tmp_path) == folder / "best.ckpt"
     assert checkpoint_of(tmp_path, resumes=True) == folder / LAST
     assert read_earlier(tmp_path / "none.json") == Record()
+    with pytest.raises(UserError, match=r"bets.ckpt: .*: did you mean .*/best.ckpt\?$"):
+        find_checkpoint(str(folder / "bets.ckpt"), [], "", "")
     for name in (PREVIOUS, "best.ckpt"):
         (folder / name).write_bytes(b"")
     with pytest.raises(UserError, match=f"best.ckpt: .*: use {folder}/epoch=3.ckpt"):
@@ -264,6 +266,7 @@ def test_without_validation_no_metric_is_monitored(batches, monitor, monkeypatch
     monkeypatch.setattr("app.command.checkpoints.rank_zero_info", Mock())
     callback = RunCheckpoint(monitor="val_loss")
     callback.on_train_start(Mock(num_val_batches=batches), Mock())
+    assert callback._last_time_checked, "an interval of time begins now"
     assert callback.monitor == monitor
     assert checkpoints.rank_zero_info.called == (monitor is None)
 

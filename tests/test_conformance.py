@@ -143,6 +143,11 @@ class StatefulData(TheirData):
     state_dict = Stateful.state_dict
 
 
+class NoBatch(StatefulData):
+    def train_dataloader(self):
+        return DataLoader([None, *super().train_dataloader()], batch_size=None)
+
+
 class OwnLoaders(Plain):
     """Module that needs no data module."""
 
@@ -352,6 +357,7 @@ CASES = {
     "outputs in a dictionary": {"model": Dict, "accumulate_grad_batches": 2},
     "a step that is skipped": {"model": Skips},
     "an epoch that is ended": {"model": EndsEpoch},
+    "a batch that is None": {"data": NoBatch},
     "a loss that changes": {"model": KeepsLoss},
     "no batch_idx": {"model": TakesNoIndex},
     "LBFGS": {"model": LBFGS},

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import QUIET, SLOW, last_of, options, record_of
+from harness import QUIET, SLOW, options, record_of
 from lightning.fabric.plugins.environments import LightningEnvironment
 from PIL import Image
 
@@ -113,16 +113,6 @@ def test_fashion_mnist(fashion_root, fit):
     config = ["--config=configs/fashion_mlp.yaml", "--model.repeats=1"]
     run = fit(*config, f"--data.root={fashion_root}", *TWO_STEPS)
     assert (run / "most_wrong.png").stat().st_size > 1000
-
-
-@SLOW
-def test_prediction_of_a_test_split_has_its_labels(image_root, app, fit):
-    flags = folder(image_root)
-    run = fit(*flags, *TWO_STEPS)
-    app("predict", *flags, "--ckpt_path", last_of(run))
-    head, *rows = (run / "predict_1/predictions.csv").read_text().splitlines()
-    assert head == "file,predicted,name,probability,label"
-    assert len(rows) == 12
 
 
 @pytest.mark.parametrize(

@@ -442,6 +442,4 @@ def test_the_version_is_one():
     version = PYPROJECT["project"]["version"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert version == app.__version__ == citation["version"]
-    assert citation["cff-version"] == "1.2.0"
-    assert {"title", "authors", "message", "date-released"} <= citation.keys()
     assert f"## [{version}] - {citation['date-released']}" in (ROOT / "CHANGELOG.md").read_text()

@@ -291,6 +291,13 @@ def test_published_weights(app, tmp_path, monkeypatch):
     assert "Weights of DEFAULT: 50 tensors loaded, classifier.1 starts anew" in out
 
 
+def test_weights_of_timm_go_by_its_names(monkeypatch):
+    timm = Mock()
+    monkeypatch.setattr("app.modules.weights.import_timm", lambda _: timm)
+    read_weights("DEFAULT", "timm/resnet18")
+    timm.create_model.assert_called_once_with("resnet18", pretrained=True)
+
+
 def test_the_images_of_published_weights():
     """Image settings of published weights, such as mean and size, are known without a download."""
     known = image_settings("DEFAULT", "resnet50")

@@ -387,7 +387,7 @@ def test_a_value_of_a_rank(tmp_path):
 
 
 def test_an_integer_that_differs_between_shards(app):
-    flags = tiny(40, 8, "user_code.CountsLabels", max_epochs=1, virtual_devices=2)
+    flags = tiny(40, 8, "user_code.CountsLabels", max_steps=1, virtual_devices=2)
     message = (
         "training_step sets the buffer seen, of torch.int64, to different values on the shards"
     )

@@ -300,7 +300,7 @@ class RunRecord(Callback):
                 row,
                 trainer.max_epochs,
                 is_best=row is self.record.best_epoch,
-                memory=max(device.allocated_gib or device.host_rss_gib or 0 for device in devices),
+                memory=max(device.allocated_gib or device.host_rss_gib for device in devices),
                 left=self.windows.time_left(trainer),
             )
             print(line, flush=True)

@@ -127,7 +127,7 @@ class DeviceMemory:
     allocated_gib: Float | None = None
     reserved_gib: Float | None = None
     in_use_gib: Float | None = None
-    host_rss_gib: Float | None = None
+    host_rss_gib: Float = 0.0
     total_gib: Float | None = None
 
 

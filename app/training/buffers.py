@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from lightning import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
 
 from app.system.patches import expects
 
@@ -15,8 +14,7 @@ class Buffers:
     """Buffers of a module that a forward pass may change, such as BatchNorm's running statistics.
 
     Args:
-        module: The module. The states of its metrics are excluded, because they accumulate over
-            shards.
+        module: The module. The states of its metrics, which accumulate over shards, are no buffers.
 
     Attributes:
         names: Names of the buffers, such as `network.bn1.running_mean`.
@@ -26,8 +24,6 @@ class Buffers:
         self.names: list[str] = []
         self._owners: list[tuple[torch.nn.Module, str]] = []
         for prefix, owner in module.named_modules():
-            if isinstance(owner, Metric):
-                continue
             for name, _ in owner.named_buffers(recurse=False):
                 self.names.append(f"{prefix}.{name}".lstrip("."))
                 self._owners.append((owner, name))

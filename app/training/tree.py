@@ -139,5 +139,4 @@ def exchange(
         for work in distributed.batch_isend_irecv(operations):
             work.wait()
     for rank, tensor in received.items():
-        if buffers[rank] is not tensor:
-            tensor.copy_(buffers[rank])
+        tensor.copy_(buffers[rank])  # does nothing if they are one

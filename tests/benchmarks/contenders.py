@@ -311,9 +311,7 @@ loader_lightning = ours(f"{ORDINARY} --run.loader lightning")
 loader_exact = ours(ORDINARY)
 shards_plain = ours(f"{SHARDED} {TWO}")
 shards_ours = ours(f"{SHARDED} {TWO} --run.virtual_devices 8")
-# without and with a copy of the state after each step
-live_off = shards_ours
-live_on = ours(f"{SHARDED} {TWO} --run.virtual_devices 8 --cluster.live true")
+live = ours(f"{SHARDED} {TWO} --run.virtual_devices 8 --cluster.live true")
 one_plain = ours(SHARDED)
 one_ours = ours(f"{SHARDED} --run.virtual_devices 1")
 

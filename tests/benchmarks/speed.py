@@ -29,7 +29,7 @@ ITEMS = {
     "ddp": (1, "ddp_raw ddp_ours"),
     "loader": (1, "loader_lightning loader_exact"),
     "shards": (1, "shards_plain shards_ours"),
-    "live": (1, "live_off live_on"),
+    "live": (1, "shards_ours live"),
     "one": (CORES, "one_plain one_ours"),
     "crops": (1, "crops_torchvision crops_ours"),
 }

@@ -127,7 +127,7 @@ def _figures(record: Record) -> dict[str, Any]:
     gib = []
     percent = []
     for peak in record.peak_memory:
-        used = peak.allocated_gib or peak.host_rss_gib or 0.0
+        used = peak.allocated_gib or peak.host_rss_gib
         gib.append(used)
         percent.append(100 * used / (peak.total_gib or math.nan))
     if gib:
