@@ -159,12 +159,17 @@ def test_workers_end_after_a_stage():
 
 
 @pytest.mark.parametrize(
-    ("one_by_one", "batches"), [(False, [[0, 1, 2, 3, 4]]), (True, [[0, 1], [2, 3], [4]])]
+    ("one_by_one", "ranks", "batches"),
+    [
+        (False, 1, [[0, 1, 2, 3, 4]]),
+        (True, 1, [[0, 1], [2, 3], [4]]),
+        (True, 2, [[0, 1], []]),  # the other rank has two shards
+    ],
 )
-def test_shards_of_an_evaluation(one_by_one, batches):
+def test_shards_of_an_evaluation(one_by_one, ranks, batches):
     rows = torch.arange(5)
     split = Split(torch.zeros(5, 1, 2, 2, dtype=torch.uint8), rows)
-    order = ImageOrder(rows, batch_size=5, virtual_devices=3)
+    order = ImageOrder(rows, batch_size=5, virtual_devices=3, world_size=ranks)
     loader = GlobalBatches(order, HostReader(split, rows), one_by_one=one_by_one)
     assert [loader.samples(index).tolist() for index in range(len(loader))] == batches
 

@@ -266,7 +266,7 @@ def test_without_validation_no_metric_is_monitored(batches, monitor, monkeypatch
     monkeypatch.setattr("app.command.checkpoints.rank_zero_info", Mock())
     callback = RunCheckpoint(monitor="val_loss")
     callback.on_train_start(Mock(num_val_batches=batches), Mock())
-    assert callback._last_time_checked, "an interval of time begins now"
+    assert callback._last_time_checked  # an interval of time begins now
     assert callback.monitor == monitor
     assert checkpoints.rank_zero_info.called == (monitor is None)
 

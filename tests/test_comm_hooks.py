@@ -1,6 +1,7 @@
 """Communication of gradients: ring, hooks on a CPU, strategies' options, rejected settings."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from forked import fork_app, fork_fit
 from harness import difference, on_cpu, options, record_of, refusals, slow, tiny
 
 from app.command.configuration import resolve
-from app.training.comm_hooks import ring_all_reduce
+from app.training.comm_hooks import ring_all_reduce, ring_hook
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 SMALL = tiny(72, 16, val_size=8)
@@ -52,6 +53,8 @@ def rings(rank, store, is_staged):
             assert total == 2 * (world - 1) * mine.nbytes
             if length % world == 0:
                 assert sent == 2 * (world - 1) * mine.nbytes // world
+    bucket = SimpleNamespace(buffer=lambda: torch.full((3,), float(rank)))
+    assert ring_hook(None, bucket).wait().tolist() == [3.5] * 3
     dist.destroy_process_group()
 
 

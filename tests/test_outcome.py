@@ -8,8 +8,9 @@ from exact_code import Linear, Ordinary
 from lightning import LightningModule
 
 from app.command import outcome
-from app.command.outcome import can, exit_code, stopped_by
+from app.command.outcome import can, end_early, exit_code, stopped_by
 from app.data import ImageData
+from app.errors import ExitStatus
 from app.launch.cluster_environment import OWN_AGENT, Launched
 from app.launch.elastic import STOPPED
 from app.launch.spawn import SpawnLauncher
@@ -94,3 +95,9 @@ def test_closing_lines(record, stage, monkeypatch, capsys):
     except ValueError:
         outcome.close(*arguments)
     assert outcome.end_undisturbed.called
+
+
+def test_end_of_a_run_whose_ranks_died(tmp_path):
+    Record().save(tmp_path / "run.json")
+    end_early(str(tmp_path), ExitStatus(1, "failed", "rank 1 died"))
+    assert Record.load(tmp_path / "run.json").error == "rank 1 died"

@@ -40,7 +40,7 @@ SMALLER = {
 def test_max_steps_within_an_epoch(steps, fit):
     is_available = torch.accelerator.is_available
     assert record_of(fit(*tiny(40, 8), *options(max_steps=steps, test=False)))["steps"] == steps
-    assert torch.accelerator.is_available is is_available, "as before the run"
+    assert torch.accelerator.is_available is is_available
 
 
 def test_only_a_single_process_skips_a_step():

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from app.lab.verify import same_training
 from app.lab.verify.causes import Case, Cause, causes
-from app.lab.verify.differences import Difference, Recorded, differences, effect, first_bits
+from app.lab.verify.differences import EXACT, Difference, Recorded, differences, effect, first_bits
 from app.lab.verify.proof import Prover, Settings
 from app.lab.verify.recording import FOLDER, contents, singles, tensors
 from app.lab.verify.verdict import Result, Verdict
@@ -323,17 +323,31 @@ CHANGES = [  # rank, its facts, and differences
 ]
 
 
+def recorded(folder, *ranks):
+    """Return the recording of a run from the facts of its ranks."""
+    (folder / FOLDER).mkdir(parents=True)
+    for rank, facts in enumerate(ranks):
+        torch.save(facts, folder / FOLDER / f"rank_{rank}.pt")
+    return Recorded(folder)
+
+
 @pytest.mark.parametrize(("rank", "facts", "expected"), CHANGES)
 def test_differences_by_hand(rank, facts, expected, tmp_path):
+    ranks = [RANK, RANK]
+    reference = recorded(tmp_path / "reference", *ranks)
+    ranks[rank] = facts
+    found = differences(reference, recorded(tmp_path / "variant", *ranks))
+    assert reference.first_epoch == {"a": 4, "b": 4}
+    assert {column: str(place) for column, place in found.items()} == expected
+
+
+@pytest.mark.parametrize(("weight", "differs"), [(1 + 1e-9, True), (1 + 1e-11, False)])
+def test_rounding_in_float64(weight, differs, tmp_path):
     runs = []
-    for name, changed in (("reference", RANK), ("variant", facts)):
-        folder = tmp_path / name / FOLDER
-        folder.mkdir(parents=True)
-        torch.save(changed if rank == 0 else RANK, folder / "rank_0.pt")
-        torch.save(changed if rank == 1 else RANK, folder / "rank_1.pt")
-        runs.append(Recorded(tmp_path / name))
-    assert runs[0].first_epoch == {"a": 4, "b": 4}
-    assert {column: str(place) for column, place in differences(*runs).items()} == expected
+    for value in (1.0, weight):
+        weights = torch.tensor([value], dtype=torch.float64)
+        runs.append(recorded(tmp_path / str(value), RANK | {"weights": {"w": weights}}))
+    assert ("weights" in differences(*runs, EXACT)) == differs
 
 
 def test_effect_by_hand():
@@ -348,11 +362,9 @@ def test_effect_by_hand():
 def test_gradients_of_zero(norm, differs, tmp_path):
     """If all are 0, the tolerance is that of a norm of 1."""
     runs = []
-    for number, value in enumerate((0.0, norm)):
-        folder = tmp_path / str(number) / FOLDER
-        folder.mkdir(parents=True)
-        torch.save(RANK | {"steps": [STEP | {"gradients": {"w": value}}]}, folder / "rank_0.pt")
-        runs.append(Recorded(folder.parent))
+    for value in (0.0, norm):
+        step = STEP | {"gradients": {"w": value}}
+        runs.append(recorded(tmp_path / str(value), RANK | {"steps": [step]}))
     assert ("gradients" in differences(*runs)) == differs
 
 
@@ -368,9 +380,7 @@ def test_gradients_of_zero(norm, differs, tmp_path):
     ],
 )
 def test_recorded_columns(steps, column, has, tmp_path):
-    (tmp_path / FOLDER).mkdir()
-    torch.save(RANK | {"steps": steps}, tmp_path / FOLDER / "rank_0.pt")
-    assert Recorded(tmp_path).has(column) == has
+    assert recorded(tmp_path, RANK | {"steps": steps}).has(column) == has
 
 
 def test_first_different_bits_by_hand():
