@@ -127,7 +127,7 @@ def test_kills(what, kills, images, theirs, tmp_path):
 
 def await_ranks(run, ranks):
     """Wait until a part of the run on this many ranks has begun, or the run has ended."""
-    awaited(lambda: run.record.get("world_size") == ranks or run.process.poll() is not None, 120)
+    awaited(lambda: run.record.get("world_size") == ranks or run.process.poll() is not None, 300)
 
 
 LONG = [*IMAGES, "--trainer.max_epochs=-1", "--model.schedule=null", "--model.warmup=0"]
