@@ -24,9 +24,11 @@ def connecting() -> Iterator[None]:
     """Note the connections that the block opens as those of a process group."""
     global _before
     _before = _connections()
-    yield
-    _groups.update(_connections() - _before)
-    _before = None
+    try:
+        yield
+    finally:  # or else, `disconnect` would later close connections that are not a group's
+        _groups.update(_connections() - _before)
+        _before = None
 
 
 def disconnect() -> None:
