@@ -26,7 +26,7 @@ def connecting() -> Iterator[None]:
     _before = _connections()
     try:
         yield
-    finally:  # or else, `disconnect` would later close connections that are not a group's
+    finally:  # otherwise, `disconnect` would also close the connections that are opened later
         _groups.update(_connections() - _before)
         _before = None
 
