@@ -2,12 +2,14 @@
 
 import atexit
 import gc
+import os
 import pickle
 import signal
 import struct
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -44,9 +46,16 @@ def drawn():
     """Draw pictures and reports; tests without this fixture leave them empty."""
 
 
+@pytest.fixture
+def own_environment():
+    """Undo what a test and its runs change in the environment, which later runs would inherit."""
+    with patch.dict(os.environ):
+        yield
+
+
 @pytest.fixture(autouse=True)
-def environment(request, monkeypatch):
-    """Use one thread per process and no tracker; unset variables that earlier tests may set."""
+def environment(own_environment, request, monkeypatch):
+    """Use one thread per process and no tracker."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
         leave_undrawn(monkeypatch.setattr)
@@ -54,18 +63,6 @@ def environment(request, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     # deterministic runs need it; set for every test, because cuBLAS reads it only once per process
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    for name in (
-        "APP_DEBUG",
-        "APP_TRUST",
-        "PL_GLOBAL_SEED",
-        "LOCAL_RANK",
-        "RANK",
-        "WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["app"])
     # a shell's background job ignores SIGINT, and child processes would inherit this
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
