@@ -14,7 +14,7 @@ from app.command.configuration import resolve
 from app.training.comm_hooks import ring_all_reduce, ring_hook
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-SMALL = tiny(72, 16, val_size=8)
+SMALL = tiny(72, val_size=8)
 CPU = ["--trainer.accelerator=cpu", "--trainer.devices=2"]
 
 

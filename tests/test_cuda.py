@@ -20,7 +20,7 @@ from app.system import machine
 from app.training import DDP, DataParallelStrategy
 from app.training.data_parallel import Replica
 
-SMALL = tiny(72, 16, val_size=8)
+SMALL = tiny(72, val_size=8)
 CPU = ["--trainer.accelerator=cpu"]
 
 

@@ -56,7 +56,7 @@ ALL = [
 )
 def test_end_of_a_rank_ends_the_run(strategy, stage, end, tmp_path):
     """The last rank ends at a stage. Another one ends at once, too, despite a long timeout."""
-    flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy, root=tmp_path)]
+    flags = [*tiny(max_epochs=2), *on_cpu(strategy, root=tmp_path)]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
     code, out = fork_app.run("fit", *flags, f"--trainer.callbacks.way={end}", timeout=100)
     expected, pattern = ENDS[end]

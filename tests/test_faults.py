@@ -41,7 +41,7 @@ from app.data import CIFAR10, FashionMNIST, ImageFolder
 from app.errors import UserError
 
 pytestmark = [SLOW, pytest.mark.usefixtures("drawn")]
-FIT = tiny(700, 16, test=False)
+FIT = tiny(700, test=False)
 SHORT = [*FIT, *options(max_epochs=1, strategy="ddp", devices=2)]
 SAVES = ["--last_checkpoint.every_n_train_steps=3", "--trainer.log_every_n_steps=5"]
 

@@ -261,7 +261,7 @@ MANY = [("auto", "test"), *(slow(*case) for case in STAGES)]
 @pytest.mark.parametrize(("strategy", "stage"), MANY)
 def test_first_of_many_signals_ends_run(strategy, stage, tmp_path):
     """The first of 300 SIGTERMs ends the run in order; the others do not disturb the end."""
-    flags = [*tiny(64, 16, max_epochs=2), *on_cpu(strategy), "--run.root", tmp_path]
+    flags = [*tiny(max_epochs=2), *on_cpu(strategy), "--run.root", tmp_path]
     flags += ["--trainer.callbacks+=dying_code.Ends", f"--trainer.callbacks.stage={stage}"]
     code, out = fork_app.run(
         "fit", *flags, "--trainer.callbacks.way=many SIGTERM", "--trainer.callbacks.rank=0"

@@ -39,7 +39,7 @@ SMALLER = {
 @pytest.mark.parametrize("steps", [1, 2])
 def test_max_steps_within_an_epoch(steps, fit):
     is_available = torch.accelerator.is_available
-    assert record_of(fit(*tiny(40, 8), *options(max_steps=steps, test=False)))["steps"] == steps
+    assert record_of(fit(*tiny(40, 8, max_steps=steps, test=False)))["steps"] == steps
     assert torch.accelerator.is_available is is_available
 
 
@@ -99,7 +99,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name, fit):
-    flags = tiny(103, 16, accelerator="cpu", max_epochs=2, log_every_n_steps=3)
+    flags = tiny(103, accelerator="cpu", max_epochs=2, log_every_n_steps=3)
     assert_alike_by_command(fit, *flags, *VARIANTS[name])
 
 
@@ -136,7 +136,7 @@ class Pickles(Callback):
             assert copy.current_epoch == 1
 
 
-SMALL = tiny(64, 16)
+SMALL = tiny()
 PICKLED = {
     "all callbacks": [*SMALL, *RECIPE, "--run.wandb=offline"],
     "Lightning's loop": [*SMALL, *options(loop="lightning")],
@@ -154,7 +154,7 @@ def test_trainer_can_be_pickled(name, fit):
 
 @SLOW
 def test_two_processes_accumulate(tmp_path):
-    flags = tiny(203, 16, log_every_n_steps=3, accumulate_grad_batches=2, max_epochs=2, test=False)
+    flags = tiny(203, log_every_n_steps=3, accumulate_grad_batches=2, max_epochs=2, test=False)
     flags += on_cpu("ddp_fork")
     straight = fork_fit(tmp_path, *flags)
     assert_same_run(straight, fork_fit(tmp_path, *flags, "--trainer.profiler=simple"))

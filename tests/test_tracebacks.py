@@ -4,7 +4,7 @@ import pytest
 from forked import fork_app
 from harness import ROOT, on_cpu, refusals, slow, tiny
 
-SMALL = tiny(64, 16, test=False, max_epochs=1, accelerator="cpu")
+SMALL = tiny(test=False, max_epochs=1, accelerator="cpu")
 V2 = "--data.augment torchvision.transforms.v2."
 CROP = f"{V2}RandomCrop --data.augment.size 64"
 TOO_LARGE = (
