@@ -5,12 +5,11 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import yaml
+from cluster.slurm import PATH
 from forked import ForkServer
 from harness import QUIET, ROOT, SLOW, free_port, options, output_of, record, record_of, tiny
 from packaging.specifiers import SpecifierSet
@@ -27,13 +26,12 @@ def run_nodes(command, variables):
         AssertionError: When a command fails.
         TimeoutExpired: When a command does not end in time.
     """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with ThreadPoolExecutor(len(variables)) as pool:
         nodes = [
             pool.submit(
                 subprocess.run, command, cwd=ROOT, timeout=100, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env={**os.environ, "PATH": path, **environment},
+                env={**os.environ, **PATH, **environment},
             )
             for environment in variables
         ]  # fmt: skip

@@ -28,7 +28,7 @@ Process = subprocess.Popen[str]
 
 def fit(host, *flags, launcher=None, env=None):
     return host.start(
-        *(launcher or [str(BIN / "python")]), "-m", "app", "fit", *STEPS, *map(str, flags), env=env
+        *(launcher or [sys.executable]), "-m", "app", "fit", *STEPS, *map(str, flags), env=env
     )
 
 

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ SHAPE = ["--gres=none", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
 TWO = [*SHAPE, "--ntasks-per-node=1"]
 STEPS = tiny(203, 20, flip=True, accelerator="cpu", log_every_n_steps=1, test=False)
 EXACT = ["--trainer.precision=64-true"]
-PATH = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
 @pytest.fixture
@@ -40,7 +38,7 @@ def submit(slurm, root, *flags, shape=TWO, epochs=24, **env):
         root,
         f"--trainer.max_epochs={epochs}",
         *flags,
-        env={**PATH, **env},
+        env=env,
     )
 
 
@@ -137,11 +135,11 @@ def test_mismatched_tasks_fail_at_once(slurm, tmp_path):
     )
     unequal = "srun started 2 node(s) of 2 process(es), but the run is --trainer.num_nodes 2 of 4"
     command = shlex.join(["srun", *fit, "--trainer.devices=4"])
-    job = slurm.submit(*SHAPE, "--wrap", command, env=PATH)
+    job = slurm.submit(*SHAPE, "--wrap", command)
     ends(slurm, job, "FAILED")
     assert unequal in slurm.output(job)
     session = ["salloc", "--nodes=2", "--ntasks-per-node=2"]
-    out = slurm.run(*session, "sh", "-c", f"{shlex.join(fit)}; test $? = 2", env=PATH, timeout=200)
+    out = slurm.run(*session, "sh", "-c", f"{shlex.join(fit)}; test $? = 2", timeout=200)
     assert alone in out
     assert not list(tmp_path.glob("LeNet-Synthetic/version_*"))
     once = shlex.join([*fit, "--trainer.max_epochs=1"])
@@ -151,8 +149,8 @@ def test_mismatched_tasks_fail_at_once(slurm, tmp_path):
     shell = f"srun --overlap --nodes=1 --ntasks=1 {once} --trainer.devices 2 --trainer.strategy ddp"
     # imitate sites where salloc opens its shell on a compute node
     on_node = f"srun --interactive --preserve-env {shlex.join(fit)}; test $? = 2"
-    out = slurm.run(*session, "sh", "-c", f"{steps} && {shell}", env=PATH, timeout=280)
-    assert alone in slurm.run(*session, "sh", "-c", on_node, env=PATH, timeout=200)
+    out = slurm.run(*session, "sh", "-c", f"{steps} && {shell}", timeout=280)
+    assert alone in slurm.run(*session, "sh", "-c", on_node, timeout=200)
     assert [record(tmp_path, version)["world_size"] for version in range(3)] == [2, 2, 2], out
     assert len(list(tmp_path.glob("LeNet-Synthetic/version_*"))) == 3
 

@@ -1,6 +1,7 @@
 """A real SLURM on one machine: slurmctld and munged on `ctl`, slurmd on h1 to h4."""
 
 import os
+import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import psutil
 import pytest
 from cluster.hosts import Network, awaited, place_for_hosts
 
+PATH = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 NODES = ("h1", "h2", "h3", "h4")
 SETTINGS = """\
 ClusterName=test
@@ -70,8 +72,8 @@ class Slurm:
             return []
 
     def run(self, *command, timeout=60, env=None):
-        """Run a command on `ctl`, check that it succeeds, and return its output."""
-        return self.ctl.run(*command, timeout=timeout, env={**(env or {}), **self.conf})
+        """Run a command on `ctl` with this Python's folder in PATH, and return its output."""
+        return self.ctl.run(*command, timeout=timeout, env={**PATH, **(env or {}), **self.conf})
 
     def submit(self, *command, env=None):
         """Submit a job with this process's environment, and return its id."""
