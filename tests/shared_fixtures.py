@@ -48,21 +48,23 @@ def drawn():
 
 @pytest.fixture
 def own_environment():
-    """Undo what a test and its runs change in the environment, which later runs would inherit."""
-    with patch.dict(os.environ):
+    """Use one thread per process and no tracker, and undo what runs change in the environment."""
+    with patch.dict(
+        os.environ,
+        OMP_NUM_THREADS="1",
+        WANDB_MODE="disabled",
+        # deterministic runs need it; set for every test, as cuBLAS reads it only once per process
+        CUBLAS_WORKSPACE_CONFIG=":4096:8",
+    ):
         yield
 
 
 @pytest.fixture(autouse=True)
-def environment(own_environment, request, monkeypatch):
-    """Use one thread per process and no tracker."""
+def process(own_environment, request, monkeypatch):
+    """Set the state of the test's process, and undo it afterwards."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
         leave_undrawn(monkeypatch.setattr)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    # deterministic runs need it; set for every test, because cuBLAS reads it only once per process
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(sys, "argv", ["app"])
     # a shell's background job ignores SIGINT, and child processes would inherit this
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

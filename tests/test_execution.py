@@ -159,6 +159,8 @@ REFUSED = {
     "--model.optimizer SGD --model.optimizer.fused true --model.optimizer.foreach true": (
         "SGD: `fused` and `foreach` cannot be `True` together."
     ),
+    "--model.optimizer SGD --model.optimizer.fused true --trainer.gradient_clip_val 1 "
+    "--trainer.precision bf16-mixed": "a fused optimizer cannot clip gradients under mixed",
     "--model.compile fast": "--model.compile fast",
 }
 

@@ -161,13 +161,14 @@ def test_parameter_groups():
 
 
 def test_a_resumed_run_of_another_length_follows_its_own_schedule(fit):
-    flags = [*QUICK, *options(log_every_n_steps=1)]
-    flags += ["--model.schedule=linear", "--model.optimizer.lr=1e-3"]
+    flags = [*QUICK, "--model.schedule=linear", "--model.optimizer.lr=1e-3"]
+    flags += options(log_every_n_steps=1)
     fit(*flags)
     run = fit(*flags, *options(max_epochs=3), "--ckpt_path=last")
     rates = pd.read_csv(run / "metrics.csv").groupby("step")["lr-SGD"].first().dropna()
     falling = [1 - step / 3 for step in range(3)] + [1 - step / 9 for step in range(3, 9)]
     assert rates.tolist() == pytest.approx([1e-3 * rate for rate in falling])
+    assert record_of(fit(*flags, "--trainer.limit_train_batches=0"))["steps"] == 0
 
 
 def test_schedules_by_hand():

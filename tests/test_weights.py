@@ -23,8 +23,7 @@ from app.modules.weights import image_settings, load_weights, read_weights
 
 def test_weights_of_a_run_with_another_number_of_classes(app, fit, tmp_path):
     folder = draw_images(tmp_path / "images", ("cat", "dog"), train=12)
-    flags = ["--data=ImageFolder", f"--data.root={folder}", "--model=ImageClassifier"]
-    flags += ["--model.network=resnet18_cifar"]
+    flags = ["--data=ImageFolder", f"--data.root={folder}", "--model=resnet18_cifar"]
     flags += options(max_epochs=1, test=False, accelerator="cpu")
     first = fit(*flags, *options(size=12, resize=16, mean=[0.4, 0.5, 0.6], name="first"))
     draw_images(folder, ("eel",), train=12)

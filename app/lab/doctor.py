@@ -154,8 +154,7 @@ def _self_test(show: Callable[[str], None]) -> Iterator[Check]:
         name = f"{strategy} x{devices}"
         show(f"one step: {name}")
         flags = [f"--trainer.strategy={strategy}", f"--trainer.devices={devices}"]
-        check = _trained(name, run_fit([*ONE_STEP, *flags], LONGEST), losses)
-        yield check
+        yield _trained(name, run_fit([*ONE_STEP, *flags], LONGEST), losses)
         if not losses:
             return  # the other strategies would fail, too
 

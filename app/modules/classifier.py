@@ -340,7 +340,8 @@ class ImageClassifier(LightningModule):
         optimizer = fastest(self.make_optimizer(), clips)
         if recipe.scheduler is not None:
             scheduler: Any = recipe.scheduler(optimizer)
-        elif recipe.schedule is not None:
+        # a run of no batches has no steps to schedule
+        elif recipe.schedule is not None and trainer.limit_train_batches:
             trainer.fit_loop.setup_data()  # sets num_training_batches
             steps = trainer.estimated_stepping_batches
             epoch = trainer.num_training_batches / trainer.accumulate_grad_batches

@@ -166,9 +166,14 @@ def complaint(error: Exception) -> str | None:
             reason = f"{type(error).__name__}: {message[:200]}"
             return f"--ckpt_path: the checkpoint cannot be restored ({reason}): give another one"
     if frames and "/lightning/pytorch/" in frames[-1].filename:
-        for name in re.findall(r"`(\w+)`", str(error)):
+        for name in re.findall(r"`(\w+)`", message):
             if name in inspect.signature(Trainer).parameters:
                 return f"--trainer.{name}: {message}"
+    if "'fused' optimizer" in message:
+        return (
+            "a fused optimizer cannot clip gradients under mixed precision: leave out "
+            "--model.optimizer.fused or --trainer.gradient_clip_val"
+        )
     return None
 
 
