@@ -15,8 +15,11 @@ _before: set[tuple] | None = None  # connections before the block that opens mor
 
 
 def _connections() -> set[tuple]:
-    rows = psutil.Process().net_connections("tcp")
-    return {(row.fd, row.laddr, row.raddr) for row in rows if row.raddr}
+    return {
+        (row.fd, row.laddr, row.raddr)
+        for row in psutil.Process().net_connections("tcp")
+        if row.raddr
+    }
 
 
 @contextmanager
@@ -33,11 +36,12 @@ def connecting() -> Iterator[None]:
 
 def disconnect() -> None:
     """Close the process groups' connections, so that collective calls fail on both sides."""
+    before = _before  # another thread may end its block meanwhile, and note connections
     now = _connections()
     ours = _groups & now
-    if _before is not None:
-        ours |= now - _before
-    _groups.clear()
+    if before is not None:
+        ours |= now - before
+    _groups.difference_update(ours)
     for descriptor, *_ in ours:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
