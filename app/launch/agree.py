@@ -15,7 +15,7 @@ from app.errors import UserError
 from app.launch.cluster_environment import launch_id
 from app.launch.rendezvous import Deadline, host_store, reach_store
 from app.system.addresses import use_interface_to, use_loopback
-from app.system.connections import connecting
+from app.system.connections import call_apart, form
 
 STORE = "app/store"  # key of rank zero's port in the agents' store
 Decision = dict[str, Any]  # rank zero's decision, picklable
@@ -40,8 +40,7 @@ def host_group(timeout: float) -> Any:
     Args:
         timeout: Seconds to wait for another rank.
     """
-    with connecting():
-        return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return form(lambda: distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
 
 
 def agree(
@@ -136,7 +135,8 @@ def connect(trainer: Trainer, timeout: float) -> None:
         return store  # keeps the store alive until the group exists
 
     try:  # in a thread, because torch ignores its timeout if another program listens at the address
-        Deadline(timeout, quiet=trainer.local_rank != 0).within(begin, missing)
+        deadline = Deadline(timeout, quiet=trainer.local_rank != 0)
+        call_apart(begin, lambda: deadline.check(missing))
     except (RuntimeError, OSError) as error:  # gloo raises RuntimeError
         raise UserError(f"no process group at {place}: {str(error).splitlines()[0]}") from error
     if strategy.root_device.type == "cuda":

@@ -24,7 +24,7 @@ from app.launch.agree import gather_objects
 from app.launch.failures import explained, leave_nccl
 from app.launch.rendezvous import Cluster, Deadline, host_store, reach_store
 from app.system.addresses import use_interface_to
-from app.system.connections import connecting, disconnect
+from app.system.connections import disconnect, form
 from app.system.patches import expects
 
 CONFIG = "config"  # key of the run's configuration in the store
@@ -174,10 +174,9 @@ class Member:
                 tickets = gather_objects(ticket)
                 break
         if quorum.replica_rank == 0:
-            door = threading.Thread(
+            threading.Thread(
                 target=self._watch_door, args=(max(tickets), self.is_awaited), daemon=True
-            )
-            door.start()
+            ).start()
 
     def _connect(self, quorum: Any, backend: str) -> None:
         self.members = list(quorum.replica_ids)
@@ -197,15 +196,16 @@ class Member:
                 self._peers.append(connection)
         arguments = (self._peers, self.lost)
         threading.Thread(target=self._watch_peers, args=arguments, daemon=True).start()
-        with connecting():
-            store = distributed.TCPStore(host, int(port), timeout=SOON)
-            distributed.init_process_group(
+        store = distributed.TCPStore(host, int(port), timeout=SOON)
+        form(
+            lambda: distributed.init_process_group(
                 backend,
                 store=distributed.PrefixStore(f"quorum{quorum.quorum_id}", store),
-                rank=int(rank),
+                rank=quorum.replica_rank,
                 world_size=int(size),
                 timeout=self.timeout,
             )
+        )
 
     def _leave(self) -> None:
         """Leave the process group, and stop watching its ranks."""
@@ -222,10 +222,10 @@ class Member:
 
     def _watch_peers(self, peers: list[socket.socket], lost: threading.Event) -> None:
         """Wait until another rank ends; then make collective calls fail, also blocked ones."""
-        ended: list[socket.socket] = []
-        while peers is self._peers and not ended:
+        while peers is self._peers:
             with suppress(OSError, ValueError):  # `_leave` has closed them
-                ended = select.select(peers, [], [], HEARTBEAT)[0]
+                if select.select(peers, [], [], HEARTBEAT)[0]:
+                    break
         lost.set()
         time.sleep(HEARTBEAT)  # a rank may have ended after the last collective call
         while peers is self._peers:  # this rank may still open connections

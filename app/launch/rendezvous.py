@@ -8,11 +8,8 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +25,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from app.errors import CAUSES, UserError
 from app.system.addresses import outward_address, use_interface_to
+from app.system.connections import call_apart
 from app.system.files import read_json, write_json
 
 PAUSE = 0.25  # seconds between two attempts
@@ -94,24 +92,6 @@ class Deadline:
         if passed > self.due and not self.quiet:
             print(f"waiting for {missing}, {passed:.0f} s", flush=True)
             self.due *= 2
-
-    def within(self, call: Callable[[], Any], missing: str) -> Any:
-        """Call a blocking function in a thread, and return its result.
-
-        At the deadline, abandon the thread and raise.
-        """
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except Exception as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        while not wait([future], PAUSE).done:
-            self.check(missing)
-        return future.result()
 
 
 def host_store(address: str, port: int, timeout: float) -> TCPStore:
@@ -271,7 +251,9 @@ class NodeRendezvous(StaticTCPRendezvous):
             try:
                 place = self._place()
                 if place:
-                    store = deadline.within(partial(reach_store, *place[:2]), node0)
+                    store = call_apart(
+                        partial(reach_store, *place[:2]), partial(deadline.check, node0)
+                    )
                     self._check(store, place[-1])
                     store.set_timeout(self.timeout)
                     self.master_addr, self.master_port = place[:2]

@@ -1,17 +1,21 @@
 """TCP connections of process groups, closed from another thread to end a blocked collective call.
 
-Gloo cannot abort a process group, and a rank that waits for one would block until its timeout.
+Gloo cannot abort a process group, and a rank that waits for another one would block until its
+timeout, or forever while the group is formed.
 """
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
 
 import psutil
 
-_groups: set[tuple] = set()  # connections of the process groups
-_before: set[tuple] | None = None  # connections before the block that opens more
+_groups: set[tuple] = set()  # connections of the process groups, also of earlier ones
+_is_lost = threading.Event()  # set by `disconnect`
 
 
 def _connections() -> set[tuple]:
@@ -22,26 +26,52 @@ def _connections() -> set[tuple]:
     }
 
 
-@contextmanager
-def connecting() -> Iterator[None]:
-    """Note the connections that the block opens as those of a process group."""
-    global _before
-    _before = _connections()
+def call_apart(call: Callable[[], Any], check: Callable[[], Any]) -> Any:
+    """Call a blocking function in a thread, and return its result.
+
+    Args:
+        call: The function.
+        check: Function that is called from time to time. The thread is abandoned if it raises, or
+            returns true because a rank is lost.
+
+    Raises:
+        RuntimeError: When a rank is lost.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not wait([future], timeout=0.1).done:
+        if check():
+            raise RuntimeError("Connection closed by peer")
+    return future.result()
+
+
+def form(create: Callable[[], Any]) -> Any:
+    """Call a function that forms a process group, and note the connections that it opens.
+
+    If a rank is lost after it has announced its address, gloo waits for this rank to connect: also
+    beyond the timeout, and there is no connection to close. So `disconnect` abandons the wait.
+
+    Raises:
+        RuntimeError: When `disconnect` is called meanwhile.
+    """
+    before = _connections()
+    _is_lost.clear()
     try:
-        yield
-    finally:  # otherwise, `disconnect` would also close the connections that are opened later
-        _groups.update(_connections() - _before)
-        _before = None
+        return call_apart(create, _is_lost.is_set)
+    finally:
+        _groups.update(_connections() - before)
 
 
 def disconnect() -> None:
     """Close the process groups' connections, so that collective calls fail on both sides."""
-    before = _before  # another thread may end its block meanwhile, and note connections
-    now = _connections()
-    ours = _groups & now
-    if before is not None:
-        ours |= now - before
-    _groups.difference_update(ours)
-    for descriptor, *_ in ours:
+    _is_lost.set()
+    for descriptor, *_ in _groups & _connections():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(socket.SHUT_RDWR)

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from app.system.connections import connecting
+from app.system.connections import form
 from app.system.patches import expects
 
 
@@ -102,8 +102,7 @@ class DDP(DDPStrategy):
             # at level DETAIL, torch would wrap the new group, and its DDP logger would crash on the
             # wrapper
             distributed.set_debug_level(distributed.DebugLevel.OFF)
-            with connecting():
-                group = distributed.new_group(backend="gloo", timeout=self._timeout)
+            group = form(lambda: distributed.new_group(backend="gloo", timeout=self._timeout))
             distributed.set_debug_level(level)
         devices = self.determine_ddp_device_ids()
         model: Any = self.model
