@@ -46,8 +46,15 @@ def drawn():
     """Draw pictures and reports; tests without this fixture leave them empty."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def environment_of_module():
+    """Undo what runs of a module's fixtures change in the environment."""
+    with patch.dict(os.environ):
+        yield
+
+
 @pytest.fixture
-def own_environment():
+def environment():
     """Use one thread per process and no tracker, and undo what runs change in the environment."""
     with patch.dict(
         os.environ,
@@ -60,8 +67,8 @@ def own_environment():
 
 
 @pytest.fixture(autouse=True)
-def process(own_environment, request, monkeypatch):
-    """Set the state of the test's process, and undo it afterwards."""
+def process(environment, request, monkeypatch):
+    """Draw no pictures, use one thread and an empty command line, and let SIGINT interrupt."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setenv("APP_TEST_UNDRAWN", "1")
         leave_undrawn(monkeypatch.setattr)

@@ -14,7 +14,6 @@ from cluster.hosts import awaited
 from harness import assert_same, options, record, record_of, tiny
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-BIN = Path(sys.executable).parent
 SMALL = tiny(203, 20, flip=True)
 STEPS = [*SMALL, *options(accelerator="cpu", log_every_n_steps=1, test=False)]
 TCP = [*options(num_nodes=2, devices=1), "--cluster.init_method=tcp://h1:29500"]
@@ -34,7 +33,14 @@ def fit(host, *flags, launcher=None, env=None):
 
 def torchrun(processes, nodes="2"):
     meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=h1:29400"]
-    return [str(BIN / "torchrun"), "--nnodes", nodes, "--nproc-per-node", str(processes), *meet]
+    return [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nnodes",
+        nodes,
+        "--nproc-per-node",
+        str(processes),
+        *meet,
+    ]
 
 
 def two_nodes(hosts, root, *flags, env=None):

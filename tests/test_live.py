@@ -257,28 +257,28 @@ def test_nccl_is_aborted_when_a_rank_ends(monkeypatch):
     """A fake stands in for NCCL, whose blocked calls end only if somebody aborts them."""
     aborted = threading.Event()
     monkeypatch.setattr("app.launch.failures.abort_process_group", aborted.set)
-    for name, value in {"is_initialized": True, "get_backend": "nccl"}.items():
-        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
-    other, peer = socket.socketpair()
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
+    server = socket.create_server(("127.0.0.1", 0))
+    of_group = form(lambda: socket.create_connection(server.getsockname()))
+    there, peer = socket.socketpair()
     member = Member.__new__(Member)
     member._peers = [peer]
     lost = threading.Event()
     watcher = threading.Thread(target=member._watch_peers, args=(member._peers, lost), daemon=True)
     watcher.start()
     assert not aborted.wait(0.3), "the other rank lives"
-    other.close()
+    there.close()
     assert aborted.wait(10)
     assert lost.is_set()
     with pytest.raises(RuntimeError, match="closed by peer"):
         form(threading.Event().wait)  # as a rank that waits for another one to connect
-    with socket.create_server(("127.0.0.1", 0)) as later:  # not of the group
-        client = socket.create_connection(later.getsockname())
-        disconnect()
-        client.send(b"x")
-        assert later.accept()[0].recv(1) == b"x"
+    assert of_group.recv(1) == b""
+    other = socket.create_connection(server.getsockname())
+    disconnect()
+    other.send(b"x")
     member._peers = []
     watcher.join(10)
-    peer.close()
 
 
 DEVICES = [(None, "0", "0"), (None, "3", "3"), ("2,5", "1", "5"), ("GPU-a,GPU-b", "0", "GPU-a")]

@@ -26,6 +26,7 @@ from app.launch.rendezvous import Cluster, Deadline, host_store, reach_store
 from app.system.addresses import use_interface_to
 from app.system.connections import disconnect, form
 from app.system.patches import expects
+from app.system.torch_patches import end_process_group
 
 CONFIG = "config"  # key of the run's configuration in the store
 IDENTITY = "identity"  # key of the flags, versions and checksums that all machines share
@@ -169,7 +170,8 @@ class Member:
                 init_sync=False,
             )
             self._quorum = quorum.quorum_id
-            with suppress(RuntimeError, OSError):
+            # ValueError: a formation that was abandoned has succeeded
+            with suppress(RuntimeError, OSError, ValueError):
                 self._connect(quorum, backend)
                 tickets = gather_objects(ticket)
                 break
@@ -183,24 +185,30 @@ class Member:
         rank = str(quorum.replica_rank)
         size = str(len(self.members))
         host, _, port = quorum.store_address.rpartition(":")
-        os.environ.update(RANK=rank, GROUP_RANK=rank, WORLD_SIZE=size, GROUP_WORLD_SIZE=size)
-        os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
+        os.environ.update(
+            RANK=rank,
+            GROUP_RANK=rank,
+            WORLD_SIZE=size,
+            GROUP_WORLD_SIZE=size,
+            MASTER_ADDR=host,
+            MASTER_PORT=port,
+        )
         for member in self.members:
             if member != self.id:
                 left, door = self.store.get(member).decode().split()
                 if int(left) == quorum.quorum_id:
                     raise RuntimeError("a rank has left")
                 place = member.partition("@")[2].rpartition(":")[0]
-                connection = socket.create_connection((place, int(door)), timeout=5)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                self._peers.append(connection)
-        arguments = (self._peers, self.lost)
-        threading.Thread(target=self._watch_peers, args=arguments, daemon=True).start()
-        store = distributed.TCPStore(host, int(port), timeout=SOON)
+                self._peers.append(socket.create_connection((place, int(door)), timeout=5))
+        threading.Thread(
+            target=self._watch_peers, args=(self._peers, self.lost), daemon=True
+        ).start()
         form(
             lambda: distributed.init_process_group(
                 backend,
-                store=distributed.PrefixStore(f"quorum{quorum.quorum_id}", store),
+                store=distributed.PrefixStore(
+                    f"quorum{quorum.quorum_id}", distributed.TCPStore(host, int(port), timeout=SOON)
+                ),
                 rank=quorum.replica_rank,
                 world_size=int(size),
                 timeout=self.timeout,
@@ -217,8 +225,7 @@ class Member:
             connection.close()
         leave_nccl()
         disconnect()
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        end_process_group()
 
     def _watch_peers(self, peers: list[socket.socket], lost: threading.Event) -> None:
         """Wait until another rank ends; then make collective calls fail, also blocked ones."""
@@ -258,8 +265,7 @@ class Member:
         """Return whether an exception is due to a change of the ranks."""
         if isinstance(error, UserError) or not isinstance(error, Exception):
             return False
-        known = RankLostError | RankSilentError
-        return isinstance(explained(error), known) or self.lost.wait(DEAD)
+        return isinstance(explained(error), RankLostError | RankSilentError) or self.lost.wait(DEAD)
 
     def changes(self, before: Sequence[str]) -> str:
         """Return in words which ranks have come and left."""

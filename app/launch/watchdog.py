@@ -243,7 +243,7 @@ def read_place(text: str) -> Place:
     if frames:
         path, number, function = (users or hooks or frames)[0]
         line = f"{Path(path).name}:{number} {function}"
-        communicates = "/torch/distributed/" in frames[0][0]
+        communicates = bool(re.search("/torch/distributed/|/system/connections", frames[0][0]))
     if phase == PHASES[EVALUATION]:
         line = f"the evaluation, {line}"
     elif phase not in PHASES[:2]:

@@ -7,8 +7,9 @@ timeout, or forever while the group is formed.
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -31,32 +32,33 @@ def call_apart(call: Callable[[], Any], check: Callable[[], Any]) -> Any:
 
     Args:
         call: The function.
-        check: Function that is called from time to time. The thread is abandoned if it raises, or
-            returns true because a rank is lost.
+        check: Function that is called every 5 ms. The thread is abandoned if it raises, or returns
+            true because a rank is lost.
 
     Raises:
         RuntimeError: When a rank is lost.
     """
-    future: Future[Any] = Future()
+    future = Future[Any]()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    while not wait([future], timeout=0.1).done:
+    while not future.done():
         if check():
             raise RuntimeError("Connection closed by peer")
+        time.sleep(0.005)
     return future.result()
 
 
 def form(create: Callable[[], Any]) -> Any:
     """Call a function that forms a process group, and note the connections that it opens.
 
-    If a rank is lost after it has announced its address, gloo waits for this rank to connect: also
-    beyond the timeout, and there is no connection to close. So `disconnect` abandons the wait.
+    If a rank is lost after it has announced its address, gloo waits for its connection, even beyond
+    the timeout. There is no connection yet to close, so `disconnect` abandons the wait.
 
     Raises:
         RuntimeError: When `disconnect` is called meanwhile.

@@ -39,14 +39,17 @@ def shallow_copies(module: nn.Module, count: int) -> list[Any]:
     return copies
 
 
+@expects("torch.distributed.distributed_c10d:_world")
 def end_process_group() -> None:
     """Destroy the process group, because gloo's threads sometimes abort an exiting process.
 
     Source: https://github.com/pytorch/pytorch/pull/179291. Lightning does this only for its own
-    NCCL group.
+    NCCL group. Count groups anew, also after a group could not be formed: ranks find each other by
+    this number.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()
+    distributed.distributed_c10d._world.group_count = 0
 
 
 @expects("torch.distributed.distributed_c10d:_abort_process_group")

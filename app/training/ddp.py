@@ -102,8 +102,10 @@ class DDP(DDPStrategy):
             # at level DETAIL, torch would wrap the new group, and its DDP logger would crash on the
             # wrapper
             distributed.set_debug_level(distributed.DebugLevel.OFF)
-            group = form(lambda: distributed.new_group(backend="gloo", timeout=self._timeout))
-            distributed.set_debug_level(level)
+            try:
+                group = form(lambda: distributed.new_group(backend="gloo", timeout=self._timeout))
+            finally:
+                distributed.set_debug_level(level)
         devices = self.determine_ddp_device_ids()
         model: Any = self.model
         self._trainable = trainable(model)

@@ -72,7 +72,7 @@ class Slurm:
             return []
 
     def run(self, *command, timeout=60, env=None):
-        """Run a command on `ctl` with this Python's folder in PATH, and return its output."""
+        """Run a command on `ctl` with this Python in PATH, check it, and return its output."""
         return self.ctl.run(*command, timeout=timeout, env={**PATH, **(env or {}), **self.conf})
 
     def submit(self, *command, env=None):
