@@ -252,7 +252,7 @@ class NodeRendezvous(StaticTCPRendezvous):
                 place = self._place()
                 if place:
                     store = call_apart(
-                        partial(reach_store, *place[:2]), partial(deadline.check, node0)
+                        partial(reach_store, *place[:2]), partial(deadline.check, missing)
                     )
                     self._check(store, place[-1])
                     store.set_timeout(self.timeout)
