@@ -35,7 +35,8 @@ def test_weights_of_a_run_with_another_number_of_classes(app, fit, tmp_path):
     second = tmp_path / "runs/second/version_0"
     data = yaml.safe_load((second / "config.yaml").read_text())["data"]["init_args"]
     assert (data["size"], data["resize"], data["mean"]) == ([12, 12], 16, [0.4, 0.5, 0.6])
-    before, after = weights(first), weights(second)
+    before = weights(first)
+    after = weights(second)
     changed = {name for name in before if before[name].shape != after[name].shape}
     assert changed == {"network.fc.weight", "network.fc.bias"}
     # the statistics of a frozen BatchNorm do not change, either
@@ -85,7 +86,7 @@ def test_weights_are_found_under_any_prefix(origin, tmp_path):
 def test_weights_of_safetensors(tmp_path):
     save_file(prefixed("model."), tmp_path / "x.safetensors")
     state = read_weights(f"{tmp_path}/x.safetensors", "")
-    line, _ = load_weights(make_network("squeezenet1_1", 1000), state, "x")
+    line = load_weights(make_network("squeezenet1_1", 1000), state, "x")[0]
     assert line == "Weights of x: 52 tensors loaded from model"
 
 

@@ -170,7 +170,7 @@ class Member:
                 init_sync=False,
             )
             self._quorum = quorum.quorum_id
-            # ValueError: a formation that was abandoned has succeeded
+            # ValueError: a group exists, because an abandoned formation has succeeded after all
             with suppress(RuntimeError, OSError, ValueError):
                 self._connect(quorum, backend)
                 tickets = gather_objects(ticket)

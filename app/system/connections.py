@@ -43,7 +43,7 @@ def call_apart(call: Callable[[], Any], check: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:
+        except BaseException as error:  # also SystemExit; `result` raises it again
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -72,7 +72,10 @@ class Slurm:
             return []
 
     def run(self, *command, timeout=60, env=None):
-        """Run a command on `ctl` with this Python in PATH, check it, and return its output."""
+        """Run a command on `ctl`, check that it succeeds, and return its output.
+
+        This Python's folder is first in PATH, unless `env` has another PATH.
+        """
         return self.ctl.run(*command, timeout=timeout, env={**PATH, **(env or {}), **self.conf})
 
     def submit(self, *command, env=None):
