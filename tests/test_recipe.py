@@ -1,4 +1,4 @@
-"""Recipes: networks, pretrained weights, frozen blocks, schedules, losses, mixing, balancing.
+"""Recipes: networks, frozen blocks, schedules, losses, mixing, balancing.
 
 test_parity.py and test_resume.py train a recipe in every way of running, and resume it.
 """
