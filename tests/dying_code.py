@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.hosts import awaited
 from lightning import Callback
 
+from app.launch import signals
 from app.launch.elastic import ENDED
 
 
@@ -74,6 +75,7 @@ class Ends(ENDS):
         self.stage = stage
         self.way = way
         self.rank = rank
+        signals.PERIOD = 0  # the ranks agree after each step
 
     def _reach(self, stage, trainer):
         if stage == self.stage and trainer.global_rank == min(self.rank, trainer.world_size - 1):

@@ -50,7 +50,6 @@ def by_name(path):
 DDP = {"trainer.strategy": "ddp"}
 DP = {"trainer.strategy": "dp", "trainer.devices": 2}
 BF16 = {"trainer.precision": "bf16-mixed"}
-STUCK = "stuck_code.FailsWhileRankZeroIsStuck"
 LATE = "after 40 s: see --time_limit$"
 
 
@@ -72,7 +71,11 @@ def test_variants_that_cannot_run_fail_hang_or_are_slow(app, experiment):
             r"^step \d after 40 s, warm-up included$",
             {"trainer.callbacks+": "stuck_code.TakesItsTime"},
         ),
-        "a node fails": ("failed", "only here", DDP | {"model": STUCK, "trainer.num_nodes": 2}),
+        "a node fails": (
+            "failed",
+            "only here",
+            DDP | {"model": "stuck_code.FailsWhileRankZeroIsStuck", "trainer.num_nodes": 2},
+        ),
         "dp": ("measured", "", DP),
     }
     path = experiment(variants={name: case[2] for name, case in variants.items()}, repeats=2)

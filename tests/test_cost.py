@@ -22,6 +22,7 @@ from harness import QUIET, RECIPE, SLOW, options
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.data.batches import GlobalBatches
+from app.launch import signals
 from app.modules import CIFARCNN, ImageClassifier
 from app.modules.networks import LeNet
 
@@ -208,12 +209,13 @@ def test_reads_of_the_device(flags, operations_per_step):
 
 
 class CountsReads(CIFARCNN):
-    """Model that counts tensor reads in the second epoch.
+    """Model that counts tensor reads and all-reduces in the second epoch.
 
-    Each rank writes the count before each step into a file.
+    Each rank writes the reads before each step, and all all-reduces, into a file.
     """
 
     def on_train_epoch_start(self):
+        signals.PERIOD = 1e9  # no step is slow
         self.reads, self.mode = [], Counting()
         if self.current_epoch == 1:
             self.mode.__enter__()
@@ -225,21 +227,25 @@ class CountsReads(CIFARCNN):
     def on_train_epoch_end(self):
         if self.current_epoch == 1:
             self.mode.__exit__(None, None, None)
-            file = Path(str(self.trainer.log_dir), f"reads{self.global_rank}.json")
-            file.write_text(json.dumps(self.reads))
+            file = Path(self.trainer.log_dir, f"reads{self.global_rank}.json")
+            file.write_text(json.dumps([*self.reads, self.mode.counts["c10d::allreduce_"]]))
         super().on_train_epoch_end()
 
 
 @SLOW
 def test_reads_of_the_device_by_two_processes(tmp_path):
-    """Only a logging window's last step reads the device, although ranks must agree on stopping."""
+    """Only a logging window's last step reads the device, although ranks must agree on stopping.
+
+    They agree after each 16th step. DDP reduces the gradients of each of 72 steps.
+    """
     ddp = ["--trainer.strategy=ddp", "--trainer.devices=2", "--model=test_cost.CountsReads", *QUIET]
     run = fork_fit(tmp_path, *LENET, *TWO_EPOCHS, *ddp)
     for rank in range(2):
-        reads = json.loads((run / f"reads{rank}.json").read_text())
+        *reads, reductions = json.loads((run / f"reads{rank}.json").read_text())
         assert len(reads) == 72
         assert reads[27] == 0, "until the window ends with the hundredth step"
         assert reads[28] == reads[-1], "and after it"
+        assert reductions <= 81
 
 
 @SLOW

@@ -40,8 +40,11 @@ from app.use.export import read as read_export
 
 BESIDE_CODE = [*ROOT.glob("app/**/*.md"), *ROOT.glob("configs/**/*.md")]
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(BESIDE_CODE)]
-KINDS = ("*.yaml", "*.sbatch", "*.def", "Dockerfile")
-CONFIGS = sorted(path for kind in KINDS for path in ROOT.glob(f"configs/**/{kind}"))
+CONFIGS = sorted(
+    path
+    for kind in ("*.yaml", "*.sbatch", "*.def", "Dockerfile")
+    for path in ROOT.glob(f"configs/**/{kind}")
+)
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DOCUMENTS = [*MARKDOWN, *CONFIGS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
 PROGRAMS = (

@@ -117,11 +117,15 @@ def test_restart_after_kill_ends_with_same_weights(tmp_path):
 
 # each rank checks this rule; tests/test_rules.py has the other rules
 STARTED = "torchrun started 1 node(s) of 2 process(es), but the run is --trainer.num_nodes 1 of 3"
-MISSING = "--ckpt_path nowhere.ckpt: there is no such file"  # rank zero checks it for all ranks
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"), [("--trainer.devices=3", STARTED), ("--ckpt_path=nowhere.ckpt", MISSING)]
+    ("flags", "text"),
+    [
+        ("--trainer.devices=3", STARTED),
+        # rank zero checks it for all ranks
+        ("--ckpt_path=nowhere.ckpt", "--ckpt_path nowhere.ckpt: there is no such file"),
+    ],
 )
 def test_error_of_rank_is_printed_at_once(flags, text, tmp_path):
     with started(tmp_path, *STEPS, flags, launcher=TORCHRUN) as run:

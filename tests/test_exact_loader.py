@@ -239,10 +239,10 @@ def test_a_new_worker_has_the_users_data(monkeypatch):
     assert info.dataset is items
 
 
-UNEVEN = [(False, 4, 2, 0), (False, 5, 2, 1), (True, 4, 2, 1)]
-
-
-@pytest.mark.parametrize(("is_uneven", "batches", "accumulated", "said"), UNEVEN)
+@pytest.mark.parametrize(
+    ("is_uneven", "batches", "accumulated", "said"),
+    [(False, 4, 2, 0), (False, 5, 2, 1), (True, 4, 2, 1)],
+)
 def test_smaller_batches_that_count_more(is_uneven, batches, accumulated, said, monkeypatch):
     order = MagicMock(spec=GlobalSampler, is_uneven=is_uneven)
     order.__len__.return_value = batches

@@ -153,10 +153,6 @@ experiments = st.fixed_dictionaries(
 )
 
 
-def read_config(path):
-    settle("fit", [f"--config={path}"])
-
-
 def read_experiment(path):
     _, experiment, typed = parse_compare([f"--experiment={path}"])
     expand(experiment, typed)
@@ -164,7 +160,8 @@ def read_experiment(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("read", "contents"), [(read_config, configs), (read_experiment, experiments)]
+    ("read", "contents"),
+    [(lambda path: settle("fit", [f"--config={path}"]), configs), (read_experiment, experiments)],
 )
 @examples(100)
 @given(st.data())

@@ -71,12 +71,9 @@ def test_parity(single, strategy, devices, tmp_path):
     check_same(run, expected, 1e-8 if model == "adamw" else TOLERANCE)
 
 
-ACCUMULATED = [(4, "auto"), (2, "dp"), slow(2, "ddp_fork")]
-
-
 @SLOW
 @pytest.mark.parametrize("single", ["cnn"], indirect=True)
-@pytest.mark.parametrize(("batches", "strategy"), ACCUMULATED)
+@pytest.mark.parametrize(("batches", "strategy"), [(4, "auto"), (2, "dp"), slow(2, "ddp_fork")])
 def test_accumulated_gradients(single, batches, strategy, tmp_path):
     """Gradients accumulated over batches equal those of whole batches of 64.
 

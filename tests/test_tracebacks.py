@@ -12,9 +12,7 @@ TOO_LARGE = (
     "(32, 32)."
 )
 INNER = "{class_path: torchvision.transforms.v2.RandomCrop, init_args: {size: 64}}"
-MIX = "--data.augment.num_classes 10"
 LINEAR = "--data.augment torch.nn.Linear --data.augment.in_features 3 --data.augment.out_features 3"
-ADAM = "--model.optimizer Adam --model.optimizer.differentiable true"
 CALL, SET = "--trainer.callbacks+=", "--trainer.callbacks."
 
 
@@ -33,7 +31,9 @@ OBJECTS = {
     f"{V2}ToPILImage": (
         "--data.augment ToPILImage turns torch.uint8 (3, 32, 32) into Image: it must"
     ),
-    f"{V2}MixUp {MIX}": "--data.augment MixUp: labels should be index based",
+    f"{V2}MixUp --data.augment.num_classes 10": (
+        "--data.augment MixUp: labels should be index based"
+    ),
     LINEAR: "--data.augment Linear: mat1 and mat2 must have the same dtype",
     f"{CALL}LearningRateFinder {SET}num_training_steps 0": (
         "LearningRateFinder: When using the learning rate"
@@ -46,7 +46,9 @@ OBJECTS = {
         "--trainer.callbacks BackboneFinetuning: 'CIFARCNN' object has no attribute"
     ),
     "--model.optimizer LBFGS": "--model.optimizer LBFGS: view size is not compatible",
-    ADAM: "--model.optimizer Adam: a leaf Variable that requires grad",
+    "--model.optimizer Adam --model.optimizer.differentiable true": (
+        "--model.optimizer Adam: a leaf Variable that requires grad"
+    ),
     "--trainer.profiler lightning.pytorch.profilers.XLAProfiler": (
         "--trainer.profiler XLAProfiler: Requirement"
     ),

@@ -138,11 +138,8 @@ def server_that(fails):
         server.shutdown()
 
 
-FAILURES = ["drips", slow("refuses"), slow("is out of quota")]
-
-
 @SLOW
-@pytest.mark.parametrize("fails", FAILURES)
+@pytest.mark.parametrize("fails", ["drips", slow("refuses"), slow("is out of quota")])
 def test_offline_when_the_server_is_down(fails, tmp_path):
     """The run is complete offline, and the printed command uploads it."""
     with server_that(fails) as url:

@@ -27,7 +27,6 @@ VARIANTS = {
     "ragged": ["--trainer.accumulate_grad_batches=2", "--data.batch_size=10"],
 }
 CPU = {"trainer.accelerator": "cpu"}
-SAMPLED = ("Stock", "Halved", "OwnBatches", "Repeated")  # data for Lightning's sampler
 RECORDED = {}  # recorded references, shared by several tests
 
 
@@ -37,7 +36,7 @@ class Runs:
     def __init__(self, root: Path, model: str, data: str, *flags: str):
         self.root = root
         self.flags = [f"--model=faulty_code.{model}", f"--data=faulty_code.{data}", *flags]
-        sampled = data in SAMPLED
+        sampled = data in ("Stock", "Halved", "OwnBatches", "Repeated")  # by Lightning's sampler
         self.flags += options(accelerator="cpu", use_distributed_sampler=sampled, test=False)
         self.flags += options(loader="lightning", on_divergence="warn")
 

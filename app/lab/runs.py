@@ -151,12 +151,10 @@ def run_fit(
     record.others_cores = round(max(others / record.wall_s, 0.0), 2)
     if None in codes and not any(codes) and record.status != "completed":
         record.time_limit = limit
-        if record.setup_s is None:
+        if record.setup_s is None or record.status != "interrupted":
+            state = "no progress" if record.setup_s else "still setting up"
             record.status = "failed"
-            record.error = f"still setting up after {limit:g} s"
-        elif record.status != "interrupted":
-            record.status = "failed"
-            record.error = f"no progress after {limit:g} s"
+            record.error = f"{state} after {limit:g} s"
     elif record.status != "completed" or any(codes):
         record.status = "failed"
         record.error = _reason(record, codes, outputs)

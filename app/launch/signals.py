@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,6 @@ from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -31,12 +31,14 @@ from app.launch.agree import host_group
 from app.launch.failures import leave_nccl
 from app.launch.process import handle, is_task_of_srun, is_worker, stop_only_once
 from app.record import mark_ended
-from app.system.lightning_patches import do_nothing, leave_out_sigterm_broadcast
+from app.system.lightning_patches import do_nothing, in_window, leave_out_sigterm_broadcast
 from app.system.patches import expects
 
 # seconds without progress after a signal, before a rank ends; torchrun kills its ranks after 30 s
 GRACE = 20
 START_GRACE = 3  # the same before training, when there is nothing to save
+PERIOD = 0.1  # seconds between two agreements on signals
+MOST_STEPS = 16  # between two agreements, because later steps may take longer
 # SLURM sends SIGUSR1 before the job ends: `--signal=SIGUSR1@90`
 IN_SLURM = CAUSES | {signal.SIGUSR1: "SIGUSR1"}
 
@@ -172,9 +174,10 @@ def _is_saving() -> bool:
 class StopTogether(Callback):
     """Callback that stops all ranks at the same step after any rank received a signal.
 
-    A single process stops after the current step. Several ranks start an all-reduce after each step
-    and read its result after the next step, so that no rank waits; they stop one step later. The
-    all-reduce runs on the host, so that the device is not synchronized.
+    A single process stops after the current step. Several ranks start an all-reduce ten times a
+    second, but at least every 16 steps and at most after each step. They read its result after the
+    next step, so that no rank waits, and then stop. The all-reduce runs on the host, so that the
+    device is not synchronized. It also tells all ranks after how many steps to start the next one.
 
     Args:
         timeout: Seconds to wait for another rank's answer.
@@ -182,13 +185,13 @@ class StopTogether(Callback):
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self._group: Any = None
-        self._work: Any = None  # the pending all-reduce
-        self._highest = np.zeros(2, int)  # its buffer
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the all-reduce, and disable Lightning's broadcast of SIGTERM."""
         leave_out_sigterm_broadcast(trainer)
+        self._work: Any = None  # the pending all-reduce
+        self._left = 1  # number of steps until the next one
+        self._last = time.monotonic()
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader
@@ -200,8 +203,7 @@ class StopTogether(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After an optimizer step, stop training if any rank received a signal."""
-        ends_window = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if (ends_window or trainer.is_last_batch) and self._agree(trainer):
+        if not in_window(trainer) and self._agree(trainer):
             stop_training(trainer, batch_idx)
 
     def on_exception(
@@ -217,8 +219,8 @@ class StopTogether(Callback):
     def _agree(self, trainer: Trainer, at_once: bool = False) -> int:
         """Return the highest signal that any rank received, or 0. Collective.
 
-        With several ranks, the result lags by one step: it covers signals up to the previous step.
-        With `at_once`, wait for an all-reduce that covers signals up to now.
+        With several ranks, the result covers signals up to the previous all-reduce. With `at_once`,
+        wait for an all-reduce that covers signals up to now.
         """
         signals = Signals.of(trainer)
         mine = [signals.noted, 0]
@@ -229,11 +231,15 @@ class StopTogether(Callback):
             return signals.stopped_by
         with trainer.profiler.profile("agree"):  # type: ignore[attr-defined]
             self._read(signals)
-            if not signals.stopped_by and not signals.regroups:
-                self._highest = np.array(mine)
-                shared = torch.from_numpy(self._highest)
+            self._left -= 1
+            now = time.monotonic()
+            steps = min(max(int(PERIOD / (now - self._last)), 1), MOST_STEPS)
+            self._last = now
+            is_due = at_once or self._left == 0
+            if is_due and not signals.stopped_by and not signals.regroups:
+                self._highest = torch.tensor([*mine, -steps])
                 self._work = distributed.all_reduce(
-                    shared, distributed.ReduceOp.MAX, self._group, async_op=True
+                    self._highest, distributed.ReduceOp.MAX, self._group, async_op=True
                 )
                 if at_once:
                     self._read(signals)
@@ -244,7 +250,8 @@ class StopTogether(Callback):
         if self._work is not None:
             self._work.wait()
             self._work = None
-            signals.stopped_by, signals.regroups = self._highest.tolist()
+            signals.stopped_by, signals.regroups, steps = self._highest.tolist()
+            self._left = -steps
 
 
 def stop_training(trainer: Trainer, batch_idx: int) -> None:

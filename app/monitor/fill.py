@@ -43,7 +43,8 @@ def fill_configuration(record: Record, trainer: Trainer) -> None:
     record.strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
     record.devices = trainer.num_devices
     record.num_nodes = trainer.num_nodes
-    record.live = bool(getattr(trainer.fit_loop.epoch_loop, "live", None))
+    loop = trainer.fit_loop.epoch_loop
+    record.live = bool(getattr(loop, "live", None))
     record.world_size = trainer.world_size
     record.replicas = trainer.world_size * len(devices_of(trainer))
     record.precision = trainer.precision
@@ -52,7 +53,6 @@ def fill_configuration(record: Record, trainer: Trainer) -> None:
     record.max_steps = trainer.max_steps
     if "PL_GLOBAL_SEED" in os.environ:
         record.seed = int(os.environ["PL_GLOBAL_SEED"])
-    loop = trainer.fit_loop.epoch_loop
     if isinstance(loop, ShardedLoop) and trainer.state.fn == "fit":
         record.virtual_devices = loop.virtual_devices
     data = trainer.datamodule  # type: ignore[attr-defined]

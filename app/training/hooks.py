@@ -73,7 +73,7 @@ class Hooks:
         self.data = trainer.datamodule or module
         self.identities = identities(self)
         self.reason = why_not(trainer)
-        self.order = order_of(trainer.train_dataloader)
+        self.order: Any = order_of(trainer.train_dataloader)
         # an `ImageClassifier` weights its loss itself; only its loaders have `empty="keep"`
         self.weighs_loss = self.order is not None and self.order.empty != "keep"
         self.block_sync: Any = nullcontext
@@ -109,7 +109,7 @@ class Hooks:
             move = partial(strategy.batch_to_device, dataloader_idx=0)
         self.batch_to_device = in_hook(self.trainer, "batch_to_device", move)
 
-    def _batch_hook(self, name: str) -> Callable | None:
+    def _batch_hook(self, name: str) -> Any:
         """Return the data module's or module's batch hook; None if it does nothing."""
         if self.data is not self.module and is_overridden(name, self.data):
             return getattr(self.data, name)
@@ -118,7 +118,6 @@ class Hooks:
         return None
 
     def _move(self, batch: Any) -> Any:
-        assert self._transfer_batch_to_device is not None
         batch = self._transfer_batch_to_device(batch, self._device, 0)
         if self._on_after_batch_transfer is not None:
             batch = self._on_after_batch_transfer(batch, 0)

@@ -235,7 +235,6 @@ class StraightLoop(LoggingLoop):
             self.zero_gradients()
         if loss is not None:
             if hooks.weighs_loss:
-                assert hooks.order is not None
                 samples = hooks.order.share_size(self.index)
                 weight = hooks.order.loss_weight(self.trainer, self.index, samples)
                 if weight != 1.0:

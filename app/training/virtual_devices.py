@@ -314,7 +314,6 @@ class ShardedLoop(StraightLoop):
         batch = self.batch
         trainer = self.trainer
         order = self.hooks.order
-        assert order is not None
         changed: list[int] = []
         earlier: Gradients = []
         names: set[str] = set()
