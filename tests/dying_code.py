@@ -14,6 +14,8 @@ from lightning import Callback
 from app.launch import signals
 from app.launch.elastic import ENDED
 
+signals.PERIOD = 0  # in each rank: they agree after each step
+
 
 def end(way: str):
     """End this process."""
@@ -75,7 +77,6 @@ class Ends(ENDS):
         self.stage = stage
         self.way = way
         self.rank = rank
-        signals.PERIOD = 0  # the ranks agree after each step
 
     def _reach(self, stage, trainer):
         if stage == self.stage and trainer.global_rank == min(self.rank, trainer.world_size - 1):
