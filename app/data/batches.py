@@ -203,13 +203,13 @@ class HostReader:
         rows: Rows of the split; sample i is row `rows[i]`.
         pins: Whether to read into page-locked memory, from which a GPU copies while the host
             continues.
-        workers: Loader with worker processes, if they read the images.
+        workers: `Workers`, if worker processes read the images; else None.
     """
 
     split: Split
     rows: Tensor
     pins: bool = False
-    workers: Workers | None = None
+    workers: Any = None
 
     def stage(self, values: Tensor) -> Tensor:
         """Return an epoch's values, such as labels, where their shares have to be."""
@@ -288,7 +288,6 @@ class DiskReader(HostReader):
 
     def read(self, order: Tensor, epoch: int, places: Sequence[Place]) -> Iterator[Tensor]:
         """Return an iterator over the images at each place."""
-        assert self.workers is not None
         rows = self.rows[order]
         seeds = torch.randint(2**62, (len(rows),), generator=stream(self.seed, 3, epoch))
         self._items.clear()

@@ -152,7 +152,9 @@ def run_fit(
     if None in codes and not any(codes) and record.status != "completed":
         record.time_limit = limit
         if record.setup_s is None or record.status != "interrupted":
-            state = "no progress" if record.setup_s else "still setting up"
+            state = "no progress"
+            if record.setup_s is None:
+                state = "still setting up"
             record.status = "failed"
             record.error = f"{state} after {limit:g} s"
     elif record.status != "completed" or any(codes):

@@ -191,7 +191,7 @@ class StopTogether(Callback):
         leave_out_sigterm_broadcast(trainer)
         self._work: Any = None  # the pending all-reduce
         self._left = 1  # number of steps until the next one
-        self._last = time.monotonic()
+        self._last = time.monotonic()  # when the last step ended
         if trainer.world_size > 1:
             self._group = host_group(self.timeout)
         loader = trainer.train_dataloader

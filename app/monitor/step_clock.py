@@ -16,7 +16,6 @@ from app.launch.watchdog import DATA, ELSEWHERE, EVALUATION, GRADIENTS, SET_UP, 
 from app.modules.sums import log_window
 from app.monitor.rank_times import RankTimes
 from app.record import PHASES, Phases
-from app.system.lightning_patches import in_window
 from app.system.machine import time_when_done
 
 MEASURED = (*PHASES, "forward", "backward", "launch")
@@ -111,6 +110,7 @@ class StepClock(Callback):
         self._steps: Marks = []
         # read one window later, when the GPU has finished its steps
         self._last_window: Marks = []
+        self._accumulated = trainer.accumulate_grad_batches
         self._window = self._left = int(min(log_window(trainer), trainer.num_training_batches))
         self.ranks.begin(trainer)
         if trainer.world_size > 1:
@@ -173,7 +173,7 @@ class StepClock(Callback):
         now = self._now()
         self._steps.append((self._ended, self._began, self._ready, self._averaged, now))
         self._ended = now
-        if not in_window(trainer):
+        if (batch_idx + 1) % self._accumulated == 0:
             self._step += 1
         self._beat[0] = self._step
         self._beat[1] = DATA
@@ -199,9 +199,10 @@ class StepClock(Callback):
         """Note the time when a gradient of these parameters is ready, and of no other."""
         for handle in self._handles:
             handle.remove()
-        self._handles = [
-            each.register_post_accumulate_grad_hook(self._on_gradient) for each in parameters
-        ]
+        self._handles = []
+        for parameter in parameters:
+            handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            self._handles.append(handle)
 
     # -- phases of a few steps
     # ------------------------------------------------------------------------------

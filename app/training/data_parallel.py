@@ -110,7 +110,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     strategy_name = "dp"
     single_process = True
-    replica: Replica | None = None
+    replica: Any = None  # Replica, from setup on
     _forwards = 0
     # One thread for each replica, because autograd numbers the operations of each forward thread
     # separately, and orders the backward pass by these numbers. In a shared pool, a replica's
@@ -150,7 +150,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
     predict_step = _over_replicas(SingleDeviceStrategy.predict_step)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.replica is not None
         self._forwards += 1
         devices = self.parallel_devices
         self.replica.capture(devices[0].type)

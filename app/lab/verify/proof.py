@@ -153,8 +153,7 @@ class Prover:
 
     def verdict(self) -> Verdict:
         """Return the verdict on the variants that have run."""
-        reference = self.references[REFERENCE].recorded
-        assert reference is not None
+        reference: Any = self.references[REFERENCE].recorded
         return Verdict(reference, self.results, self.settings.bits)
 
     def _announce(self, name: str) -> None:
